@@ -1,0 +1,49 @@
+"""How the tensors of each framework meet cunorm: one file a framework.
+
+The framework is found from the type of the tensor, by the name of the package that defines it; its adapter is imported
+when its first tensor arrives. So no framework is ever imported that the user has not imported already, and a new one is a
+new file, whose ADAPTER provides ``cunorm.execute.Adapter``, and a line in the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+from cunorm.execute import Adapter
+
+__all__ = ["adapter_of"]
+
+# The package that defines a tensor's type -> the adapter module. What is not here but has __dlpack__ goes through dlpack.
+_ADAPTERS = {
+    "numpy": "numpy",
+    "cupy": "cupy",
+    "torch": "torch",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "tensorflow": "tensorflow",
+}
+_found: dict[type, Adapter] = {}
+
+
+def adapter_of(tensor: Any) -> Adapter:
+    """The adapter for a tensor's framework. A TypeError where there is none."""
+    kind = type(tensor)
+    adapter = _found.get(kind)
+    if adapter is None:
+        adapter = _found[kind] = _find(kind)
+    return adapter
+
+
+def _find(kind: type) -> Adapter:
+    # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known counts.
+    for base in kind.__mro__:
+        name = _ADAPTERS.get(base.__module__.partition(".")[0])
+        if name is not None:
+            return cast(Adapter, importlib.import_module(f"cunorm.adapters.{name}").ADAPTER)
+    if hasattr(kind, "__dlpack__"):
+        return cast(Adapter, importlib.import_module("cunorm.adapters.dlpack").ADAPTER)
+    raise TypeError(
+        f"x is a {kind.__module__}.{kind.__qualname__}; it must be a NumPy, CuPy, PyTorch, JAX or TensorFlow tensor, "
+        "or have __dlpack__"
+    )

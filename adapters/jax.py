@@ -1,0 +1,243 @@
+"""JAX arrays: eager, inside ``jax.jit``, and differentiable, as one XLA custom call over XLA's own buffers.
+
+jax-tvm-ffi calls ``_run_call`` whenever XLA runs the custom call, with views of its buffers and its stream. All else is
+known when the call is traced: checks, shapes, the plan, and with it the size of the workspace, which is one more result of
+the custom call. So nothing is allocated or compiled when it runs, and XLA may capture the launches into a CUDA graph.
+
+Gradients are those of reverse mode, once: no ``jax.jvp``, no second derivatives. ``jax.vmap`` works and runs one call after
+the other.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from cunorm import execute
+from cunorm.execute import Adapter, Op, Output, Prepared
+from cunorm.problem import View, contiguous_strides
+
+__all__ = ["ADAPTER"]
+
+_TARGET = "cunorm"
+_DLPACK_CPU = 1
+
+Arrays = tuple[Any, Any, Any]
+
+
+class JaxAdapter(Adapter):
+    def view(self, tensor: Any, name: str) -> View:
+        """Shape and dtype. XLA lays arrays out in C order for a custom call, at addresses known only when it runs."""
+        return View(0, tensor.shape, contiguous_strides(tensor.shape), tensor.dtype.name, ("cpu", 0))
+
+    def empty(self, output: Output, like: Any) -> Any:
+        raise NotImplementedError("XLA allocates the results of a custom call")
+
+    pointer = stream = empty
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
+        if out is not None:
+            raise TypeError("out cannot be given for JAX arrays: they are immutable")
+        return _checked(_apply, op, stats, x=x, weight=weight, bias=bias)
+
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Arrays:
+        return _checked(
+            _backward, op, (output_mask, bias_dtype), x=x, dy=dy, weight=weight, mean=mean, rstd=rstd
+        )
+
+
+ADAPTER: Adapter = JaxAdapter()
+
+
+def _checked(function: Any, op: Op, static: Any, **arrays: Any) -> Arrays:
+    """``function(op, static, **arrays)``, with errors that speak of the arguments."""
+    for name, array in arrays.items():
+        if array is not None and not isinstance(array, jax.Array):
+            raise TypeError(f"{name} is a {type(array).__qualname__}; beside a JAX x it must be a JAX array")
+    try:
+        return function(op, static, **arrays)  # type: ignore[no-any-return]
+    except ValueError:
+        # JAX's own message about devices counts its arguments. Looked into only here: it costs more than the call.
+        concrete = {
+            name: array.devices()
+            for name, array in arrays.items()
+            if array is not None and not isinstance(array, jax.core.Tracer)
+        }
+        for name, devices in concrete.items():
+            if devices != concrete.get("x", devices):
+                raise RuntimeError(
+                    f"{name} is on {_names(devices)} and x on {_names(concrete['x'])}; they must be on one device"
+                ) from None
+        raise
+
+
+def _names(devices: set[Any]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
+# ---- What is traced. The op and its options are static: they and the shapes and dtypes make one compiled call.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _apply(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
+    return _norm(op, stats, x, weight, bias)  # type: ignore[no-any-return]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(op: Op, options: tuple[Any, ...], dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Arrays:
+    return _custom_call(op, "backward", options, (dy, x, weight, mean, rstd))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
+    return _custom_call(op, "forward", (stats,), (x, weight, bias))
+
+
+def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Arrays, Any]:
+    x, weight, bias = (None if primal is None else primal.value for primal in primals)
+    y, mean, rstd = _custom_call(op, "forward", (True,), (x, weight, bias))
+    # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
+    wanted = tuple(() if primal is not None and primal.perturbed else None for primal in primals)
+    return (y, mean, rstd) if stats else (y, None, None), (x, weight, bias, mean, rstd, wanted)
+
+
+def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Arrays) -> Arrays:
+    # The statistics are constants to differentiation, so only y's cotangent counts.
+    x, weight, bias, mean, rstd, wanted = residuals
+    dy = cotangents[0]
+    if isinstance(dy, SymbolicZero):
+        return None, None, None
+    mask = tuple(item is not None for item in wanted)
+    bias_dtype = None if bias is None else bias.dtype.name
+    return _custom_call(op, "backward", (mask, bias_dtype), (dy, x, weight, mean, rstd))
+
+
+_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+
+
+def _custom_call(op: Op, direction: str, options: tuple[Any, ...], arrays: Sequence[Any]) -> Arrays:
+    views = [None if array is None else ADAPTER.view(array, "") for array in arrays]
+    call = _Call(op, direction, options, tuple(view and (view.shape, view.dtype) for view in views))
+    outputs = call.prepare(("cpu", 0)).outputs
+    # Where the call will run is not known yet. A workspace that is not needed there is a few unused bytes.
+    workspace = max((call.prepare(("cuda", index)).workspace_bytes for index in _cuda_devices()), default=0)
+    results = [
+        jax.ShapeDtypeStruct(output.shape, execute.numpy_dtype(output.dtype)) for output in outputs if output is not None
+    ]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    if not results:
+        return None, None, None
+    _register()
+    given = [array for array in arrays if array is not None]
+    computed = iter(jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(*given, call=_key(call)))
+    first, second, third = (None if output is None else next(computed) for output in outputs)
+    return first, second, third
+
+
+@functools.cache
+def _cuda_devices() -> tuple[int, ...]:
+    """One CUDA device of each model that JAX sees: a plan and its workspace depend on the model alone."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+    return tuple({device.device_kind: device.local_hardware_id for device in reversed(devices)}.values())
+
+
+@functools.cache
+def _register() -> None:
+    try:
+        import jax_tvm_ffi
+    except ImportError as error:
+        raise RuntimeError('JAX arrays need jax-tvm-ffi, which is not installed: pip install "cunorm[jax]"') from error
+    for platform in ("cpu", "gpu"):
+        jax_tvm_ffi.register_ffi_target(
+            _TARGET, _run_call, ["attrs.call", "args", "rets", "ctx.stream"], platform=platform, allow_cuda_graph=True
+        )
+
+
+# ---- What runs.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the traced side says to the running side. Inputs are shapes and dtypes."""
+
+    op: Op
+    direction: str
+    options: tuple[Any, ...]
+    inputs: tuple[tuple[tuple[int, ...], str] | None, ...]
+
+    def prepare(self, device: tuple[str, int], alignments: Sequence[int] = (0,) * 8) -> Prepared:
+        """Ready to run on a device, for inputs at addresses of these remainders modulo 16."""
+        views = [
+            given and View(alignment, given[0], contiguous_strides(given[0]), given[1], device)
+            for given, alignment in zip(self.inputs, alignments)
+        ]
+        if self.direction == "forward":
+            return self.op.prepare_forward(*views, None, *self.options)  # type: ignore[arg-type]
+        return self.op.prepare_backward(*views, *self.options)  # type: ignore[arg-type]
+
+
+_calls: dict[str, _Call] = {}
+
+
+def _key(call: _Call) -> str:
+    """The custom call's one attribute: a name for the call, by its content, so that it is the same in every process.
+
+    Seven characters, because jax-tvm-ffi 0.1.3 frees a longer string before the callback reads it, and never frees an
+    array; up to seven are stored in place.
+    """
+    key = base64.urlsafe_b64encode(hashlib.sha256(repr(call).encode()).digest())[:7].decode()
+    if _calls.setdefault(key, call) != call:
+        raise RuntimeError(f"two calls have the name {key}: {call} and {_calls[key]}")
+    return key
+
+
+def _run_call(key: str, *arguments: Any) -> None:
+    """Run a traced call. The arguments are the inputs and outputs that there are, the workspace if any, and the stream."""
+    *tensors, stream = arguments
+    kind, index = tensors[0].__dlpack_device__()
+    given = [tensor.data_ptr() for tensor in tensors]
+    device = ("cpu", 0) if kind == _DLPACK_CPU else ("cuda", index)
+    prepared, present = _prepare(key, device, tuple([pointer & 15 for pointer in given]))
+    rest = iter(given)
+    pointers = [next(rest) if there else 0 for there in present]
+    workspace = next(rest, 0)
+    if prepared.workspace_bytes and (not workspace or tensors[-1].shape[0] < prepared.workspace_bytes):
+        raise RuntimeError("this was compiled for another GPU model, which needs less workspace: trace it again here")
+    prepared.run(pointers, workspace, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(key: str, device: tuple[str, int], given_alignments: tuple[int, ...]) -> tuple[Prepared, tuple[bool, ...]]:
+    call = _calls.get(key)
+    if call is None:
+        raise RuntimeError(
+            "this executable was traced by another process, and what it computes is not known in this one; trace the same "
+            "function here before running it: jax.eval_shape(function, *arguments)"
+        )
+    rest = iter(given_alignments)
+    alignments = [0 if given is None else next(rest) for given in call.inputs]
+    prepared = call.prepare(device, alignments)
+    return prepared, tuple(item is not None for item in (*call.inputs, *prepared.outputs))

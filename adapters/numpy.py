@@ -1,0 +1,43 @@
+"""NumPy arrays: on the CPU, through ``cunorm.reference``. bfloat16 is ml_dtypes'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cunorm import execute
+from cunorm.execute import Adapter, Op, Output
+from cunorm.problem import View
+
+__all__ = ["ADAPTER"]
+
+
+class NumpyAdapter(Adapter):
+    def view(self, tensor: Any, name: str) -> View:
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a NumPy x it must be a NumPy array")
+        itemsize = tensor.itemsize
+        if any(step % itemsize for step in tensor.strides):
+            raise ValueError(f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes")
+        if not tensor.dtype.isnative:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, which is not in this machine's byte order")
+        strides = tuple(step // itemsize for step in tensor.strides)
+        return View(tensor.__array_interface__["data"][0], tensor.shape, strides, tensor.dtype.name, ("cpu", 0))
+
+    def empty(self, output: Output, like: Any) -> np.ndarray[Any, Any]:
+        return np.empty(output.shape, execute.numpy_dtype(output.dtype))
+
+    def pointer(self, tensor: np.ndarray[Any, Any]) -> int:
+        return int(tensor.__array_interface__["data"][0])
+
+    def stream(self, device: tuple[str, int]) -> int:
+        return 0
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ValueError("out is read-only")
+        return execute.forward(self, op, x, weight, bias, out, stats)
+
+
+ADAPTER: Adapter = NumpyAdapter()

@@ -1,0 +1,82 @@
+"""PyTorch tensors: differentiable, on PyTorch's current stream, in memory from PyTorch's allocator.
+
+CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cases over PyTorch's own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cunorm import execute
+from cunorm.execute import Adapter, Op, Output
+from cunorm.problem import View
+
+__all__ = ["ADAPTER"]
+
+_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.uint8: "uint8",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class TorchAdapter(Adapter):
+    def view(self, tensor: Any, name: str) -> View:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
+        device = tensor.device
+        if device.type not in ("cuda", "cpu"):
+            raise RuntimeError(f"{name} is on device {device}; it must be on a CUDA device or the CPU")
+        dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+        place = ("cuda", device.index) if device.type == "cuda" else ("cpu", 0)
+        return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, place)
+
+    def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=like.device)
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+    def stream(self, device: tuple[str, int]) -> int:
+        # The raw handle costs a fortieth of torch.cuda.current_stream(), which makes a Python object of it.
+        return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
+        tensors = (x, weight, bias, out)
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+            if out is not None:
+                raise ValueError("out cannot be given where gradients are recorded; use torch.no_grad() or leave it out")
+            y, mean, rstd = _Norm.apply(op, x, weight, bias)
+            return (y, mean, rstd) if stats else (y, None, None)
+        return execute.forward(self, op, x, weight, bias, out, stats)
+
+
+ADAPTER: Adapter = TorchAdapter()
+
+
+class _Norm(torch.autograd.Function):
+    """Any op of ``cunorm.execute.Op``. The statistics are kept for the gradient and are not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, x: Any, weight: Any, bias: Any) -> Any:  # type: ignore[override]
+        y, mean, rstd = execute.forward(ADAPTER, op, x, weight, bias, None, True)
+        ctx.op = op
+        ctx.bias_dtype = None if bias is None else _NAMES[bias.dtype]
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mark_non_differentiable(mean, rstd)
+        return y, mean, rstd
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Any, _dmean: Any, _drstd: Any) -> Any:  # type: ignore[override]
+        x, weight, mean, rstd = ctx.saved_tensors
+        _, *needed = ctx.needs_input_grad
+        mask = (needed[0], needed[1], needed[2])
+        return None, *execute.backward(ADAPTER, ctx.op, dy, x, weight, mean, rstd, mask, ctx.bias_dtype)

@@ -1,0 +1,19 @@
+"""``python -m cunorm``: demo, info and explain."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_STARTED = time.monotonic()
+
+
+def main() -> int:
+    """Run the command line; the exit code is 0, or 2 for arguments that cannot be used."""
+    from cunorm.cli import run
+
+    return run(sys.argv[1:], started=_STARTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

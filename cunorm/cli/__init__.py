@@ -1,0 +1,110 @@
+"""The command line of ``python -m cunorm``: its arguments here, a module a command beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cunorm import __version__
+from cunorm.problem import DTYPES
+
+__all__ = ["UsageError", "run"]
+
+FRAMEWORKS = ("numpy", "cupy", "torch", "jax", "tensorflow")
+
+
+class UsageError(Exception):
+    """Arguments that cannot be used. The message is for the user; the exit code is 2, as argparse's own."""
+
+
+def run(arguments: Sequence[str], *, started: float | None = None) -> int:
+    """Run one command. ``started`` is when the process began (``time.monotonic``), for the demo's time limit."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        # A command's module is imported when the command is asked for, since some need libraries that others do not.
+        if options.command == "demo":
+            from cunorm.cli import demo
+
+            if options.input is not None:
+                demo.run_file(options.input, options.output, options.axis, options.eps)
+            elif options.output is not None:
+                raise UsageError("--output needs --input: it is where the result for that array goes")
+            else:
+                demo.run(options.framework, time.monotonic() if started is None else started)
+        elif options.command == "info":
+            from cunorm.cli import info
+
+            info.run()
+        else:
+            from cunorm.cli import explain
+
+            explain.run(options.op, options.shape, options.dtype, options.axis, options.backward, options.arch)
+    except UsageError as error:
+        print(f"python -m cunorm {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cunorm", description="Fused normalization kernels for NVIDIA GPUs.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="show that it works here: correctness and speed, in 20 seconds",
+        description="Normalize activations with outlier channels, or an array of yours, and compare with float64 and "
+        "with the same formula in plain operations of the same library.",
+        allow_abbrev=False,
+    )
+    demo.add_argument(
+        "--framework", type=_frameworks, metavar="NAME[,NAME]", help=f"only these: {', '.join(FRAMEWORKS)}"
+    )
+    demo.add_argument("--input", type=Path, metavar="FILE.npy", help="run on this array: float16, float32 or float64")
+    demo.add_argument("--output", type=Path, metavar="FILE.npy", help="with --input: write the result there")
+    demo.add_argument("--axis", type=int, nargs="+", default=[-1], help="with --input: normalized axes (default: last)")
+    demo.add_argument("--eps", type=float, default=1e-5, help="with --input: added to the variance (default: 1e-5)")
+
+    commands.add_parser(
+        "info",
+        help="versions, devices, cache folder, extras",
+        description="Print versions, devices, the kernel cache folder and what is installed. Imports no framework.",
+        allow_abbrev=False,
+    )
+
+    explain = commands.add_parser(
+        "explain",
+        help="how a shape would be computed",
+        description="Print the plan for a problem: kernels, grids, blocks, registers, bytes that must move.",
+        allow_abbrev=False,
+    )
+    explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
+    explain.add_argument("--dtype", choices=list(DTYPES), default="float16", help="the dtype of x, weight and bias")
+    explain.add_argument("--op", choices=["layer_norm"], default="layer_norm")
+    explain.add_argument("--axis", type=int, nargs="+", default=[-1], help="axes to normalize (default: last)")
+    explain.add_argument("--backward", action="store_true", help="the gradient instead")
+    explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
+    return parser
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.lower().replace(",", "x").split("x")
+    if not all(size.strip().isascii() and size.strip().isdigit() for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write sizes with x between them, like 4096x8192")
+    return tuple(int(size) for size in sizes)
+
+
+def _frameworks(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    unknown = [name for name in names if name not in FRAMEWORKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FRAMEWORKS)}")
+    return names

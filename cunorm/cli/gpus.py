@@ -1,0 +1,70 @@
+"""What GPU is here, what is known of others, and how fast each can copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cunorm import launch
+from cunorm.plan import Device
+
+__all__ = ["KNOWN_GPUS", "KnownGpu", "cuda_devices", "measured_copy_rate"]
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """A GPU that stands for its architecture where none is at hand. ``rate`` is in bytes a second, read and written."""
+
+    name: str
+    device: Device
+    rate: float
+    rate_is: str
+
+
+def _known(name: str, arch: str, multiprocessors: int, threads: int, rate: float, rate_is: str = "") -> KnownGpu:
+    return KnownGpu(name, Device(arch, multiprocessors, threads), rate, rate_is or "the datasheet's memory rate")
+
+
+KNOWN_GPUS = {
+    gpu.device.arch: gpu
+    for gpu in (
+        _known("T4", "sm_75", 40, 1024, 0.320e12),
+        _known("A100 80 GB", "sm_80", 108, 2048, 2.039e12),
+        _known("A40", "sm_86", 84, 1536, 0.696e12),
+        _known("RTX 4090", "sm_89", 128, 1536, 1.008e12),
+        _known("H200", "sm_90", 132, 2048, 4.3e12, "a copy's measured rate"),
+        _known("B200", "sm_100", 148, 2048, 8.0e12),
+        _known("RTX 5090", "sm_120", 170, 1536, 1.792e12),
+    )
+}
+
+
+def cuda_devices() -> tuple[list[str], str]:
+    """The names of the CUDA devices here; and, where there is none, why."""
+    try:
+        runtime = launch.cupy().cuda.runtime
+    except RuntimeError:
+        return [], "CuPy is not installed"
+    except Exception as error:  # a CuPy that does not load raises whatever the missing library makes it raise
+        return [], f"CuPy does not load: {error}"
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return [], str(error) if runtime.driverGetVersion() else "no NVIDIA driver"
+    names = [runtime.getDeviceProperties(index)["name"] for index in range(count)]
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in names], "" if count else "none found"
+
+
+def measured_copy_rate(nbytes: int = 1 << 29) -> float:
+    """Bytes a second, read and written, of a plain copy on the current CUDA device: the best of a few."""
+    cupy = launch.cupy()
+    source = cupy.zeros(nbytes, cupy.uint8)
+    target = cupy.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        cupy.copyto(target, source)
+        stop.record()
+        stop.synchronize()
+        best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+    return 2 * nbytes / best

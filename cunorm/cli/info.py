@@ -1,0 +1,112 @@
+"""``python -m cunorm info``: what a bug report needs.
+
+Versions come from package metadata, so no framework is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import cunorm
+from cunorm import launch
+from cunorm.cli import output
+from cunorm.cli.gpus import cuda_devices
+
+__all__ = ["run"]
+
+_PACKAGES = ("numpy", "ml_dtypes", "apache-tvm-ffi", "rich")
+# An extra -> the distributions of which one must be there for each entry.
+_EXTRAS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cuda12x": (("cupy-cuda12x",), ("nvidia-cuda-nvrtc-cu12",), ("nvidia-cuda-runtime-cu12",)),
+    "cuda13x": (("cupy-cuda13x",), ("nvidia-cuda-nvrtc",), ("nvidia-cuda-runtime",)),
+    "torch": (("torch",),),
+    "jax": (("jax",), ("jax-tvm-ffi",)),
+    "tensorflow": (("tensorflow", "tensorflow-cpu"),),
+    "test": (("pytest",), ("pytest-xdist",), ("hypothesis",)),
+}
+
+
+def run() -> None:
+    """Print everything."""
+    rows = [
+        ("cunorm", f"{cunorm.__version__}, in {Path(cunorm.__file__).parent}"),
+        ("Python", f"{platform.python_version()}, {platform.platform()}"),
+        *((name, _version(name) or "not installed") for name in _PACKAGES),
+        *_cuda(),
+        *((f"extra {name}", _extra(distributions)) for name, distributions in _EXTRAS.items()),
+        ("emulator of kernels", _compiler()),
+    ]
+    output.table(("what", "found"), rows)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(groups: tuple[tuple[str, ...], ...]) -> str:
+    found, missing = [], []
+    for names in groups:
+        versions = [(name, version) for name in names if (version := _version(name))]
+        found += [f"{name} {version}" for name, version in versions]
+        if not versions:
+            missing.append(names[0])
+    if not found:
+        return "not installed"
+    return ", ".join(found) + (f"; missing: {', '.join(missing)}" if missing else "")
+
+
+def _cuda() -> list[tuple[str, str]]:
+    devices, reason = cuda_devices()
+    rows = []
+    cache = os.environ.get("CUPY_CACHE_DIR") or str(Path.home() / ".cupy" / "kernel_cache")
+    try:
+        cupy = launch.cupy()
+        runtime = cupy.cuda.runtime
+        from cupy_backends.cuda.libs import nvrtc
+
+        rows += [
+            ("CuPy", f"{cupy.__version__}, for CUDA {_cuda_version(runtime.runtimeGetVersion())}"),
+            ("NVIDIA driver", _driver(runtime.driverGetVersion())),
+            ("NVRTC", ".".join(map(str, nvrtc.getVersion()))),
+        ]
+    except Exception as error:  # whatever a broken installation raises is what this command is asked for
+        rows.append(("CuPy", str(error)))
+    if not devices:
+        rows.append(("CUDA devices", f"none ({reason}); arrays on the CPU are computed by NumPy"))
+    for index, name in enumerate(devices):
+        device = launch.device(index)
+        memory = launch.cupy().cuda.Device(index).mem_info[1]
+        rows.append(
+            (
+                f"CUDA device {index}",
+                f"{name}, {device.arch}, {device.multiprocessors} multiprocessors, {output.byte_count(memory)}",
+            )
+        )
+    rows.append(("kernel cache", cache + ("" if Path(cache).is_dir() else " (not there yet)")))
+    return rows
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver(number: int) -> str:
+    if not number:
+        return "none"
+    # The driver's own number, which users know from nvidia-smi, is in no CUDA call.
+    file = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)*)\s", file.read_text()) if file.is_file() else None
+    return f"{match[1] + ', ' if match else ''}supports CUDA {_cuda_version(number)}"
+
+
+def _compiler() -> str:
+    path = shutil.which("g++")
+    return f"g++ at {path}" if path else "needs g++, which is not on the PATH"

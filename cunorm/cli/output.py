@@ -1,0 +1,66 @@
+"""How the commands print: colour and rules on a terminal, plain aligned text where the output is piped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["byte_count", "console", "duration", "line", "rate", "table"]
+
+
+@functools.cache
+def console() -> Console:
+    return Console(highlight=False)
+
+
+def line(text: str = "", style: str = "") -> None:
+    """Print one line; it is broken at the width of a terminal, and never where the output is piped."""
+    if console().is_terminal:
+        console().print(Text(text, style=style))
+    else:
+        print(text, flush=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
+    """Print a table; the columns named in ``numbers`` are aligned to the right."""
+    if not console().is_terminal:
+        return _plain_table(columns, rows, numbers)
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row))
+    console().print(result)
+    return None
+
+
+def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
+    for row in (columns, *rows):
+        cells = zip(columns, row, widths)
+        padded = [cell.rjust(width) if column in numbers else cell.ljust(width) for column, cell, width in cells]
+        line("  ".join(padded).rstrip())
+
+
+def byte_count(count: float) -> str:
+    """A number of bytes in decimal units, as bandwidths have them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{byte_count(bytes_per_second)}/s"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"

@@ -1,0 +1,162 @@
+"""Turns the text of a kernel into an executable, and keeps it on disk.
+
+The key of a kept executable covers everything that made it: the text, the emulator's own files, the flags and the
+compiler. So nothing is ever stale, and what has not been used for a month is removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["CompileError", "EmulatorError", "executable"]
+
+_FOLDER = Path(__file__).parent
+_KEEP_SECONDS = 30 * 24 * 3600
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
+# -O1 costs a tenth of a second more to compile than -O0 and runs up to twice as fast. No contraction: the same result
+# on every machine. The pattern makes a read of a local variable that nobody wrote come out absurd rather than zero.
+_KERNEL_FLAGS = [
+    *("-std=c++17", "-O1", "-g", "-w", "-fno-exceptions", "-fno-rtti", "-fno-omit-frame-pointer"),
+    *("-ffp-contract=off", "-ftrivial-auto-var-init=pattern", *_SANITIZERS),
+]
+_RUNTIME_FLAGS = ["-std=c++17", "-O2", "-w", "-fno-omit-frame-pointer"]
+
+# Within a line: a comment that ends in __shared__ must not reach for the line after it.
+_ALIGNMENT = r"(?:(?:alignas|__align__)[ \t]*\((?:[^()\n]|\([^()\n]*\))*\)[ \t]*)?"
+_SHARED = re.compile(
+    rf"{_ALIGNMENT}\b(?P<extern>extern[ \t]+)?{_ALIGNMENT}__shared__[ \t]+{_ALIGNMENT}"
+    r"(?P<type>[^;=\n\[\]]*?)\b(?P<name>\w+)[ \t]*(?P<sizes>(?:\[[^\]\n]*\][ \t]*)*);"
+)
+_LAMBDA = "[] { static char key; return static_cast<const void*>(&key); }"
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did what a kernel must not do.
+
+    The message says what, in which block and thread, and at which line of the kernel's text, as far as they are known;
+    the whole report of the sanitizer follows.
+    """
+
+
+class CompileError(EmulatorError):
+    """The text of a kernel does not compile; the message holds the compiler's log."""
+
+
+def _declare_shared(source: str) -> str:
+    """Replace declarations of shared memory, the one thing in CUDA C++ that no macro can express.
+
+    A ``__shared__`` array belongs to a block, so it becomes a reference to memory of the block, of exactly its size.
+    Lines stay where they are.
+    """
+
+    def declare(match: re.Match[str]) -> str:
+        kind, name, sizes = match["type"].strip(), match["name"], match["sizes"].strip()
+        if not kind or "," in re.sub(r"<[^<>]*>", "", re.sub(r"<[^<>]*>", "", kind)):
+            return match[0]  # several variables; the compiler says so, with the line
+        if match["extern"]:
+            same = f"cunorm_emulator::Same<{kind} {sizes[sizes.index(']') + 1 :]}>" if sizes else kind
+            return f"{same}* const {name} = static_cast<{same}*>(cunorm_emulator::dynamic_shared());"
+        return f'auto& {name} = cunorm_emulator::shared_variable<{kind} {sizes}>("{name}", {_LAMBDA});'
+
+    return _SHARED.sub(declare, source)
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    command = [compiler, "-dumpfullversion", "-dumpmachine"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _own_text() -> bytes:
+    files = sorted([*_FOLDER.glob("include/*"), _FOLDER / "runtime.cpp"])
+    return b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)
+
+
+def _compiler() -> str:
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        raise RuntimeError(
+            "cunorm.emulator needs Linux and g++ (version 12 or later, with its sanitizer libraries) on PATH. "
+            "It runs kernels on a CPU for tests and for those who write kernels; calls of cunorm never need it."
+        )
+    return compiler
+
+
+def _cache_folder() -> Path:
+    folder = os.environ.get("CUNORM_EMULATOR_CACHE")
+    if folder is None:
+        folder = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/cunorm/emulator"
+    path = Path(folder).expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.iterdir():
+        try:
+            if path.is_file() and path.stat().st_mtime < time.time() - _KEEP_SECONDS:
+                path.unlink()
+        except FileNotFoundError:  # another process was faster
+            pass
+
+
+def _built(folder: Path, name: str, text: str | None, command: list[str]) -> Path:
+    """The file `name` in `folder`, made by `command` unless it is there; `text` is what the command reads.
+
+    A finished file appears under its name at once, so processes may build the same one at the same time.
+    """
+    target = folder / name
+    if target.exists():
+        os.utime(target)
+        return target
+    _remove_unused(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        output = Path(scratch, "output")
+        done = subprocess.run([*command, "-o", str(output)], input=text, capture_output=True, text=True, cwd=scratch)
+        if done.returncode != 0:
+            raise CompileError(f"the kernel does not compile:\n{done.stderr}")
+        output.replace(target)
+    return target
+
+
+def executable(source: str, kernel: str) -> Path:
+    """Path of the executable that runs `kernel` of `source`, compiled unless it is kept from before.
+
+    Raises
+    ------
+    CompileError
+        If the text does not compile.
+    RuntimeError
+        If there is no g++.
+    """
+    compiler = _compiler()
+    folder = _cache_folder()
+    # All headers first, so that no #define of the kernel's text reaches into them.
+    text = (
+        '#include "cunorm_emulator.h"\n#include "cuda_fp16.h"\n#include "cuda_bf16.h"\n'
+        f'#line 1 "{kernel}.cu"\n{_declare_shared(source)}\n#line 1 "cunorm/emulator/entry"\n'
+        'extern "C" void cunorm_emulator_kernel(const void* arguments) '
+        f"{{ {kernel}(*static_cast<const Arguments*>(arguments)); }}\n"
+        'extern "C" const unsigned long cunorm_emulator_arguments_bytes = sizeof(Arguments);\n'
+    )
+    include = f"-I{_FOLDER / 'include'}"
+    # Reports name the emulator's files the same wherever it is installed.
+    prefix = f"-ffile-prefix-map={_FOLDER}=cunorm/emulator"
+    base = hashlib.sha256(f"{compiler} {_compiler_version(compiler)} {_RUNTIME_FLAGS} {_KERNEL_FLAGS}".encode())
+    base.update(_own_text())
+    key = base.copy()
+    key.update(text.encode())
+    runtime_command = [compiler, *_RUNTIME_FLAGS, include, prefix, "-c", str(_FOLDER / "runtime.cpp")]
+    runtime = _built(folder, f"runtime-{base.hexdigest()[:24]}.o", None, runtime_command)
+    kernel_command = [compiler, *_KERNEL_FLAGS, include, prefix, "-x", "c++", "-", "-x", "none", str(runtime)]
+    return _built(folder, f"{kernel}-{key.hexdigest()[:24]}", text, kernel_command)

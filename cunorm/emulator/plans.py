@@ -1,0 +1,64 @@
+"""Runs a whole plan on the emulator, with NumPy arrays for its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cunorm import kernels
+from cunorm.emulator import Pointer, run
+from cunorm.launch import argument_values
+from cunorm.plan import Plan
+
+__all__ = ["run_plan"]
+
+
+def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], seed: int = 0) -> None:
+    """Run the launches of ``plan`` one after the other. Outputs among the ``operands`` are written in place.
+
+    An operand may be a view: the kernel then gets the view's place in the array that owns the memory, and anything
+    outside that array is out of bounds. Scratch buffers are arrays of their own, filled with NaNs.
+    """
+    buffers: dict[str, np.ndarray[Any, Any]] = {}
+    pointers: dict[str, int | None] = {}
+    for name, array in operands.items():
+        if array is None:
+            pointers[name] = None
+            continue
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        buffers[name] = owner
+        pointers[name] = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    for scratch in plan.scratch:
+        buffers[scratch.name] = np.full(scratch.bytes, 0xFF, np.uint8)
+        pointers[scratch.name] = 0
+
+    for launch in plan.launches:
+        used: dict[int, int] = {}  # id of the array -> place among the buffers, so that aliases stay aliases
+        arrays: list[np.ndarray[Any, Any]] = []
+        fields: list[Pointer | int | float | None] = []
+        for code, value in argument_values(launch):
+            if code != "P" or value is None:
+                fields.append(value)
+                continue
+            offset = pointers[value]
+            if offset is None:
+                fields.append(None)
+                continue
+            array = buffers[value]
+            if id(array) not in used:
+                used[id(array)] = len(arrays)
+                arrays.append(array)
+            fields.append(Pointer(used[id(array)], offset))
+        run(
+            kernels.kernel_source(launch.kernel, dict(launch.constants)),
+            launch.kernel,
+            grid=(launch.grid, 1, 1),
+            block=(*launch.block, 1),
+            fields=fields,
+            buffers=arrays,
+            seed=seed,
+        )

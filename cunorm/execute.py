@@ -1,0 +1,176 @@
+"""From checked views to a finished result: the way every framework's tensors take.
+
+An adapter turns tensors into ``View``s, asks the op to prepare them (checks, problem, plan, compiled kernels; done once
+for each kind of call and cached), allocates what ``Prepared`` says, and runs it. On a CUDA device that launches kernels
+on the stream given; on the CPU it calls ``cunorm.reference`` on the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cunorm.problem import DTYPES, View, contiguous_strides
+
+__all__ = ["Adapter", "Op", "Output", "Prepared", "as_contiguous_numpy", "as_numpy", "backward", "forward", "numpy_dtype"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Shape and dtype of a tensor to allocate, C-contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One kind of call, ready to run.
+
+    ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those that
+    are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The last
+    two mean nothing on the CPU.
+    """
+
+    outputs: tuple[Output | None, ...]
+    workspace_bytes: int
+    run: Callable[[Sequence[int], int, int], None]
+
+
+class Op(Protocol):
+    """An op with its attributes (axis, eps, ...): hashable, and all that an adapter needs to differentiate it."""
+
+    def prepare_forward(
+        self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
+    ) -> Prepared:
+        """Inputs x, weight, bias; outputs y, mean, rstd."""
+
+    def prepare_backward(
+        self,
+        dy: View,
+        x: View,
+        weight: View | None,
+        mean: View,
+        rstd: View,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Prepared:
+        """Inputs dy, x, weight, mean, rstd; outputs dx, dweight, dbias."""
+
+
+class Adapter(Protocol):
+    """How a framework's tensors meet cunorm; ``ADAPTER`` in each file of ``cunorm.adapters``."""
+
+    def view(self, tensor: Any, name: str) -> View:
+        """The tensor as memory. ``name`` is the argument's, for error messages."""
+
+    def empty(self, output: Output, like: Any) -> Any:
+        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too."""
+
+    def pointer(self, tensor: Any) -> int:
+        """The data pointer of a tensor that ``empty`` made."""
+
+    def stream(self, device: tuple[str, int]) -> int:
+        """The raw handle of the framework's current stream on a CUDA device; 0 on the CPU."""
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
+        """y, mean, rstd (the last two None unless ``stats``), differentiable where the framework differentiates."""
+
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> tuple[Any, Any, Any]:
+        """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
+        return backward(self, op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+
+
+def _run(adapter: Adapter, prepared: Prepared, inputs: Sequence[View | None], like: Any, out: Any = None) -> list[Any]:
+    device = next(view.device for view in inputs if view is not None)
+    outputs = [None if output is None else adapter.empty(output, like) for output in prepared.outputs]
+    if out is not None:
+        outputs[0] = out
+    pointers = [0 if view is None else view.pointer for view in inputs]
+    pointers += [0 if output is None else adapter.pointer(output) for output in outputs]
+    workspace = None
+    if prepared.workspace_bytes:
+        workspace = adapter.empty(Output((prepared.workspace_bytes,), "uint8"), like)
+    prepared.run(pointers, 0 if workspace is None else adapter.pointer(workspace), adapter.stream(device))
+    return outputs
+
+
+def forward(
+    adapter: Adapter, op: Op, x: Any, weight: Any, bias: Any, out: Any = None, stats: bool = False
+) -> tuple[Any, Any, Any]:
+    """Run an op on tensors of one framework, without differentiation."""
+    inputs = (
+        adapter.view(x, "x"),
+        None if weight is None else adapter.view(weight, "weight"),
+        None if bias is None else adapter.view(bias, "bias"),
+    )
+    prepared = op.prepare_forward(*inputs, None if out is None else adapter.view(out, "out"), stats)
+    y, mean, rstd = _run(adapter, prepared, inputs, x, out)
+    return y, mean, rstd
+
+
+def backward(
+    adapter: Adapter,
+    op: Op,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    output_mask: tuple[bool, bool, bool],
+    bias_dtype: str | None,
+) -> tuple[Any, Any, Any]:
+    """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
+    inputs = (
+        adapter.view(dy, "dy"),
+        adapter.view(x, "x"),
+        None if weight is None else adapter.view(weight, "weight"),
+        adapter.view(mean, "mean"),
+        adapter.view(rstd, "rstd"),
+    )
+    prepared = op.prepare_backward(*inputs, output_mask, bias_dtype)
+    dx, dweight, dbias = _run(adapter, prepared, inputs, x)
+    return dx, dweight, dbias
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of one of cunorm's dtype names."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def as_numpy(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+    """A NumPy array over CPU memory, without a copy. Strides are in elements. The caller keeps the memory alive."""
+    itemsize = DTYPES[dtype].itemsize
+    if 0 in shape or not pointer:
+        return np.empty(shape, numpy_dtype(dtype))
+    # A buffer from the lowest address to the highest, since strides may be negative.
+    reach = [(size - 1) * stride * itemsize for size, stride in zip(shape, strides)]
+    lowest = sum(step for step in reach if step < 0)
+    size = sum(step for step in reach if step > 0) - lowest + itemsize
+    memory = (ctypes.c_char * size).from_address(pointer + lowest)
+    return np.ndarray(shape, numpy_dtype(dtype), memory, -lowest, [stride * itemsize for stride in strides])
+
+
+def as_contiguous_numpy(pointer: int, output: Output) -> np.ndarray[Any, Any] | None:
+    """A C-contiguous NumPy array over CPU memory; None for a null pointer."""
+    if not pointer:
+        return None
+    return as_numpy(pointer, output.shape, contiguous_strides(output.shape), output.dtype)

@@ -1,0 +1,487 @@
+"""How a problem is computed: which kernels, with which constants, grid and block. Pure; needs no GPU.
+
+``plan(problem, device)`` picks a strategy and writes down its launches. Operands and scratch buffers are named; a
+``Launch`` gives every field of its kernel's ``struct Arguments`` either a number or the name of a buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
+
+__all__ = ["Device", "Launch", "Plan", "Scratch", "plan"]
+
+Value = int | float | str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    arch: str = "sm_90"
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch."""
+
+    kernel: str
+    constants: tuple[tuple[str, int | str], ...]
+    grid: int
+    block: tuple[int, int]
+    arguments: tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A named part of the workspace."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sequence of launches, and the scratch memory between them, in one workspace."""
+
+    strategy: str
+    launches: tuple[Launch, ...]
+    scratch: tuple[Scratch, ...] = ()
+    workspace_bytes: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
+    """The plan for a problem on a device."""
+    builder = _Builder()
+    if isinstance(problem, ForwardProblem):
+        strategy = _plan_forward(problem, device, builder)
+    else:
+        strategy = _plan_backward(problem, device, builder)
+    return Plan(strategy, tuple(builder.launches), tuple(builder.scratch), builder.workspace_bytes)
+
+
+@dataclass
+class _Builder:
+    launches: list[Launch] = field(default_factory=list)
+    scratch: list[Scratch] = field(default_factory=list)
+    workspace_bytes: int = 0
+
+    def reserve(self, name: str, count: int, itemsize: int) -> str:
+        """Reserve scratch memory and return its name. Offsets are multiples of 256 bytes."""
+        self.scratch.append(Scratch(name, self.workspace_bytes, count * itemsize))
+        self.workspace_bytes += -(-count * itemsize // 256) * 256
+        return name
+
+    def launch(
+        self, kernel: str, constants: dict[str, int | str], grid: int, block: tuple[int, int], **arguments: Value
+    ) -> None:
+        if grid > 0:
+            self.launches.append(Launch(kernel, tuple(constants.items()), grid, block, tuple(arguments.items())))
+
+
+# ---- What the plans below share.
+
+
+def _power_of_two_at_least(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _vector_width(problem: ForwardProblem | BackwardProblem) -> int:
+    """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    matrices = problem.matrices
+    if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
+        return 1
+    strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
+    elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
+    return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
+
+
+def _dtype_constants(problem: ForwardProblem | BackwardProblem) -> dict[str, int | str]:
+    dtype = DTYPES[problem.x.dtype]
+    return {"X_TYPE": dtype.cuda, "COMPUTE_TYPE": DTYPES[dtype.compute].cuda}
+
+
+def _vector_constants(name: str, vector: Vector | None, width: int) -> dict[str, int | str]:
+    """Constants for the weight or bias: its type, and the bytes of one access to ``width`` of its elements."""
+    if vector is None:
+        return {f"HAS_{name}": 0, f"{name}_TYPE": "float", f"{name}_ACCESS": 4}
+    dtype = DTYPES[vector.dtype]
+    access = max(dtype.itemsize, min(16, width * dtype.itemsize, vector.alignment))
+    return {f"HAS_{name}": 1, f"{name}_TYPE": dtype.cuda, f"{name}_ACCESS": access}
+
+
+def _wants(problem: BackwardProblem) -> dict[str, int | str]:
+    return {
+        "WANTS_DX": int(problem.dx is not None),
+        "WANTS_DWEIGHT": int(problem.dweight is not None),
+        "WANTS_DBIAS": int(problem.dbias is not None),
+    }
+
+
+def _compute_itemsize(problem: ForwardProblem | BackwardProblem) -> int:
+    return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+
+
+_COLUMN_SUM_THREADS = 16
+
+
+def _launch_column_sums(
+    builder: _Builder, problem: BackwardProblem, partials: str, sums: str, dtype: str, rows: int, columns: int
+) -> None:
+    constants = {
+        "COMPUTE_TYPE": _dtype_constants(problem)["COMPUTE_TYPE"],
+        "SUM_TYPE": DTYPES[dtype].cuda,
+        "ROW_THREADS": _COLUMN_SUM_THREADS,
+    }
+    builder.launch(
+        "column_sums",
+        constants,
+        -(-columns // 32),
+        (32, _COLUMN_SUM_THREADS),
+        partials=partials,
+        sums=sums,
+        rows=rows,
+        columns=columns,
+    )
+
+
+def _reserve_partials(builder: _Builder, problem: BackwardProblem, count: int) -> dict[str, Value]:
+    """Scratch for ``count`` partial rows of each column sum that is wanted; a null pointer for the others."""
+    arguments: dict[str, Value] = {"dweight_partials": 0, "dbias_partials": 0}
+    for name, wanted in (("dweight_partials", problem.dweight), ("dbias_partials", problem.dbias)):
+        if wanted is not None:
+            arguments[name] = builder.reserve(name, count * problem.columns, _compute_itemsize(problem))
+    return arguments
+
+
+def _finish_partials(builder: _Builder, problem: BackwardProblem, count: int) -> None:
+    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
+        if dtype is not None:
+            _launch_column_sums(builder, problem, f"{name}_partials", name, dtype, count, problem.columns)
+
+
+# ---- Rows that fit in a block's registers.
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """How a block holds its rows: THREADS_PER_ROW threads of VECTORS vectors each, ROWS_PER_BLOCK times."""
+
+    width: int
+    vectors: int
+    threads_per_row: int
+    rows_per_block: int
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "VECTOR": self.width,
+            "VECTORS": self.vectors,
+            "THREADS_PER_ROW": self.threads_per_row,
+            "ROWS_PER_BLOCK": self.rows_per_block,
+        }
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (self.threads_per_row, self.rows_per_block)
+
+
+_BLOCK_THREADS = 256
+# The most registers that a thread's part of a row may take, by the threads that share it. A block of 1024 threads has 64
+# registers a thread, one of 512 has 128; the rest is for addresses, weights and sums. Compiling every plan for every
+# architecture shows that nothing spills.
+_FORWARD_REGISTERS = {256: 32, 512: 32, 1024: 24}
+_BACKWARD_REGISTERS = {256: 64, 512: 64}
+
+
+def _row_registers(problem: ForwardProblem | BackwardProblem, width: int) -> int:
+    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums.
+
+    A vector of less than 16 bytes counts one more: there are many of them, and each has its own bound to check.
+    """
+    loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
+    loaded = max(1, loaded_bytes // 4) + (loaded_bytes < 16)
+    if isinstance(problem, ForwardProblem):
+        return loaded
+    return 2 * loaded + 2 * width * _compute_itemsize(problem) // 4
+
+
+def _row_block(problem: ForwardProblem | BackwardProblem, registers: dict[int, int]) -> _RowBlock | None:
+    """Spread a row over threads within their ``registers``; None where a row is too long or not contiguous."""
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
+        return None
+    if problem.columns > 1 and any(matrix.column_strides[0] != 1 for matrix in problem.matrices):
+        return None
+    width = _vector_width(problem)
+    vectors_per_row = problem.columns // width
+    # Two vectors a thread up to a whole block; then more vectors before more threads.
+    threads = min(_BLOCK_THREADS, _power_of_two_at_least(-(-vectors_per_row // 2)))
+    while -(-vectors_per_row // threads) * _row_registers(problem, width) > registers.get(max(threads, 256), 0):
+        threads *= 2
+        if threads not in registers:
+            return None
+    return _RowBlock(width, -(-vectors_per_row // threads), threads, max(1, _BLOCK_THREADS // threads))
+
+
+def _plan_row_block_forward(problem: ForwardProblem, rows: _RowBlock, builder: _Builder) -> str:
+    constants = (
+        _dtype_constants(problem)
+        | rows.constants
+        | _vector_constants("WEIGHT", problem.weight, rows.width)
+        | _vector_constants("BIAS", problem.bias, rows.width)
+    )
+    builder.launch(
+        "row_block_forward",
+        constants,
+        -(-problem.rows // rows.rows_per_block),
+        rows.block,
+        x="x",
+        weight="weight",
+        bias="bias",
+        y="y",
+        mean="mean",
+        rstd="rstd",
+        rows=problem.rows,
+        columns=problem.columns,
+        x_stride=problem.x.row_strides[0],
+        y_stride=problem.y.row_strides[0],
+        eps=problem.eps,
+    )
+    return "row_block"
+
+
+def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _RowBlock, builder: _Builder) -> str:
+    threads = rows.threads_per_row * rows.rows_per_block
+    row_groups = -(-problem.rows // rows.rows_per_block)
+    # As many blocks as run at once at half occupancy: each costs a row of partial sums.
+    blocks = min(row_groups, device.multiprocessors * max(1, device.threads_per_multiprocessor // 2 // threads))
+    partials = _reserve_partials(builder, problem, blocks)
+    constants = (
+        _dtype_constants(problem)
+        | rows.constants
+        | _vector_constants("WEIGHT", problem.weight, rows.width)
+        | _wants(problem)
+    )
+    builder.launch(
+        "row_block_backward",
+        constants,
+        blocks,
+        rows.block,
+        x="x",
+        dy="dy",
+        weight="weight",
+        mean="mean",
+        rstd="rstd",
+        dx="dx",
+        rows=problem.rows,
+        columns=problem.columns,
+        x_stride=problem.x.row_strides[0],
+        dy_stride=problem.dy.row_strides[0],
+        dx_stride=problem.dx.row_strides[0] if problem.dx else 0,
+        **partials,
+    )
+    _finish_partials(builder, problem, blocks)
+    return "row_block"
+
+
+# ---- Rows that no block can hold, and rows that are not contiguous.
+
+_SPLIT_THREADS = 256
+# row_split_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
+_TILES_PER_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class _RowSplit:
+    """How row_split_* cut a problem: ROW_LANES rows by a tile of columns a block (see kernels/tile.cuh)."""
+
+    width: int
+    row_lanes: int
+    unroll: int
+
+    @property
+    def tile_columns(self) -> int:
+        return _SPLIT_THREADS // self.row_lanes * self.width * self.unroll
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        return {"THREADS": _SPLIT_THREADS, "VECTOR": self.width, "ROW_LANES": self.row_lanes, "UNROLL": self.unroll}
+
+
+def _row_split(problem: ForwardProblem | BackwardProblem) -> _RowSplit:
+    width = _vector_width(problem)
+    across_rows = problem.x.row_strides[-1] == 1 and problem.row_sizes[-1] > 1 and problem.x.column_strides[-1] != 1
+    if problem.columns == 1:
+        across_rows = True
+    row_lanes = min(32, _power_of_two_at_least(problem.row_sizes[-1])) if across_rows else 1
+    return _RowSplit(width, row_lanes, unroll=2 if width * DTYPES[problem.x.dtype].itemsize == 16 else 4)
+
+
+def _split_geometry(problem: ForwardProblem | BackwardProblem, **matrices: Matrix) -> dict[str, Value]:
+    arguments: dict[str, Value] = {"row_sizes": problem.row_sizes, "column_sizes": problem.column_sizes}
+    for name, matrix in matrices.items():
+        arguments |= {f"{name}_row_strides": matrix.row_strides, f"{name}_column_strides": matrix.column_strides}
+    return arguments
+
+
+def _split_constants(problem: ForwardProblem | BackwardProblem, split: _RowSplit) -> dict[str, int | str]:
+    dims: dict[str, int | str] = {"ROW_DIMS": len(problem.row_sizes), "COLUMN_DIMS": len(problem.column_sizes)}
+    return _dtype_constants(problem) | split.constants | dims
+
+
+def _chunks(problem: ForwardProblem | BackwardProblem, device: Device, split: _RowSplit) -> dict[str, Value]:
+    """How many chunks of columns: enough to fill the device four times over, none of more than 64 tiles."""
+    tiles = max(1, -(-problem.columns // split.tile_columns))
+    row_blocks = max(1, -(-problem.rows // split.row_lanes))
+    wanted = 4 * device.multiprocessors * device.threads_per_multiprocessor // _SPLIT_THREADS
+    tiles_per_chunk = max(1, min(_TILES_PER_CHUNK, tiles * row_blocks // wanted))
+    return {"splits": -(-tiles // tiles_per_chunk), "columns_per_split": tiles_per_chunk * split.tile_columns}
+
+
+def _plan_row_split_forward(problem: ForwardProblem, device: Device, builder: _Builder) -> str:
+    split = _row_split(problem)
+    chunks = _chunks(problem, device, split)
+    splits = chunks["splits"]
+    assert isinstance(splits, int)
+    grid = splits * -(-problem.rows // split.row_lanes)
+    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
+    constants = _split_constants(problem, split)
+    compute_itemsize = _compute_itemsize(problem)
+
+    means = builder.reserve("chunk_means", problem.rows * splits, 8)
+    deviations = builder.reserve("chunk_deviations", problem.rows * splits, 8)
+    statistics: dict[str, Value] = {"mean": "mean", "rstd": "rstd"}
+    if not problem.stats:
+        statistics = {name: builder.reserve(name, problem.rows, compute_itemsize) for name in statistics}
+    statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.rows, compute_itemsize)
+
+    block = (_SPLIT_THREADS, 1)
+    if problem.columns > 0:
+        builder.launch(
+            "row_split_statistics",
+            constants,
+            grid,
+            block,
+            x="x",
+            chunk_means=means,
+            chunk_deviations=deviations,
+            **sizes,
+            **chunks,
+            **_split_geometry(problem, x=problem.x),
+        )
+    builder.launch(
+        "row_split_merge",
+        _dtype_constants(problem) | {"ROWS_PER_BLOCK": 4},
+        -(-problem.rows // 4),
+        (32, 4),
+        chunk_means=means,
+        chunk_deviations=deviations,
+        **statistics,
+        **sizes,
+        **(chunks if problem.columns > 0 else {"splits": 0, "columns_per_split": 0}),
+        eps=problem.eps,
+    )
+    if problem.columns > 0:
+        builder.launch(
+            "row_split_forward",
+            constants
+            | _vector_constants("WEIGHT", problem.weight, split.width)
+            | _vector_constants("BIAS", problem.bias, split.width),
+            grid,
+            block,
+            x="x",
+            weight="weight",
+            bias="bias",
+            y="y",
+            **statistics,
+            **sizes,
+            **chunks,
+            **_split_geometry(problem, x=problem.x, y=problem.y),
+        )
+    return "row_split"
+
+
+def _plan_row_split_backward(problem: BackwardProblem, device: Device, builder: _Builder) -> str:
+    split = _row_split(problem)
+    chunks = _chunks(problem, device, split)
+    splits = chunks["splits"]
+    assert isinstance(splits, int)
+    row_blocks = -(-problem.rows // split.row_lanes)
+    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
+    inputs: dict[str, Value] = {"x": "x", "dy": "dy", "weight": "weight", "mean": "mean", "rstd": "rstd"}
+    constants = _split_constants(problem, split) | _vector_constants("WEIGHT", problem.weight, split.width)
+    compute_itemsize = _compute_itemsize(problem)
+    block = (_SPLIT_THREADS, 1)
+
+    sums: Value = 0
+    if problem.dx is not None:
+        sums = builder.reserve("sums", 2 * problem.rows, compute_itemsize)
+        chunk_sums = builder.reserve("chunk_sums", splits * 2 * problem.rows, compute_itemsize) if splits > 1 else sums
+        builder.launch(
+            "row_split_gradient_sums",
+            constants,
+            splits * row_blocks,
+            block,
+            **inputs,
+            sums=chunk_sums,
+            **sizes,
+            **chunks,
+            **_split_geometry(problem, x=problem.x, dy=problem.dy),
+        )
+        if splits > 1:
+            compute = DTYPES[problem.x.dtype].compute
+            _launch_column_sums(builder, problem, chunk_sums, sums, compute, splits, 2 * problem.rows)
+
+    tiles = -(-problem.columns // split.tile_columns)
+    # Enough groups of rows to fill the device four times over, but a group not shorter than 8 steps: each costs a row of
+    # partial sums.
+    wanted = 4 * device.multiprocessors * device.threads_per_multiprocessor // _SPLIT_THREADS
+    groups = max(1, min(wanted // max(1, tiles), row_blocks // 8))
+    rows_per_group = -(-row_blocks // groups) * split.row_lanes
+    groups = -(-problem.rows // rows_per_group)
+    partials = _reserve_partials(builder, problem, groups)
+    builder.launch(
+        "row_split_backward",
+        constants | _wants(problem),
+        tiles * groups,
+        block,
+        **inputs,
+        sums=sums,
+        dx="dx",
+        **partials,
+        **sizes,
+        tiles=tiles,
+        rows_per_group=rows_per_group,
+        **_split_geometry(problem, x=problem.x, dy=problem.dy, dx=problem.dx or problem.x),
+    )
+    _finish_partials(builder, problem, groups)
+    return "row_split"
+
+
+# ---- The choice.
+
+
+def _plan_forward(problem: ForwardProblem, device: Device, builder: _Builder) -> str:
+    rows = _row_block(problem, _FORWARD_REGISTERS) if problem.columns > 0 else None
+    if rows is not None:
+        return _plan_row_block_forward(problem, rows, builder)
+    return _plan_row_split_forward(problem, device, builder)
+
+
+def _plan_backward(problem: BackwardProblem, device: Device, builder: _Builder) -> str:
+    if problem.rows == 0 or problem.columns == 0:
+        _reserve_partials(builder, problem, 0)
+        _finish_partials(builder, problem, 0)
+        return "empty"
+    rows = _row_block(problem, _BACKWARD_REGISTERS)
+    if rows is not None:
+        return _plan_row_block_backward(problem, device, rows, builder)
+    return _plan_row_split_backward(problem, device, builder)

@@ -1,0 +1,126 @@
+"""What a kernel takes of a multiprocessor: registers, spills and shared memory, from NVRTC's compiler log.
+
+NVRTC needs no GPU, so this works for any architecture on any machine where CuPy is installed. The options are those of
+CuPy's ``RawModule``, so that the numbers are those of the kernel that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cunorm import kernels, launch
+
+__all__ = ["Resources", "compile_resources"]
+
+# What CuPy adds to the options of a RawModule.
+_CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_BARRIERS = re.compile(r"used (\d+) barriers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes, for one architecture.
+
+    Attributes
+    ----------
+    registers : int
+        32-bit registers a thread.
+    spill_bytes : int
+        Bytes a thread that are stored to or loaded from local memory for want of registers.
+    stack_bytes : int
+        Bytes a thread of local memory: spills, and arrays that are not indexed by constants.
+    shared_bytes : int
+        Bytes a block of static shared memory.
+    barriers : int
+        Named barriers a block.
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    barriers: int
+
+
+def compile_resources(kernel: str, constants: Mapping[str, int | str], arch: str) -> Resources:
+    """Compile a kernel for an architecture and read what it takes.
+
+    Parameters
+    ----------
+    kernel : str
+        One of ``cunorm.kernels.kernel_names()``.
+    constants : mapping
+        Its compile-time constants, as ``Launch.constants`` of a plan has them.
+    arch : str
+        For example "sm_90".
+
+    Raises
+    ------
+    RuntimeError
+        If CuPy is not installed, or the text does not compile; the message then holds the compiler's log.
+    """
+    return _compile(kernel, tuple(constants.items()), arch)
+
+
+@functools.cache
+def _compile(kernel: str, constants: tuple[tuple[str, int | str], ...], arch: str) -> Resources:
+    launch.cupy()  # finds NVRTC and loads it
+    from cupy_backends.cuda.libs import nvrtc
+
+    options = (*launch.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options())
+    program = nvrtc.createProgram(kernels.kernel_source(kernel, dict(constants)), f"{kernel}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            what = f"{kernel} does not compile for {arch} with {dict(constants)}"
+            raise RuntimeError(f"{what}: {error}\n{log}") from error
+        return _read(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _include_options() -> tuple[str, ...]:
+    """Where cuda_fp16.h is: in the CUDA wheels of either version, in conda, or in an installed toolkit."""
+    folder: str | None
+    try:
+        # The same search as CuPy's, which depends on this package.
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        folder = find_nvidia_header_directory("cudart")
+    except ImportError:
+        folder = None
+    if folder is None:
+        root = launch.cupy().cuda.get_cuda_path()
+        if root is None:
+            raise RuntimeError(
+                "the headers of the CUDA runtime were not found: "
+                'pip install "cunorm[cuda12x]" (or cuda13x, by the CUDA version of the driver)'
+            )
+        folder = os.path.join(root, "include")
+    return (f"-I{folder}",)
+
+
+def _read(log: str) -> Resources:
+    used = _USED.search(log)
+    if used is None:
+        raise RuntimeError(f"the compiler's log does not tell what the kernel takes:\n{log}")
+    # A device function that was not inlined has a frame of its own, so all of the log counts.
+    frames = [[int(number) for number in frame] for frame in _FRAME.findall(log)]
+    return Resources(
+        registers=int(used[1]),
+        spill_bytes=sum(stores + loads for _, stores, loads in frames),
+        stack_bytes=sum(stack for stack, _, _ in frames),
+        shared_bytes=sum(map(int, _SHARED.findall(used[2]))),
+        barriers=sum(map(int, _BARRIERS.findall(used[2]))),
+    )

@@ -1,0 +1,134 @@
+// Gradients of layer norm for rows that fit in a block's registers. With xhat = (x - mean) * rstd and g = dy * weight:
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  dweight = sum over rows of dy * xhat,  dbias = sum of dy.
+//
+// Moves x and dy once in and dx once out. Blocks are persistent: each takes every gridDim.x-th group of ROWS_PER_BLOCK
+// rows and keeps the sums of its columns in registers, so dweight and dbias cost one row of partial sums a block, which
+// column_sums adds up in a fixed order.
+#include "types.cuh"
+#include "reduce.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* dy;
+  const WEIGHT_TYPE* weight;
+  const Compute* mean;
+  const Compute* rstd;
+  X_TYPE* dx;
+  Compute* dweight_partials;  // [gridDim.x][columns]
+  Compute* dbias_partials;
+  long long rows;
+  long long columns;  // a multiple of VECTOR
+  long long x_stride;  // elements from one row to the next
+  long long dy_stride;
+  long long dx_stride;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
+    row_block_backward(const Arguments arguments) {
+  constexpr int WARPS_PER_ROW = (THREADS_PER_ROW + 31) / 32;
+  constexpr int SCRATCH = 2 * WARPS_PER_ROW * ROWS_PER_BLOCK;
+  constexpr int BLOCK_COLUMNS = THREADS_PER_ROW * VECTOR;
+  __shared__ Compute scratch[2 * SCRATCH];
+
+  const int columns = static_cast<int>(arguments.columns);
+  const auto column_of = [](int i) { return (i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)) * VECTOR; };
+  Compute dweight[VECTORS][VECTOR] = {}, dbias[VECTORS][VECTOR] = {};
+
+  int turn = 0;
+  for (long long first_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK; first_row < arguments.rows;
+       first_row += static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK) {
+    const long long row = first_row + threadIdx.y;
+    // Threads past the last row or column go along with nothing to add: the sums need every lane.
+    const int end = row < arguments.rows ? columns : 0;
+
+    // Load.
+    const X_TYPE* x = arguments.x + row * arguments.x_stride;
+    const X_TYPE* dy = arguments.dy + row * arguments.dy_stride;
+    const Compute mean = end > 0 ? arguments.mean[row] : 0;
+    const Compute rstd = end > 0 ? arguments.rstd[row] : 0;
+    Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (column_of(i) < end) {
+        x_values[i] = load<X_TYPE, VECTOR>(x + column_of(i));
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + column_of(i));
+      }
+    }
+
+    // Reduce along the row, and add to the column sums on the way.
+    Compute sums[2] = {0, 0};  // of g, and of g * xhat
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (column_of(i) < end) {
+        Compute weight[VECTOR];
+        if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column_of(i), weight);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
+          const Compute gradient = widen(dy_values[i].lane[j]);
+          if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient * xhat;
+          if constexpr (WANTS_DBIAS) dbias[i][j] += gradient;
+          const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
+          sums[0] += g;
+          sums[1] += g * xhat;
+        }
+      }
+    }
+    if constexpr (!WANTS_DX) continue;
+    row_sum<THREADS_PER_ROW>(sums, scratch + turn * SCRATCH);
+    turn ^= 1;  // the other scratch next time, so that one barrier a row is enough
+    const Compute mean_g = sums[0] / columns, mean_gx = sums[1] / columns;
+
+    // Finish and store.
+    X_TYPE* dx = arguments.dx + row * arguments.dx_stride;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (column_of(i) < end) {
+        Compute weight[VECTOR];
+        if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column_of(i), weight);
+        Vector<X_TYPE, VECTOR> result;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
+          const Compute gradient = widen(dy_values[i].lane[j]);
+          const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
+          narrow((g - mean_g - xhat * mean_gx) * rstd, result.lane[j]);
+        }
+        store(dx + column_of(i), result);
+      }
+    }
+  }
+
+  // The block's rows of partial sums, added over threadIdx.y.
+  if constexpr (WANTS_DWEIGHT || WANTS_DBIAS) {
+    constexpr int ROW_SUMS = ROWS_PER_BLOCK > 1 ? ROWS_PER_BLOCK * BLOCK_COLUMNS : 1;
+    __shared__ Compute row_sums[ROW_SUMS];
+    const auto write_partials = [&](Compute(&values)[VECTORS][VECTOR], Compute* partials) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if constexpr (ROWS_PER_BLOCK > 1) {
+          __syncthreads();
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) {
+            row_sums[threadIdx.y * BLOCK_COLUMNS + j * THREADS_PER_ROW + threadIdx.x] = values[i][j];
+          }
+          __syncthreads();
+          if (threadIdx.y == 0) {
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+              for (int other = 1; other < ROWS_PER_BLOCK; ++other) {
+                values[i][j] += row_sums[other * BLOCK_COLUMNS + j * THREADS_PER_ROW + threadIdx.x];
+              }
+            }
+          }
+        }
+        if (threadIdx.y == 0 && column_of(i) < columns) {
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) partials[blockIdx.x * arguments.columns + column_of(i) + j] = values[i][j];
+        }
+      }
+    };
+    if constexpr (WANTS_DWEIGHT) write_partials(dweight, arguments.dweight_partials);
+    if constexpr (WANTS_DBIAS) write_partials(dbias, arguments.dbias_partials);
+  }
+}

@@ -1,0 +1,104 @@
+// Gradients of layer norm from finished row sums, for rows that no block can hold: dx, and the partial sums of dweight and
+// dbias (the formulas stand in row_block_backward.cu). Reads x and dy a second time and writes dx.
+//
+// A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
+// block b takes tile b % tiles of group b / tiles.
+#include "types.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* dy;
+  const WEIGHT_TYPE* weight;
+  const Compute* mean;
+  const Compute* rstd;
+  const Compute* sums;  // [2][rows]: of g, of g * xhat
+  X_TYPE* dx;
+  Compute* dweight_partials;  // [groups][columns]
+  Compute* dbias_partials;
+  long long rows;
+  long long columns;  // a multiple of VECTOR
+  long long tiles;
+  long long rows_per_group;  // a multiple of ROW_LANES
+  long long row_sizes[ROW_DIMS];
+  long long column_sizes[COLUMN_DIMS];
+  long long x_row_strides[ROW_DIMS];
+  long long x_column_strides[COLUMN_DIMS];
+  long long dy_row_strides[ROW_DIMS];
+  long long dy_column_strides[COLUMN_DIMS];
+  long long dx_row_strides[ROW_DIMS];
+  long long dx_column_strides[COLUMN_DIMS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(const Arguments arguments) {
+  const long long group = blockIdx.x / arguments.tiles, first_column = blockIdx.x % arguments.tiles * TILE_COLUMNS;
+  const long long first_row = group * arguments.rows_per_group, group_end = first_row + arguments.rows_per_group;
+  const long long end_row = group_end < arguments.rows ? group_end : arguments.rows;
+  const Compute scale = 1 / static_cast<Compute>(arguments.columns);
+
+  long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL];
+  Compute weight[UNROLL][VECTOR], dweight[UNROLL][VECTOR] = {}, dbias[UNROLL][VECTOR] = {};
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
+    const long long column = tile_column(first_column, i);
+    if (column < arguments.columns) {
+      x_offsets[i] = offset_of(column, arguments.column_sizes, arguments.x_column_strides);
+      dy_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dy_column_strides);
+      if constexpr (WANTS_DX) dx_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dx_column_strides);
+      if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight[i]);
+    }
+  }
+
+  for (long long row = first_row + row_lane(); row < end_row; row += ROW_LANES) {
+    const X_TYPE* x = arguments.x + offset_of(row, arguments.row_sizes, arguments.x_row_strides);
+    const X_TYPE* dy = arguments.dy + offset_of(row, arguments.row_sizes, arguments.dy_row_strides);
+    const Compute mean = arguments.mean[row], rstd = arguments.rstd[row];
+    Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (tile_column(first_column, i) < arguments.columns) {
+        x_values[i] = load<X_TYPE, VECTOR>(x + x_offsets[i]);
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + dy_offsets[i]);
+      }
+    }
+    X_TYPE* dx = nullptr;
+    Compute mean_g = 0, mean_gx = 0;
+    if constexpr (WANTS_DX) {
+      dx = arguments.dx + offset_of(row, arguments.row_sizes, arguments.dx_row_strides);
+      mean_g = arguments.sums[row] * scale;
+      mean_gx = arguments.sums[arguments.rows + row] * scale;
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (tile_column(first_column, i) < arguments.columns) {
+        Vector<X_TYPE, VECTOR> result;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
+          const Compute gradient = widen(dy_values[i].lane[j]);
+          if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient * xhat;
+          if constexpr (WANTS_DBIAS) dbias[i][j] += gradient;
+          const Compute g = HAS_WEIGHT ? gradient * weight[i][j] : gradient;
+          if constexpr (WANTS_DX) narrow((g - mean_g - xhat * mean_gx) * rstd, result.lane[j]);
+        }
+        if constexpr (WANTS_DX) store(dx + dx_offsets[i], result);
+      }
+    }
+  }
+
+  // Add over the row lanes, which are neighbours in a warp, and write the group's row of partial sums.
+  const auto write_partials = [&](Compute(&values)[UNROLL][VECTOR], Compute* partials) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      warp_sum<ROW_LANES, 1>(values[i]);
+      const long long column = tile_column(first_column, i);
+      if (row_lane() == 0 && column < arguments.columns) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) partials[group * arguments.columns + column + j] = values[i][j];
+      }
+    }
+  };
+  if constexpr (WANTS_DWEIGHT) write_partials(dweight, arguments.dweight_partials);
+  if constexpr (WANTS_DBIAS) write_partials(dbias, arguments.dbias_partials);
+}

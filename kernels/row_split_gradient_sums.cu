@@ -1,0 +1,69 @@
+// The two sums along a row that dx needs, of g = dy * weight and of g * xhat, for one chunk of columns (for rows that no
+// block can hold; column_sums then adds up the chunks, and row_split_backward finishes). Reads x and dy once.
+#include "types.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* dy;
+  const WEIGHT_TYPE* weight;
+  const Compute* mean;
+  const Compute* rstd;
+  Compute* sums;  // [splits][2][rows]: of g, of g * xhat
+  long long rows;
+  long long columns;  // a multiple of VECTOR
+  long long splits;
+  long long columns_per_split;  // a multiple of TILE_COLUMNS
+  long long row_sizes[ROW_DIMS];
+  long long column_sizes[COLUMN_DIMS];
+  long long x_row_strides[ROW_DIMS];
+  long long x_column_strides[COLUMN_DIMS];
+  long long dy_row_strides[ROW_DIMS];
+  long long dy_column_strides[COLUMN_DIMS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums(const Arguments arguments) {
+  __shared__ Compute scratch[2 * THREADS / 32 * ROW_LANES];
+  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  // Threads past the last row go along with nothing to add: the sums need every lane.
+  const bool in_rows = chunk.row < arguments.rows;
+  const long long end = in_rows ? chunk.end_column : 0;
+  const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
+  const X_TYPE* dy = arguments.dy + offset_of(chunk.row, arguments.row_sizes, arguments.dy_row_strides);
+  const Compute mean = in_rows ? arguments.mean[chunk.row] : 0, rstd = in_rows ? arguments.rstd[chunk.row] : 0;
+
+  Compute sums[2] = {0, 0};
+  for (long long first = chunk.first_column; first < end; first += TILE_COLUMNS) {
+    Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const long long column = tile_column(first, i);
+      if (column < end) {
+        x_values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + offset_of(column, arguments.column_sizes, arguments.dy_column_strides));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const long long column = tile_column(first, i);
+      if (column < end) {
+        Compute weight[VECTOR];
+        if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Compute gradient = widen(dy_values[i].lane[j]);
+          const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
+          sums[0] += g;
+          sums[1] += g * ((widen(x_values[i].lane[j]) - mean) * rstd);
+        }
+      }
+    }
+  }
+  lane_sum<THREADS, ROW_LANES>(sums, scratch);
+
+  if (threadIdx.x < ROW_LANES && in_rows) {
+    arguments.sums[(chunk.split * 2 + 0) * arguments.rows + chunk.row] = sums[0];
+    arguments.sums[(chunk.split * 2 + 1) * arguments.rows + chunk.row] = sums[1];
+  }
+}

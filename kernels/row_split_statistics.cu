@@ -1,0 +1,80 @@
+// Mean and squared deviation of one chunk of columns of a row, for rows that no block can hold (the first of three
+// launches: row_split_statistics, row_split_merge, row_split_forward). Reads x once.
+//
+// The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has at most
+// TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded by
+// that number: this is safe for rows far from zero, which plain sums of squares are not.
+#include "types.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  double* chunk_means;       // [rows][splits]
+  double* chunk_deviations;  // [rows][splits], sums of squared differences from the chunk's mean
+  long long rows;
+  long long columns;  // a multiple of VECTOR
+  long long splits;
+  long long columns_per_split;  // a multiple of TILE_COLUMNS
+  long long row_sizes[ROW_DIMS];
+  long long column_sizes[COLUMN_DIMS];
+  long long x_row_strides[ROW_DIMS];
+  long long x_column_strides[COLUMN_DIMS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(const Arguments arguments) {
+  __shared__ Compute scratch[3 * THREADS / 32 * ROW_LANES];
+  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  // Threads past the last row go along with nothing to add: the sums need every lane.
+  const long long end = chunk.row < arguments.rows ? chunk.end_column : 0;
+  const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
+
+  Vector<X_TYPE, VECTOR> values[UNROLL];
+  const auto load_tile = [&](long long first) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const long long column = tile_column(first, i);
+      if (column < end) {
+        values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
+      }
+    }
+  };
+
+  // The pivot: the mean of the first tile.
+  load_tile(chunk.first_column);
+  Compute sum[1] = {0};
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
+    if (tile_column(chunk.first_column, i) < end) {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) sum[0] += widen(values[i].lane[j]);
+    }
+  }
+  lane_sum<THREADS, ROW_LANES>(sum, scratch);
+  const long long chunk_columns = chunk.end_column - chunk.first_column;
+  const Compute pivot = sum[0] / static_cast<Compute>(chunk_columns < TILE_COLUMNS ? chunk_columns : TILE_COLUMNS);
+
+  // The sums of the differences from the pivot, and of their squares.
+  Compute sums[2] = {0, 0};
+  for (long long first = chunk.first_column; first < chunk.end_column; first += TILE_COLUMNS) {
+    if (first > chunk.first_column) load_tile(first);
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (tile_column(first, i) < end) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Compute difference = widen(values[i].lane[j]) - pivot;
+          sums[0] += difference;
+          sums[1] += difference * difference;
+        }
+      }
+    }
+  }
+  lane_sum<THREADS, ROW_LANES>(sums, scratch + THREADS / 32 * ROW_LANES);
+
+  if (threadIdx.x < ROW_LANES && chunk.row < arguments.rows) {
+    const double count = static_cast<double>(chunk_columns), shift = sums[0] / count;
+    arguments.chunk_means[chunk.row * arguments.splits + chunk.split] = pivot + shift;
+    arguments.chunk_deviations[chunk.row * arguments.splits + chunk.split] = sums[1] - shift * sums[0];
+  }
+}

@@ -1,0 +1,44 @@
+// How row_split_* cut a problem into tiles, for rows too long for a block and for rows that are not contiguous.
+//
+// A block of THREADS threads holds ROW_LANES rows by COLUMN_LANES * VECTOR columns at a time. Neighbouring threads run
+// along rows (ROW_LANES = 1) or across them, whichever is contiguous in memory. A position is a row and a column; where it
+// lies is the sum of two offsets, each a mixed-radix number over the sizes of the dimensions that could not be merged.
+constexpr int COLUMN_LANES = THREADS / ROW_LANES;
+constexpr int TILE_COLUMNS = COLUMN_LANES * VECTOR * UNROLL;
+
+template <int DIMS>
+__device__ __forceinline__ long long offset_of(long long index, const long long (&sizes)[DIMS],
+                                               const long long (&strides)[DIMS]) {
+  long long offset = 0;
+#pragma unroll
+  for (int i = DIMS - 1; i > 0; --i) {
+    offset += index % sizes[i] * strides[i];
+    index /= sizes[i];
+  }
+  return offset + index * strides[0];
+}
+
+__device__ __forceinline__ int row_lane() { return threadIdx.x % ROW_LANES; }
+
+// The first column of this thread's i-th vector in the tile that begins at `first`.
+__device__ __forceinline__ long long tile_column(long long first, int i) {
+  return first + (i * COLUMN_LANES + static_cast<int>(threadIdx.x) / ROW_LANES) * VECTOR;
+}
+
+// Where this block works: block b takes split b % splits of the ROW_LANES rows that begin at b / splits * ROW_LANES.
+struct Chunk {
+  long long row;           // of this thread; may be past the last row
+  long long split;
+  long long first_column;  // of the chunk
+  long long end_column;    // one past its last
+};
+
+__device__ __forceinline__ Chunk chunk_of_block(long long splits, long long columns_per_split, long long columns) {
+  Chunk chunk;
+  chunk.split = blockIdx.x % splits;
+  chunk.row = blockIdx.x / splits * ROW_LANES + row_lane();
+  chunk.first_column = chunk.split * columns_per_split;
+  const long long end = chunk.first_column + columns_per_split;
+  chunk.end_column = end < columns ? end : columns;
+  return chunk;
+}

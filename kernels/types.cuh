@@ -1,0 +1,55 @@
+// How numbers are held: X_TYPE in memory, Compute in registers, sixteen bytes at a time between the two.
+//
+// Compute is float, and double where the data is double. A tensor is read and written as Vector<T, COUNT>, whose
+// alignment is its size, so that the compiler makes one access of it; who asks for a Vector promises that alignment.
+//
+// Every kernel's __launch_bounds__ names one block a multiprocessor: with no number there, ptxas spills registers to reach
+// an occupancy of its own choosing.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+using Compute = COMPUTE_TYPE;
+
+__device__ __forceinline__ Compute widen(__half value) { return __half2float(value); }
+__device__ __forceinline__ Compute widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ Compute widen(float value) { return static_cast<Compute>(value); }
+__device__ __forceinline__ Compute widen(double value) { return static_cast<Compute>(value); }
+
+// Round to nearest even, once: from a double straight to sixteen bits too.
+__device__ __forceinline__ void narrow(float value, __half& result) { result = __float2half_rn(value); }
+__device__ __forceinline__ void narrow(float value, __nv_bfloat16& result) { result = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void narrow(double value, __half& result) { result = __double2half(value); }
+__device__ __forceinline__ void narrow(double value, __nv_bfloat16& result) { result = __double2bfloat16(value); }
+__device__ __forceinline__ void narrow(Compute value, float& result) { result = static_cast<float>(value); }
+__device__ __forceinline__ void narrow(Compute value, double& result) { result = static_cast<double>(value); }
+
+template <typename T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Vector {
+  T lane[COUNT];
+};
+
+template <typename T, int COUNT>
+__device__ __forceinline__ Vector<T, COUNT> load(const T* source) {
+  return *reinterpret_cast<const Vector<T, COUNT>*>(source);
+}
+
+template <typename T, int COUNT>
+__device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values) {
+  *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
+}
+
+// COUNT values of a weight or bias in Compute. Its type may be wider than x's and its alignment smaller, so it comes in
+// pieces of ACCESS_BYTES.
+template <int COUNT, int ACCESS_BYTES, typename T>
+__device__ __forceinline__ void load_widened(const T* source, Compute (&values)[COUNT]) {
+  constexpr int STEP = ACCESS_BYTES / sizeof(T) < COUNT ? ACCESS_BYTES / sizeof(T) : COUNT;
+#pragma unroll
+  for (int first = 0; first < COUNT; first += STEP) {
+    const Vector<T, STEP> piece = load<T, STEP>(source + first);
+#pragma unroll
+    for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
+  }
+}
+
+__device__ __forceinline__ float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }
+__device__ __forceinline__ double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }

@@ -1,0 +1,285 @@
+"""``python -m cunorm``: what each command prints, and what it says to arguments that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cunorm import cli, resources
+from cunorm.cli import gpus, output
+
+ROOT = Path(__file__).parents[1]
+OPS = ("layer_norm", "layer_norm_backward", "layer_norm + gradient")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command in this process. Returns what it prints."""
+    assert cli.run(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command whose arguments cannot be used. Returns the message."""
+    try:
+        code = cli.run(arguments)
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err
+    return captured.err
+
+
+def table_row(text: str, *words: str) -> list[str]:
+    """The cells of the first line with all the words; cells are two spaces or more apart."""
+    line = next(line for line in text.splitlines() if all(word in line for word in words))
+    return re.split(r"\s{2,}", line.strip())
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a CUDA device, whatever this one has."""
+    for module in ("demo", "explain", "info"):
+        monkeypatch.setattr(f"cunorm.cli.{module}.cuda_devices", lambda: ([], "none for this test"))
+
+
+# ---- demo
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "tensorflow"])
+def test_demo_shows_each_framework_right(framework: str, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    text = run(capsys, "demo", "--framework", framework)
+    assert "no CUDA device (none for this test): the NumPy path" in text
+    rows = [re.split(r"\s{2,}", line) for line in text.splitlines() if line.startswith("layer_norm") and "x" in line]
+    assert len(rows) >= 4
+    for op, shape, dtype, _, error, _, gigabytes_per_second, ratio in rows:
+        assert op in OPS
+        assert re.fullmatch(r"\d+x\d+", shape)
+        assert float(error) < {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
+        assert float(gigabytes_per_second) > 0
+        assert float(ratio) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_demo_on_the_gpu(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "demo", "--framework", framework)
+    assert "on the GPU" in text
+    assert "4096x4096" in text
+
+
+def test_demo_leaves_out_what_would_not_fit_in_the_time(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    assert cli.run(["demo"], started=-1e9) == 0
+    text = capsys.readouterr().out
+    assert "Left out to end within 20 seconds: numpy" in text
+    assert "--framework NAME" in text
+
+
+def test_demo_from_a_shell_is_plain_when_piped() -> None:
+    command = [sys.executable, "-m", "cunorm", "demo", "--framework", "numpy"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "layer_norm_backward" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert not re.search("[\u2500-\u257f]", done.stdout)  # no rules
+    assert all(line == line.rstrip() for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
+def test_demo_on_a_file(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 5, 8)).astype(dtype)
+    np.save(tmp_path / "x.npy", x)
+    text = run(capsys, "demo", "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"))
+    assert table_row(text, "layer_norm", "3x5x8")[3] == "NumPy"
+    y = np.load(tmp_path / "y.npy")
+    assert y.dtype == np.dtype(dtype).newbyteorder("=")
+    exact = x.astype("float64")
+    exact -= exact.mean(-1, keepdims=True)
+    exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y.astype("float64"), exact, atol=2e-3 if dtype == "float16" else 1e-6)
+
+
+@pytest.mark.parametrize("axis", [["0"], ["1", "2"], ["0", "2"], ["0", "1", "2"], ["-2"]])
+def test_demo_on_a_file_over_other_axes(
+    axis: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((3, 5, 8)))
+    text = run(capsys, "demo", "--input", str(tmp_path / "x.npy"), "--axis", *axis)
+    assert float(table_row(text, "layer_norm", "3x5x8")[4]) < 1e-14
+
+
+def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((0, 4)))
+    assert "the array is empty" in run(capsys, "demo", "--input", str(tmp_path / "x.npy"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["demo", "--bogus"], "unrecognized arguments: --bogus"),
+        (["demo", "--framework", "mxnet"], "'mxnet' is none of numpy, cupy, torch, jax, tensorflow"),
+        (["demo", "--output", "y.npy"], "--output needs --input"),
+        (["demo", "--input", "absent.npy"], "there is no such file"),
+        (["demo", "--input", "int.npy"], "its dtype is int64; it must be float16, float32 or float64"),
+        (["demo", "--input", "text.npy"], "no .npy file that can be read"),
+        (["demo", "--input", "archive.npz"], "an archive of arrays"),
+        (["demo", "--input", "scalar.npy"], "axis -1 is out of range"),
+        (["demo", "--input", "x.npy", "--axis", "2"], "axis 2 is out of range"),
+        (["demo", "--input", "x.npy", "--eps", "-1"], "eps must be finite and not negative"),
+        (["demo", "--input", "x.npy", "--output", "absent/y.npy"], "does not exist"),
+        (["demo", "--input", "x.npy", "--output", "."], "Is a directory"),
+        (["explain"], "required: --shape"),
+        (["explain", "--shape", "4096by8192"], "'4096by8192' is no shape"),
+        (["explain", "--shape", "4x-1"], "'4x-1' is no shape"),
+        (["explain", "--shape", ""], "'' is no shape"),
+        (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
+        (["explain", "--shape", "4x4", "--arch", "sm_70"], "--arch sm_70 is not known; it must be one of sm_75"),
+        (["explain", "--shape", "4x4", "--axis", "2"], "--axis 2 is out of range"),
+        (["explain", "--shape", "4x4", "--axis", "1", "-1"], "names an axis twice"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_gpu: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # argparse breaks lines
+    np.save("x.npy", np.zeros((2, 3), np.float32))
+    np.save("int.npy", np.arange(3))
+    np.save("scalar.npy", np.float32(3))
+    np.savez("archive.npz", x=np.zeros(3))
+    Path("text.npy").write_text("no array")
+    assert message in refused(capsys, *arguments)
+
+
+# ---- info
+
+
+def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    text = run(capsys, "info")
+    assert table_row(text, "Python")[1].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert table_row(text, "numpy")[1] == np.__version__
+    assert str(tmp_path / "cache") in table_row(text, "kernel cache")[1]
+    assert table_row(text, "extra torch")[1].startswith("torch 2.")
+    for name in ("CuPy", "CUDA device", "extra cuda12x", "extra cuda13x", "extra jax", "extra tensorflow", "g++"):
+        assert name in text
+
+
+def test_info_imports_no_framework() -> None:
+    code = "import sys; from cunorm import cli; cli.run(['info']); print(sorted({'torch', 'jax', 'tensorflow'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- explain
+
+
+@pytest.mark.parametrize("arch", list(gpus.KNOWN_GPUS))
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain(arch: str, backward: bool, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    arguments = ["--backward"] if backward else []
+    text = run(capsys, "explain", "--shape", "4096x8192", "--dtype", "float16", "--arch", arch, *arguments)
+    assert table_row(text, "bytes that must move")[1].startswith("201.3 MB" if backward else "134.2 MB")
+    assert arch in text
+    assert "4096 rows of 8192 columns" in text
+    _, grid, block, registers, spills, _ = table_row(text, "row_")  # the first kernel
+    assert int(grid) > 0
+    assert int(block.rpartition("= ")[2]) <= 1024
+    assert 16 <= int(registers) <= 255
+    assert spills == "0 bytes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen_as"),
+    [
+        (["--shape", "7"], "1 rows of 7 columns"),
+        (["--shape", "2x3x5", "--axis", "0", "2"], "3 rows of 10 columns"),
+        (["--shape", "2X3,5", "--axis", "-2", "-1"], "2 rows of 15 columns"),
+        (["--shape", "2x0"], "2 rows of 0 columns"),
+        (["--shape", "3x9", "--dtype", "float64"], "3 rows of 9 columns"),
+        (["--shape", "3x9", "--dtype", "bfloat16", "--backward"], "3 rows of 9 columns"),
+        (["--shape", "1x10000000", "--dtype", "float32"], "1 rows of 10000000 columns"),
+    ],
+)
+def test_explain_other_problems(
+    arguments: list[str], seen_as: str, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    assert seen_as in run(capsys, "explain", *arguments)
+
+
+def test_explain_without_cupy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    def absent() -> None:
+        raise RuntimeError("CuPy is not installed")
+
+    monkeypatch.setattr("cunorm.launch.cupy", absent)
+    resources._compile.cache_clear()
+    text = run(capsys, "explain", "--shape", "4096x8192")
+    assert table_row(text, "row_")[3] == "unknown"
+    assert "unknown (needs CuPy's NVRTC)" in text
+
+
+@pytest.mark.gpu
+def test_explain_uses_the_gpu_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "just measured" in run(capsys, "explain", "--shape", "4096x8192")
+
+
+def test_a_compiler_error_is_shown_with_its_log() -> None:
+    with pytest.raises(RuntimeError, match=r"column_sums does not compile for sm_90(.|\n)*kernels/.*error"):
+        resources.compile_resources("column_sums", {}, "sm_90")
+
+
+# ---- output
+
+
+def test_a_terminal_gets_rules_and_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(output, "console", lambda: Console(file=screen, force_terminal=True, width=60))
+    output.line("title", "bold")
+    output.table(("name", "count"), [("a", "1"), ("b", "22")], numbers=("count",))
+    assert "\x1b[1mtitle" in screen.getvalue()
+    assert "──" in screen.getvalue()
+
+
+def test_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(("name", "count"), [("long name", "1"), ("b", "22")], numbers=("count",))
+    assert capsys.readouterr().out == "name       count\nlong name      1\nb             22\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (0.00125, "1.25 ms"), (3.1e-5, "31 µs"), (1e-9, "0.001 µs")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert output.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (134217728, "134.2 MB"), (4.3e12, "4.3 TB")]
+)
+def test_byte_counts(count: float, text: str) -> None:
+    assert output.byte_count(count) == text
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "cunorm", "info"], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,692 @@
+"""The promises of ``cunorm.emulator``, one by one.
+
+Each kernel here is as short as the promise allows. :func:`launch` wraps a kernel's body and calls the body's first line
+line 1 of ``kernels/example.cu``, so that reports can be checked down to the line.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cunorm.emulator import CompileError, EmulatorError, Pointer, run
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
+)
+
+FLOAT_IN_OUT = "const float* x; float* y; long long n;"
+
+
+def launch(
+    body: str,
+    buffers: Sequence[np.ndarray],
+    values: Sequence[Pointer | int | float | None] = (),
+    *,
+    arguments: str = FLOAT_IN_OUT,
+    before: str = "",
+    pointers: Sequence[Pointer | None] | None = None,
+    grid: int | tuple[int, int, int] = 1,
+    block: int | tuple[int, int, int] = 32,
+    shared_bytes: int = 0,
+    seed: int = 0,
+    cluster: int = 1,
+    cooperative: bool = False,
+    timeout: float = 60.0,
+) -> None:
+    """Run a kernel of which only the body is given; its fields are a pointer to each buffer, then `values`."""
+    source = (
+        f"#define BIAS 1\n#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n{before}\n"
+        f"struct Arguments {{ {arguments} }};\n"
+        f'extern "C" __global__ void __launch_bounds__(1024) example(const Arguments arguments) {{\n'
+        f'#line 1 "kernels/example.cu"\n{body}\n}}\n'
+    )
+    run(
+        source,
+        "example",
+        grid=(grid, 1, 1) if isinstance(grid, int) else grid,
+        block=(block, 1, 1) if isinstance(block, int) else block,
+        shared_bytes=shared_bytes,
+        fields=[*(pointers if pointers is not None else map(Pointer, range(len(buffers)))), *values],
+        buffers=buffers,
+        seed=seed,
+        cluster=cluster,
+        cooperative=cooperative,
+        timeout=timeout,
+    )
+
+
+def x_and_y(size: int) -> list[np.ndarray]:
+    return [np.zeros(size, dtype=np.float32) for _ in range(2)]
+
+
+def report(body: str, buffers: Sequence[np.ndarray], *args: object, **kwargs: object) -> str:
+    """First line of the error that a kernel must raise."""
+    with pytest.raises(EmulatorError) as caught:
+        launch(body, buffers, *args, **kwargs)  # type: ignore[arg-type]
+    return str(caught.value).splitlines()[0]
+
+
+# ---- Right results ---------------------------------------------------------------------------------------------------
+
+
+def test_saxpy_with_a_ragged_tail() -> None:
+    x, y = np.arange(1000, dtype=np.float32), np.ones(1000, dtype=np.float32)
+    body = """
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < arguments.n) arguments.y[i] += static_cast<float>(arguments.a) * arguments.x[i];"""
+    launch(body, [x, y], [1000, 0.5], arguments="const float* x; float* y; long long n; double a;", grid=8, block=128)
+    np.testing.assert_array_equal(y, 1 + 0.5 * x)
+
+
+def test_indices_in_three_dimensions() -> None:
+    grid, block = (2, 3, 4), (5, 2, 3)
+    out = np.zeros((4, 3, 2, 3, 2, 5), dtype=np.int64)
+    body = """
+    const long long b = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const long long t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    arguments.out[b * blockDim.x * blockDim.y * blockDim.z + t] += b * 1000 + t;"""
+    launch(body, [out], arguments="long long* out;", grid=grid, block=block)
+    np.testing.assert_array_equal(out.reshape(24, 30), np.arange(24)[:, None] * 1000 + np.arange(30))
+
+
+def test_fields_are_pointers_with_offsets_numbers_nulls_and_arrays() -> None:
+    x, out = np.arange(9, dtype=np.int16), np.zeros(6, dtype=np.float64)
+    body = """
+    arguments.out[0] = *arguments.x; arguments.out[1] = arguments.nothing == nullptr;
+    arguments.out[2] = arguments.negative; arguments.out[3] = arguments.sizes[0]; arguments.out[4] = arguments.sizes[1];
+    arguments.out[5] = arguments.eps;"""
+    declared = "const short* x; double* out; char* nothing; long long negative; long long sizes[2]; double eps;"
+    fields = [None, -7, 2**40, 3, 1e-5]
+    launch(body, [x, out], fields, arguments=declared, pointers=[Pointer(0, 6), Pointer(1)], block=1)
+    assert out.tolist() == [3, 1, -7, 2**40, 3, 1e-5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warp_reduction(seed: int) -> None:
+    x, y = np.arange(96, dtype=np.float32), np.zeros(96, dtype=np.float32)
+    body = """
+    float sum = arguments.x[threadIdx.x];
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    arguments.y[threadIdx.x] = sum;"""
+    launch(body, [x, y], [96], block=96, seed=seed)
+    np.testing.assert_array_equal(y, np.repeat(x.reshape(3, 32).sum(axis=1), 32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_block_reduction_through_shared_memory(seed: int) -> None:
+    x, y = np.arange(2 * 128, dtype=np.float64), np.zeros(2, dtype=np.float64)
+    body = """
+    __shared__ alignas(16) double partial[4];
+    double sum = arguments.x[blockIdx.x * 128 + threadIdx.x];
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffffu, sum, offset);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) arguments.y[blockIdx.x] = partial[0] + partial[1] + partial[2] + partial[3];"""
+    launch(body, [x, y], [0], arguments="const double* x; double* y; long long n;", grid=2, block=128, seed=seed)
+    np.testing.assert_array_equal(y, x.reshape(2, 128).sum(axis=1))
+
+
+def test_shuffles_within_segments() -> None:
+    """The reference is the description of shfl in the PTX manual, lane by lane."""
+    out = np.zeros((4, 32), dtype=np.int32)
+    body = """
+    const int lane = threadIdx.x;
+    arguments.out[lane] = __shfl_sync(0xffffffffu, lane, 11, 8);
+    arguments.out[32 + lane] = __shfl_up_sync(0xffffffffu, lane, 3, 8);
+    arguments.out[64 + lane] = __shfl_down_sync(0xffffffffu, lane, 3, 8);
+    arguments.out[96 + lane] = __shfl_xor_sync(0xffffffffu, lane, 9, 8);"""
+    launch(body, [out], arguments="int* out;")
+    for lane in range(32):
+        first, last = lane & ~7, lane | 7
+        expected = [
+            first + (11 & 7),
+            lane - 3 if lane - 3 >= first else lane,
+            lane + 3 if lane + 3 <= last else lane,
+            lane ^ 9 if lane ^ 9 <= last else lane,
+        ]
+        assert out[:, lane].tolist() == expected
+
+
+def test_votes_reductions_and_block_wide_predicates() -> None:
+    out = np.zeros((10, 64), dtype=np.int64)
+    body = """
+    const int lane = threadIdx.x % 32, value = lane - 5;
+    long long results[10] = {
+        __ballot_sync(0xffffffffu, lane % 3 == 0), __any_sync(0xffffffffu, lane == 7),
+        __all_sync(0xffffffffu, lane < 31),
+        __reduce_add_sync(0xffffffffu, value), __reduce_min_sync(0xffffffffu, value),
+        __reduce_max_sync(0xffffffffu, static_cast<unsigned>(value)), __activemask(),
+        __syncthreads_count(threadIdx.x > 40), __syncthreads_or(threadIdx.x == 3), __syncthreads_and(threadIdx.x != 3)};
+    for (int i = 0; i < 10; ++i) arguments.out[64 * i + threadIdx.x] = results[i];"""
+    launch(body, [out], arguments="long long* out;", block=64)
+    ballot = sum(1 << lane for lane in range(0, 32, 3))
+    expected = [ballot, 1, 0, sum(range(-5, 27)), -5, 2**32 - 1, 2**32 - 1, 23, 1, 0]
+    np.testing.assert_array_equal(out, np.repeat(np.array(expected), 64).reshape(10, 64))
+
+
+def test_a_part_of_a_warp_is_enough_for_its_own_mask() -> None:
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, dtype=np.float32)
+    body = """
+    const unsigned mask = threadIdx.x < 8 ? 0x000000ffu : 0xffffff00u;
+    if (threadIdx.x < 8) arguments.y[threadIdx.x] = __shfl_xor_sync(mask, arguments.x[threadIdx.x], 1);
+    __syncwarp();"""
+    launch(body, [x, y], [0])
+    assert y.tolist() == [1, 0, 3, 2, 5, 4, 7, 6] + [0] * 24
+
+
+def test_atomics_of_blocks_and_threads_add_up() -> None:
+    total, kept = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int32)
+    body = "atomicAdd(arguments.total, 1.0f); atomicMax(arguments.kept, static_cast<int>(threadIdx.x));"
+    launch(body, [total, kept], arguments="float* total; int* kept;", grid=3, block=40)
+    assert (total[0], kept[0]) == (120, 39)
+
+
+def test_vector_types_and_cached_access() -> None:
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, dtype=np.float32)
+    body = """
+    const int i = threadIdx.x;
+    const float4 v = __ldcs(reinterpret_cast<const float4*>(arguments.x) + i);
+    __stcs(reinterpret_cast<float4*>(arguments.y) + i, make_float4(v.w, v.z, v.y, v.x));"""
+    launch(body, [x, y], [0], block=16)
+    np.testing.assert_array_equal(y, x.reshape(16, 4)[:, ::-1].ravel())
+
+
+def test_reciprocal_square_root_is_correctly_rounded() -> None:
+    random = np.random.default_rng(0)
+    x = np.abs(random.integers(1, 0x7F800000, 20000, dtype=np.int32)).view(np.float32)
+    y = np.zeros_like(x)
+    body = "for (int i = threadIdx.x; i < arguments.n; i += 32) arguments.y[i] = __frsqrt_rn(arguments.x[i]);"
+    launch(body, [x, y], [x.size])
+    np.testing.assert_array_equal(y, (1 / np.sqrt(x.astype(np.longdouble))).astype(np.float32))
+
+
+def test_launch_order_follows_the_seed() -> None:
+    def order(seed: int) -> list[int]:
+        out = np.zeros(13, dtype=np.int32)
+        body = "if (threadIdx.x == 0) arguments.out[1 + atomicAdd(arguments.out, 1)] = blockIdx.x;"
+        launch(body, [out], arguments="int* out;", grid=12, seed=seed)
+        return [int(index) for index in out[1:]]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert sorted(order(1)) == list(range(12))
+
+
+def test_a_cluster_reads_the_shared_memory_of_its_blocks() -> None:
+    out = np.zeros(8, dtype=np.float32)
+    body = """
+    __shared__ float own;
+    extern __shared__ float dynamic[];
+    if (threadIdx.x == 0) { own = blockIdx.x; dynamic[1] = 10 * blockIdx.x; }
+    cunorm_emulator::cluster_arrive({"", 1});
+    cunorm_emulator::cluster_wait({"", 1});
+    const unsigned other = (cunorm_emulator::cluster_rank() + 1) % cunorm_emulator::cluster_blocks();
+    const float near = *static_cast<float*>(cunorm_emulator::cluster_map(&own, other, {"", 1}));
+    const float far = *static_cast<float*>(cunorm_emulator::cluster_map(dynamic + 1, other, {"", 1}));
+    if (threadIdx.x == 0) arguments.out[blockIdx.x] = near + far;
+    cunorm_emulator::cluster_arrive({"", 1});
+    cunorm_emulator::cluster_wait({"", 1});"""
+    launch(body, [out], arguments="float* out;", grid=8, cluster=4, shared_bytes=8)
+    assert out.tolist() == [11, 22, 33, 0, 55, 66, 77, 44]
+
+
+def test_the_shared_memory_of_an_exited_block_is_gone() -> None:
+    body = """
+    __shared__ float own;
+    own = 1;
+    cunorm_emulator::cluster_arrive({"", 1});
+    cunorm_emulator::cluster_wait({"", 1});
+    const unsigned other = 1 - cunorm_emulator::cluster_rank();
+    const float* address = static_cast<float*>(cunorm_emulator::cluster_map(&own, other, {"", 1}));
+    __nanosleep(1);
+    arguments.out[blockIdx.x] = *address;"""
+    messages = []
+    for seed in range(8):
+        try:
+            out = np.zeros(2, dtype=np.float32)
+            launch(body, [out], arguments="float* out;", grid=2, block=1, cluster=2, seed=seed)
+        except EmulatorError as error:
+            messages.append(str(error))
+    assert messages
+    assert all("heap-use-after-free" in message or "has exited" in message for message in messages)
+
+
+def test_a_cooperative_grid_can_wait_for_all_its_blocks() -> None:
+    count, out = np.zeros(1, dtype=np.int32), np.zeros(4, dtype=np.int32)
+    body = """
+    if (threadIdx.x == 0) {
+      atomicAdd(arguments.count, 1);
+      while (atomicAdd(arguments.count, 0) < 4) __nanosleep(10);
+      arguments.out[blockIdx.x] = *arguments.count;
+    }"""
+    launch(body, [count, out], arguments="int* count; int* out;", grid=4, cooperative=True)
+    assert out.tolist() == [4, 4, 4, 4]
+
+
+def test_printf_reaches_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    launch('printf("block %d\\n", blockIdx.x);', [], arguments="long long n;", values=[0], block=1)
+    assert capsys.readouterr().out == "block 0\n"
+
+
+# ---- Sixteen-bit floats ----------------------------------------------------------------------------------------------
+
+SMALL = [
+    pytest.param(np.float16, "__half", "__half2float", "__float2half_rn", "__double2half", id="fp16"),
+    pytest.param(
+        ml_dtypes.bfloat16, "__nv_bfloat16", "__bfloat162float", "__float2bfloat16_rn", "__double2bfloat16", id="bf16"
+    ),
+]
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    with np.errstate(invalid="ignore"):  # some platforms signal when a NaN is converted
+        nan = np.isnan(expected.astype(np.float64))
+        np.testing.assert_array_equal(np.isnan(actual.astype(np.float64)), nan)
+    bits = f"u{actual.itemsize}"
+    np.testing.assert_array_equal(actual.view(bits)[~nan], expected.view(bits)[~nan])
+
+
+@pytest.mark.parametrize(("dtype", "name", "widen", "narrow", "narrow_double"), SMALL)
+def test_widening_of_every_pattern(dtype: Any, name: str, widen: str, narrow: str, narrow_double: str) -> None:
+    x = np.arange(65536, dtype=np.uint16).view(dtype)
+    y = np.zeros(65536, dtype=np.float32)
+    back = np.zeros(65536, dtype=dtype)
+    body = f"""
+    for (int i = threadIdx.x; i < 65536; i += 32) {{
+      arguments.y[i] = {widen}(arguments.x[i]);
+      arguments.back[i] = {narrow}(arguments.y[i]);
+    }}"""
+    launch(body, [x, y, back], arguments=f"const {name}* x; float* y; {name}* back;")
+    assert_same_bits(y, x.astype(np.float32))
+    assert_same_bits(back, x)
+
+
+@pytest.mark.parametrize(("dtype", "name", "widen", "narrow", "narrow_double"), SMALL)
+def test_narrowing_of_floats(dtype: Any, name: str, widen: str, narrow: str, narrow_double: str) -> None:
+    every = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
+    random = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        halfway = (every[:-1] + every[1:]) / 2  # of neighbours: ties, and one float to either side of each
+    x = np.concatenate(
+        [
+            *(halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(-np.inf))),
+            random.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32),
+            random.standard_normal(100_000).astype(np.float32) * np.float32(1e-6),
+            np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 65519.99, 65520, 3.4e38, 1e-45], dtype=np.float32),
+        ]
+    )
+    y = np.zeros(x.size, dtype=dtype)
+    body = f"for (int i = threadIdx.x; i < arguments.n; i += 32) arguments.y[i] = {narrow}(arguments.x[i]);"
+    launch(body, [x, y], [x.size], arguments=f"const float* x; {name}* y; long long n;")
+    with np.errstate(all="ignore"):
+        assert_same_bits(y, x.astype(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "name", "widen", "narrow", "narrow_double"), SMALL)
+def test_narrowing_of_doubles_rounds_once(dtype: Any, name: str, widen: str, narrow: str, narrow_double: str) -> None:
+    every = np.arange(0x7F00 if dtype is not np.float16 else 0x7BFF, dtype=np.uint16).view(dtype).astype(np.float64)
+    halfway = (every[:-1] + every[1:]) / 2
+    above, below = halfway * (1 + 1e-15), halfway * (1 - 1e-15)  # through float they would look like ties
+    x = np.concatenate([halfway, above, below])
+    y = np.zeros(x.size, dtype=dtype)
+    body = f"for (int i = threadIdx.x; i < arguments.n; i += 32) arguments.y[i] = {narrow_double}(arguments.x[i]);"
+    launch(body, [x, y], [x.size], arguments=f"const double* x; {name}* y; long long n;")
+    even = np.where(np.arange(every.size - 1) % 2 == 0, every[:-1], every[1:])
+    assert_same_bits(y, np.concatenate([even, every[1:], every[:-1]]).astype(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "name", "widen", "narrow", "narrow_double"), SMALL)
+def test_operators(dtype: Any, name: str, widen: str, narrow: str, narrow_double: str) -> None:
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((2, 1000)).astype(np.float32).astype(dtype)
+    y = np.zeros((5, 1000), dtype=dtype)
+    body = f"""
+    for (int i = threadIdx.x; i < 1000; i += 32) {{
+      const {name} a = arguments.a[i], b = arguments.b[i];
+      {name} sum = a;
+      sum += b;
+      const {name} results[5] = {{a * b, a / b, sum, -a, a < b ? a : b}};
+      for (int j = 0; j < 5; ++j) arguments.y[1000 * j + i] = results[j];
+    }}"""
+    launch(body, [a, b, y], arguments=f"const {name}* a; const {name}* b; {name}* y;")
+    wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
+    expected = [wide_a * wide_b, wide_a / wide_b, wide_a + wide_b, -wide_a, np.minimum(wide_a, wide_b)]
+    assert_same_bits(y, np.array(expected).astype(dtype))
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [-1, 25])
+@pytest.mark.parametrize("access", ["arguments.y[0] = arguments.x[i]", "arguments.y[i] = 1.0f"], ids=["read", "write"])
+def test_one_element_outside_a_buffer(index: int, access: str) -> None:
+    x, y = np.zeros(25, dtype=np.float32), np.zeros(25, dtype=np.float32)
+    body = f"\nconst long long i = arguments.n;\nif (blockIdx.x == 1 && threadIdx.x == 2) {access};"
+    message = report(body, [x, y], [index], grid=2, block=4)
+    kind, buffer = ("READ", 0) if "x[i]" in access else ("WRITE", 1)
+    assert f"heap-buffer-overflow, {kind} of size 4, byte {4 * index} of buffer {buffer} (100 bytes)" in message
+    assert "block (1, 0, 0), thread (2, 0, 0), kernels/example.cu:3" in message
+
+
+def test_one_byte_past_the_end_of_a_vector_load() -> None:
+    x, y = np.zeros(31, dtype=np.uint8), np.zeros(32, dtype=np.uint8)
+    body = """
+    const uint4* x = reinterpret_cast<const uint4*>(arguments.x);
+    reinterpret_cast<uint4*>(arguments.y)[threadIdx.x] = x[threadIdx.x];"""
+    message = report(body, [x, y], [0], block=2)
+    assert "heap-buffer-overflow" in message
+    assert "buffer 0" in message
+
+
+@pytest.mark.parametrize("index", [-1, 32])
+@pytest.mark.parametrize("access", ["arguments.y[0] = at[i]", "at[i] = 1.0f"], ids=["read", "write"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_one_element_outside_shared_memory(index: int, access: str, dynamic: bool) -> None:
+    declaration = "extern __shared__ float tile[];" if dynamic else "__shared__ float tile[32];"
+    body = f"{declaration}\nfloat* at = tile;\nat[threadIdx.x] = 0;\nconst long long i = arguments.n;\n{access};"
+    message = report(body, x_and_y(1), [index], shared_bytes=128 if dynamic else 0)
+    assert "heap-buffer-overflow" in message
+    assert f"byte {4 * index} of {'dynamic' if dynamic else repr('tile')} __shared__ memory (128 bytes)" in message
+    assert "kernels/example.cu:5" in message
+
+
+def test_index_outside_a_local_array() -> None:
+    body = "float values[4] = {};\narguments.y[0] = values[arguments.n];"
+    message = report(body, x_and_y(4), [4])
+    assert "index 4 out of bounds" in message
+    assert "kernels/example.cu:2" in message
+
+
+def test_pointer_outside_a_local_array() -> None:
+    body = "float values[4] = {}; float* volatile at = values;\narguments.y[0] = at[arguments.n];"
+    message = report(body, x_and_y(4), [4])
+    assert "stack-buffer-overflow, READ of size 4" in message
+    assert "kernels/example.cu:2" in message
+
+
+VECTOR = "struct alignas(16) Vector { float lane[4]; };"
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        "const Vector v = *reinterpret_cast<const Vector*>(arguments.x); arguments.y[0] = v.lane[0];",
+        "Vector v{}; *reinterpret_cast<Vector*>(arguments.y) = v;",
+        "arguments.y[0] = reinterpret_cast<const float4*>(arguments.x)->x;",
+        "arguments.y[0] = __ldcs(reinterpret_cast<const float4*>(arguments.x)).w;",
+        "__stcs(reinterpret_cast<float4*>(arguments.y), float4{});",
+    ],
+    ids=["struct load", "struct store", "member", "__ldcs", "__stcs"],
+)
+def test_misaligned_vector_access(access: str) -> None:
+    buffers = x_and_y(9)
+    good = [Pointer(0, 16), Pointer(1, 16)]
+    launch(f"\n{access}", buffers, [0], before=VECTOR, pointers=good)
+    odd = [Pointer(0, 4), Pointer(1, 4)]
+    message = report(f"\n{access}", buffers, [0], before=VECTOR, pointers=odd)
+    assert "misaligned address" in message
+    assert "16 byte" in message or "multiple of 16 bytes" in message
+    assert "kernels/example.cu:2" in message
+
+
+def test_odd_offsets_work_where_the_access_is_narrow() -> None:
+    x, y = np.arange(8, dtype=np.float16), np.zeros(8, dtype=np.float16)
+    body = "arguments.y[threadIdx.x] = arguments.x[threadIdx.x];"
+    launch(
+        body,
+        [x, y],
+        arguments="const __half* x; __half* y;",
+        pointers=[Pointer(0, 2), Pointer(1, 6)],
+        block=5,
+    )
+    assert y.tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+
+
+def test_shared_memory_that_nobody_wrote_is_nan_in_every_block() -> None:
+    y = np.zeros((3, 2), dtype=np.float32)
+    body = """
+    __shared__ float tile[2];
+    extern __shared__ float dynamic[];
+    arguments.y[2 * blockIdx.x] = tile[1];
+    arguments.y[2 * blockIdx.x + 1] = dynamic[1];
+    tile[1] = dynamic[1] = 0;"""
+    launch(body, [y], arguments="float* y;", grid=3, block=1, shared_bytes=8)
+    assert np.isnan(y).all()
+
+
+def test_shared_memory_of_every_shape() -> None:
+    out = np.zeros(6, dtype=np.float64)
+    before = """
+    template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Pack { T lane[COUNT]; };
+    template <typename T, int N> __device__ __forceinline__ int size(T (&)[N]) { return N; }
+    template <typename T> __device__ __forceinline__ T next() {
+      __shared__ T counter;  // one for each T, not a __shared__
+      if (threadIdx.x == 0) counter = sizeof(T);
+      __syncthreads();
+      return counter;
+    }"""
+    body = """
+    __shared__ alignas(sizeof(Pack<float, 4>)) Pack<float, 4> packs[2][3];
+    alignas(16) __shared__ volatile int number;
+    extern __shared__ __align__(16) float table[][5];
+    packs[1][2].lane[3] = 7;
+    number = 8;
+    table[1][4] = 9;
+    const float first = next<float>(), second = next<double>();
+    const double results[6] = {packs[1][2].lane[3], double(number), table[1][4], size(packs), first, second};
+    for (int i = 0; i < 6; ++i) arguments.out[i] = results[i];"""
+    launch(body, [out], arguments="double* out;", before=before, shared_bytes=40)
+    assert out.tolist() == [7, 8, 9, 2, 4, 8]
+
+
+def test_local_variables_that_nobody_wrote_are_absurd() -> None:
+    y = np.zeros(2, dtype=np.float32)
+    launch("float values[2]; arguments.y[threadIdx.x] = values[threadIdx.x];", [y], arguments="float* y;", block=2)
+    assert (y < -1e38).all()
+
+
+def test_read_only_buffers_come_back_as_they_were() -> None:
+    x, y = np.zeros(32, dtype=np.float32), np.zeros(32, dtype=np.float32)
+    x.flags.writeable = False
+    launch("arguments.y[threadIdx.x] = arguments.x[threadIdx.x] + 1;", [x, y], [0])
+    assert (y == 1).all()
+    message = report("const_cast<float*>(arguments.x)[0] = 1;", [x, y], [0])
+    assert "wrote to buffer 0, which is read-only" in message
+
+
+# ---- Barriers --------------------------------------------------------------------------------------------------------
+
+
+def reversed_through_shared_memory(barrier: str, seed: int) -> bool:
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, dtype=np.float32)
+    body = f"""
+    __shared__ float tile[64];
+    tile[threadIdx.x] = arguments.x[threadIdx.x];
+    {barrier}
+    arguments.y[threadIdx.x] = tile[63 - threadIdx.x];"""
+    launch(body, [x, y], [0], block=64, seed=seed)
+    return np.array_equal(y, x[::-1])
+
+
+def test_a_missing_barrier_shows() -> None:
+    assert all(reversed_through_shared_memory("__syncthreads();", seed) for seed in range(4))
+    assert not any(reversed_through_shared_memory("", seed) for seed in range(4))
+
+
+def test_a_missing_barrier_before_memory_is_used_again_shows() -> None:
+    def right(barrier: str, seed: int) -> bool:
+        y = np.zeros(64, dtype=np.float32)
+        body = f"""
+        __shared__ float total;
+        for (int round = 0; round < 3; ++round) {{
+          if (threadIdx.x == 0) total = round;
+          __syncthreads();
+          arguments.y[threadIdx.x] += total;
+          {barrier}
+        }}"""
+        launch(body, [y], arguments="float* y;", block=64, seed=seed)
+        return bool((y == 3).all())
+
+    assert all(right("__syncthreads();", seed) for seed in range(4))
+    assert not all(right("", seed) for seed in range(4))
+
+
+def test_barriers_at_two_places() -> None:
+    body = "if (threadIdx.x < 40) {\n__syncthreads();\n} else {\n__syncthreads();\n}"
+    message = report(body, [], [0], arguments="long long n;", block=64)
+    assert "divergent barrier" in message
+    assert "kernels/example.cu:2" in message
+    assert "kernels/example.cu:4" in message
+
+
+def test_exited_threads_count_as_arrived_at_a_barrier() -> None:
+    y = np.zeros(64, dtype=np.float32)
+    body = """
+    if (threadIdx.x >= 50) return;
+    __syncthreads();
+    __syncwarp();
+    arguments.y[threadIdx.x] = 1;"""
+    for seed in range(4):
+        launch(body, [y], arguments="float* y;", block=64, seed=seed)
+    assert y.sum() == 50
+
+
+def test_deadlock_of_a_barrier_and_a_warp() -> None:
+    body = "if (threadIdx.x == 3)\n__syncthreads();\nelse\n__syncwarp();"
+    message = report(body, [], [0], arguments="long long n;")
+    assert "deadlock: __syncwarp() with mask 0xffffffff in warp 0 of the block waits for lane 3" in message
+    assert "thread (3, 0, 0) waits at __syncthreads(), kernels/example.cu:2" in message
+    assert message.endswith("kernels/example.cu:4")
+
+
+# ---- Warp primitives -------------------------------------------------------------------------------------------------
+
+
+def test_a_shuffle_that_a_named_lane_does_not_reach() -> None:
+    body = "float v = 1;\nif (threadIdx.x != 37)\nv = __shfl_xor_sync(0xffffffffu, v, 1);\n__syncwarp();"
+    message = report(body, [], [0], arguments="long long n;", block=64)
+    assert "in warp 1 of the block waits for lane" in message
+    assert "thread (37, 0, 0) waits at __syncwarp(), kernels/example.cu:4" in message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shuffle_that_names_an_exited_lane(seed: int) -> None:
+    body = "if (threadIdx.x == 5) return;\n__shfl_down_sync(0xffffffffu, 1.0f, 1);"
+    message = report(body, [], [0], arguments="long long n;", seed=seed)
+    assert "0xffffffff" in message
+    assert "lane 5" in message or "thread (5, 0, 0) has exited" in message
+    assert "kernels/example.cu:2" in message
+
+
+def test_a_shuffle_that_names_lanes_past_the_block() -> None:
+    message = report("__shfl_xor_sync(0xffffffffu, 1.0f, 1);", [], [0], arguments="long long n;", block=16)
+    assert "lanes 16-31, which exited or never existed" in message
+
+
+def test_a_mask_without_its_caller() -> None:
+    message = report("__ballot_sync(0x0000000fu, 1);", [], [0], arguments="long long n;", block=5)
+    assert "mask 0x0000000f does not name its caller, lane 4" in message
+
+
+def test_a_shuffle_from_a_lane_that_is_not_named() -> None:
+    body = "if (threadIdx.x < 4) __shfl_xor_sync(0x0000000fu, 1.0f, 4);"
+    message = report(body, [], [0], arguments="long long n;")
+    assert "which mask 0x0000000f does not name" in message
+    assert "kernels/example.cu:1" in message
+
+
+# ---- Everything else -------------------------------------------------------------------------------------------------
+
+
+def test_undefined_arithmetic() -> None:
+    body = "int i = 0x7fffffff;\ni += static_cast<int>(arguments.n);\narguments.y[0] = i;"
+    message = report(body, x_and_y(1), [1])
+    assert "signed integer overflow" in message
+    assert "kernels/example.cu:2" in message
+    message = report("\narguments.y[0] = 1 << arguments.n;", x_and_y(1), [32])
+    assert "shift exponent 32" in message
+    assert "block (0, 0, 0), thread (" in message
+    assert "kernels/example.cu:2" in message
+
+
+def test_assertions_and_traps() -> None:
+    message = report("\nassert(threadIdx.x != 7);", [], [0], arguments="long long n;")
+    assert "assertion failed: threadIdx.x != 7, block (0, 0, 0), thread (7, 0, 0), kernels/example.cu:2" in message
+    assert "__trap()" in report("if (threadIdx.x == 1) __trap();", [], [0], arguments="long long n;")
+
+
+@pytest.mark.parametrize("body", ["\nvolatile int i = 0; while (i == 0);", "\nwhile (true) __nanosleep(1);"])
+def test_a_loop_without_end_is_stopped(body: str) -> None:
+    message = report(body, [], [0], arguments="long long n;", block=1, timeout=0.5)
+    assert "still running after 0.5 s, block (0, 0, 0), thread (0, 0, 0), kernels/example.cu:2" in message
+
+
+def test_a_compile_error_names_the_line_of_the_kernel() -> None:
+    with pytest.raises(CompileError, match=r"kernels/example\.cu:2:\d+: error: .*nonsense"):
+        launch("\nnonsense();", [], [0], arguments="long long n;")
+
+
+def test_a_shared_declaration_that_cannot_be_rewritten_does_not_compile() -> None:
+    with pytest.raises(CompileError, match="a_shared_declaration_must_be_on_one_line_and_declare_one_variable"):
+        launch("__shared__ float a[2], b;", [], [0], arguments="long long n;")
+
+
+def test_the_number_of_fields_is_checked() -> None:
+    with pytest.raises(EmulatorError, match="struct Arguments has 16 bytes, but 1 fields"):
+        launch("", [], [0], arguments="long long n; double a;")
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"needs Linux and g\+\+ .* for tests and for those who write kernels"):
+        launch("", [], [0], arguments="long long n;")
+
+
+def test_an_executable_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUNORM_EMULATOR_CACHE", str(tmp_path))
+    for constant in (1, 1, 2):
+        launch(f"(void){constant};", [], [0], arguments="long long n;")
+    assert len(list(tmp_path.glob("runtime-*"))) == 1
+    assert len(list(tmp_path.glob("example-*"))) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_one_executable_may_be_built_by_many_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUNORM_EMULATOR_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(lambda seed: launch("", [], [0], arguments="long long n;", seed=seed), range(4)):
+            pass
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grid": 0},
+        {"block": 1025},
+        {"block": (1, 1, 65)},
+        {"shared_bytes": -1},
+        {"grid": 3, "cluster": 2},
+        {"timeout": 0},
+    ],
+)
+def test_launches_that_make_no_sense(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="it must"):
+        launch("", [], [0], arguments="long long n;", **wrong)  # type: ignore[arg-type]
+
+
+def test_buffers_must_be_contiguous_and_apart() -> None:
+    x = np.zeros(64, dtype=np.float32)
+    with pytest.raises(ValueError, match="must be C-contiguous"):
+        launch("", [x[::2]], [0], arguments="float* x; long long n;")
+    with pytest.raises(ValueError, match="buffer 1 overlaps"):
+        launch("", [x, x[32:]], [0])

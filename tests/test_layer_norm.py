@@ -1,0 +1,289 @@
+"""What layer norm computes, on every path: the CPU, the emulator, a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    NORM_TOLERANCE,
+    CupyRunner,
+    EmulatorRunner,
+    Expected,
+    NumpyRunner,
+    assert_rounded_once,
+    assert_sums,
+    columns_shape,
+    data,
+    float64,
+    relative_error,
+)
+
+from cunorm import reference
+
+RUNNERS = [
+    pytest.param(NumpyRunner(), id="numpy"),
+    pytest.param(EmulatorRunner(), id="emulator"),
+    pytest.param(CupyRunner(), id="cupy", marks=pytest.mark.gpu),
+]
+
+EPS = 1e-5
+
+
+def check(
+    runner: Any, x: Any, weight: Any, bias: Any, axis: tuple[int, ...] = (-1,), dy: Any = None, eps: float = EPS
+) -> None:
+    """Forward and backward of one problem against float64."""
+    dtype = x.dtype.name
+    before = [None if a is None else a.copy() for a in (x, weight, bias)]
+    expected = Expected.of(x, weight, bias, axis, eps)
+    y, mean, rstd = runner.forward(x, weight, bias, axis, eps)
+
+    assert y.shape == x.shape and y.dtype == x.dtype
+    assert mean.shape == rstd.shape == expected.mean.shape
+    assert mean.dtype == rstd.dtype == (np.float64 if dtype == "float64" else np.float32)
+    if dtype in ("float16", "bfloat16"):
+        assert_rounded_once(y, expected.y, dtype)
+    else:
+        affine_size = np.abs(expected.y) + (0 if bias is None else np.abs(float64(bias)).max())
+        assert relative_error(y, expected.y, affine_size) <= {"float32": 1.5e-7, "float64": 1e-15}[dtype]
+    statistics_tolerance = 2e-7 if dtype != "float64" else 1e-14
+    size = np.abs(expected.mean) + 1 / expected.rstd
+    assert np.all(np.abs(mean - expected.mean) <= statistics_tolerance * size)
+    assert np.all(np.abs(rstd - expected.rstd) <= statistics_tolerance * expected.rstd)
+
+    dy = data(17, x.shape, dtype, shift=0.1) if dy is None else dy
+    dx, dweight, dbias = runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
+    sorted_axis = tuple(sorted(i % x.ndim for i in axis))
+    expected_dx, expected_dweight, expected_dbias = reference.layer_norm_backward(
+        float64(dy), float64(x), float64(weight), expected.mean, expected.rstd, axis=sorted_axis
+    )
+    # dx is a difference of terms of this size; with few columns it is much smaller than they are.
+    weight_size = 1.0 if weight is None else np.abs(float64(weight)).max()
+    wide_rstd = np.expand_dims(expected.rstd, sorted_axis)
+    terms = np.abs(float64(dy)) * weight_size * wide_rstd
+    assert dx.shape == x.shape and dx.dtype == x.dtype
+    assert relative_error(dx, expected_dx, terms) <= NORM_TOLERANCE[dtype]
+    assert dweight.shape == dbias.shape == columns_shape(x.shape, axis)
+    assert dweight.dtype == dbias.dtype == (x if weight is None else weight).dtype
+    xhat = (float64(x) - np.expand_dims(expected.mean, sorted_axis)) * wide_rstd
+    assert_sums(dbias, expected_dbias, float64(dy), sorted_axis, dtype)
+    assert_sums(dweight, expected_dweight, float64(dy) * np.maximum(1, np.abs(xhat)), sorted_axis, dtype)
+
+    for array, copy in zip((x, weight, bias), before):
+        assert array is None or array.tobytes() == copy.tobytes(), "an input was modified"
+
+
+# From one column to rows that no block holds: part of a warp, a warp, several warps, the edges between, odd and even.
+SIZES = [
+    (1, 1), (70, 1), (5, 2), (70, 3), (9, 7), (33, 8), (3, 16), (17, 31), (65, 32), (9, 33), (5, 64), (9, 100), (3, 257),
+    (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192), (2, 8200),
+]  # fmt: skip
+LONG_SIZES = [(1, 16384), (2, 16411), (1, 65536), (3, 40004), (1, 140001), (2, 270000)]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_rows_of_every_size(runner: Any, shape: tuple[int, int], dtype: str) -> None:
+    weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
+    check(runner, data(0, shape, dtype), weight, bias)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, ("bfloat16", "float32")[i % 2]) for i, shape in enumerate(LONG_SIZES)] + [((1, 33000), "float64")],
+    ids=str,
+)
+def test_rows_that_no_block_holds(runner: Any, shape: tuple[int, int], dtype: str) -> None:
+    weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
+    check(runner, data(0, shape, dtype), weight, bias)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [96, 20000])
+@pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False), (False, True)])
+def test_weight_and_bias_are_optional(runner: Any, columns: int, weight: bool, bias: bool) -> None:
+    check(
+        runner,
+        data(0, (3, columns), "float16"),
+        data(1, (columns,), "float16", shift=1.0) if weight else None,
+        data(2, (columns,), "float16") if bias else None,
+    )
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [96, 33000])
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bias"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float16", "float32", "bfloat16"),
+        ("float32", "float16", "float64"),
+        ("float16", "float64", "float64"),
+        ("float64", "bfloat16", "float16"),
+        ("float64", "float32", "float64"),
+    ],
+)
+def test_weight_and_bias_of_other_dtypes(runner: Any, columns: int, dtype: str, weight: str, bias: str) -> None:
+    check(
+        runner,
+        data(0, (3, columns), dtype),
+        data(1, (columns,), weight, shift=1.0, outliers=False),
+        data(2, (columns,), bias, outliers=False),
+    )
+
+
+AXES = [
+    ((6, 40), (0,)),
+    ((40, 6), (0,)),
+    ((300, 70), (0,)),
+    ((6, 5, 4), (0,)),
+    ((6, 50, 40), (1,)),
+    ((3, 6, 1, 5), (1,)),
+    ((6, 5, 4), (0, 1)),
+    ((6, 5, 4), (0, 2)),
+    ((3, 4, 32), (-1, -2)),
+    ((6, 5, 4), (2, 0, 1)),
+    ((3, 4, 5, 16), (1, 3)),
+    ((3, 4, 5, 6), (0, 2)),
+    ((2, 3, 2, 3, 2, 3), (1, 3, 5)),
+    ((7,), (0,)),
+    ((1, 1, 1), (1,)),
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
+def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> None:
+    columns = columns_shape(shape, axis)
+    check(runner, data(0, shape, dtype), data(1, columns, dtype, shift=1.0), data(2, columns, dtype), axis)
+
+
+def _views(dtype: str) -> dict[str, tuple[Any, Any]]:
+    """x and dy of the same shape, lying in memory in every way but the plain one."""
+    wide, long = data(3, (8, 1030), dtype), data(4, (8 * 1030 + 9,), dtype)
+    return {
+        "row-strided": (wide[:, :1024], wide[:, 3:1027]),
+        "every second row": (wide[::2, :512], wide[1::2, 512:1024]),
+        "odd offset": (long[1 : 1 + 4 * 1024].reshape(4, 1024), long[3 : 3 + 4 * 1024].reshape(4, 1024)),
+        "offset of eight bytes": (long[4 : 4 + 8 * 512].reshape(8, 512), long[8 : 8 + 8 * 512].reshape(8, 512)),
+        "transposed": (wide.T, wide.T),
+        "backwards": (wide[::-1, ::-1], wide[:, ::-1]),
+        "every third column": (wide[:, ::3], wide[:, 2::3][:, :343].repeat(2, 1)[:, :344]),
+        "broadcast rows": (np.broadcast_to(wide[0], (5, 1030)), wide[:5]),
+        "broadcast columns": (np.broadcast_to(wide[:, :1], (8, 6)), wide[:, :6]),
+    }
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", list(_views("float32")))
+def test_views_are_not_copied(runner: Any, name: str, dtype: str) -> None:
+    x, dy = _views(dtype)[name]
+    columns = x.shape[1:]
+    weight = data(1, (columns[0] + 1,), dtype, shift=1.0)[1:]  # at an odd offset too
+    bias = data(2, (columns[0] + 3,), dtype)[3:]
+    check(runner, x, weight, bias, dy=dy)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
+def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: tuple[bool, bool, bool]) -> None:
+    x, dy, weight = data(0, shape), data(1, shape), data(2, columns_shape(shape, axis))
+    _, mean, rstd = runner.forward(x, weight, None, axis, EPS)
+    every = runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
+    some = runner.backward(dy, x, weight, mean, rstd, axis, mask)
+    for wanted, one, other in zip(mask, some, every):
+        assert (one is not None) == wanted
+        assert one is None or relative_error(one, float64(other)) <= 1e-7
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [64, 1000, 4096, 70000])
+def test_rows_far_from_zero(runner: Any, columns: int) -> None:
+    """|mean| / std = 10,000 in float32: the mean's own rounding would show at 3e-4."""
+    x = data(0, (4, columns), shift=1e4, outliers=False)
+    expected = Expected.of(x, None, None, (-1,), EPS)
+    y, _, rstd = runner.forward(x, None, None, (-1,), EPS)
+    assert relative_error(y, expected.y) < 1e-6
+    assert relative_error(rstd, expected.rstd) < 1e-6
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [1024, 70000])
+def test_a_row_that_begins_elsewhere(runner: Any, columns: int) -> None:
+    """The first numbers of a row say nothing of the rest, whatever a pivot is taken from."""
+    x = data(0, (2, columns), outliers=False)
+    x[:, :8] += 1e5
+    x[:, 0] -= 3e6
+    expected = Expected.of(x, None, None, (-1,), EPS)
+    y, _, _ = runner.forward(x, None, None, (-1,), EPS)
+    assert relative_error(y, expected.y) < 1e-6
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
+def test_eps(runner: Any, eps: float) -> None:
+    check(runner, data(0, (3, 100)), None, None, eps=eps)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [5, 20000])
+def test_constant_rows_give_the_bias(runner: Any, columns: int) -> None:
+    x = np.full((2, columns), 3.7, np.float32)
+    bias = data(1, (columns,))
+    y, _, rstd = runner.forward(x, None, bias, (-1,), EPS)
+    np.testing.assert_allclose(y, np.broadcast_to(bias, y.shape), rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(rstd, EPS**-0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [100, 20000])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: float) -> None:
+    x = data(0, (3, columns))
+    x[1, 5] = bad
+    y, mean, _ = runner.forward(x, None, None, (-1,), EPS)
+    assert np.isnan(y[1]).any() and not np.isfinite(mean[1])
+    assert np.isfinite(y[[0, 2]]).all() and np.isfinite(mean[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("shape", "axis"), [((0, 5), (1,)), ((0, 20000), (1,)), ((0, 5, 3), (1,)), ((3, 0), (0,))], ids=str)
+def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+    x, weight = data(0, shape), data(1, columns_shape(shape, axis))
+    y, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
+    assert y.shape == shape and mean.size == rstd.size == 0
+    dx, dweight, dbias = runner.backward(x, x, weight, mean, rstd, axis, (True, True, True))
+    assert dx.shape == shape
+    assert not dweight.any() and not dbias.any() and dweight.shape == weight.shape
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("shape", "axis"), [((3, 0), (1,)), ((3, 0, 2), (1,)), ((0, 2, 0), (0, 1))], ids=str)
+def test_no_columns(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+    x, weight = data(0, shape), data(1, columns_shape(shape, axis))
+    y, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
+    assert y.shape == shape
+    assert np.isnan(mean).all() and np.isnan(rstd).all()
+    dx, dweight, _ = runner.backward(x, x, weight, mean, rstd, axis, (True, True, True))
+    assert dx.shape == shape and dweight.shape == weight.shape and not dweight.any()
+
+
+@pytest.mark.parametrize("columns", [3000, 20000])
+def test_the_order_of_threads_does_not_matter(columns: int) -> None:
+    """A missing barrier would show as results that differ between the emulator's orders of running threads."""
+    x, weight, dy = data(0, (3, columns)), data(1, (columns,)), data(2, (3, columns))
+    results = []
+    for seed in range(3):
+        runner = EmulatorRunner()
+        runner.seed = seed
+        forward = runner.forward(x, weight, weight, (-1,), EPS)
+        results.append((*forward, *runner.backward(dy, x, weight, *forward[1:], (-1,), (True, True, True))))
+    for other in results[1:]:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], other))
