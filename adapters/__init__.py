@@ -1,8 +1,8 @@
 """How the tensors of each framework meet cunorm: one file a framework.
 
 The framework is found from the type of the tensor, by the name of the package that defines it; its adapter is imported
-when its first tensor arrives. So no framework is ever imported that the user has not imported already, and a new one is a
-new file, whose ADAPTER provides ``cunorm.execute.Adapter``, and a line in the table.
+when its first tensor arrives. So no framework is ever imported that the user has not imported already, and a new one is
+a new file, whose ADAPTER provides ``cunorm.execute.Adapter``, and a line in the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from cunorm.execute import Adapter
 
 __all__ = ["adapter_of"]
 
-# The package that defines a tensor's type -> the adapter module. What is not here but has __dlpack__ goes through dlpack.
+# The package that defines a tensor's type -> the adapter module. What is not here but has __dlpack__ goes through
+# dlpack.
 _ADAPTERS = {
     "numpy": "numpy",
     "cupy": "cupy",
@@ -36,7 +37,8 @@ def adapter_of(tensor: Any) -> Adapter:
 
 
 def _find(kind: type) -> Adapter:
-    # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known counts.
+    # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known
+    # counts.
     for base in kind.__mro__:
         name = _ADAPTERS.get(base.__module__.partition(".")[0])
         if name is not None:

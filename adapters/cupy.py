@@ -23,7 +23,9 @@ class CupyAdapter(Adapter):
             raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a CuPy x it must be a CuPy array")
         itemsize = tensor.itemsize
         if any(step % itemsize for step in tensor.strides):
-            raise ValueError(f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes")
+            raise ValueError(
+                f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes"
+            )
         strides = tuple(step // itemsize for step in tensor.strides)
         return View(tensor.data.ptr, tensor.shape, strides, tensor.dtype.name, ("cuda", tensor.device.id))
 

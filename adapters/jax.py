@@ -1,11 +1,12 @@
 """JAX arrays: eager, inside ``jax.jit``, and differentiable, as one XLA custom call over XLA's own buffers.
 
 jax-tvm-ffi calls ``_run_call`` whenever XLA runs the custom call, with views of its buffers and its stream. All else is
-known when the call is traced: checks, shapes, the plan, and with it the size of the workspace, which is one more result of
-the custom call. So nothing is allocated or compiled when it runs, and XLA may capture the launches into a CUDA graph.
+known when the call is traced: checks, shapes, the plan, and with it the size of the workspace, which is one more result
+of the custom call. So nothing is allocated or compiled when it runs, and XLA may capture the launches into a CUDA
+graph.
 
-Gradients are those of reverse mode, once: no ``jax.jvp``, no second derivatives. ``jax.vmap`` works and runs one call after
-the other.
+Gradients are those of reverse mode, once: no ``jax.jvp``, no second derivatives. ``jax.vmap`` works and runs one call
+after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from cunorm import execute
@@ -33,6 +33,8 @@ _DLPACK_CPU = 1
 
 Arrays = tuple[Any, Any, Any]
 
+_shape_dtype: Any = jax.ShapeDtypeStruct
+
 
 class JaxAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
@@ -42,7 +44,11 @@ class JaxAdapter(Adapter):
     def empty(self, output: Output, like: Any) -> Any:
         raise NotImplementedError("XLA allocates the results of a custom call")
 
-    pointer = stream = empty
+    def pointer(self, tensor: Any) -> int:
+        raise NotImplementedError("an XLA buffer has an address only while a custom call runs")
+
+    def stream(self, device: tuple[str, int]) -> int:
+        raise NotImplementedError("XLA passes its stream to a custom call")
 
     def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
         if out is not None:
@@ -60,9 +66,7 @@ class JaxAdapter(Adapter):
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Arrays:
-        return _checked(
-            _backward, op, (output_mask, bias_dtype), x=x, dy=dy, weight=weight, mean=mean, rstd=rstd
-        )
+        return _checked(_backward, op, (output_mask, bias_dtype), x=x, dy=dy, weight=weight, mean=mean, rstd=rstd)
 
 
 ADAPTER: Adapter = JaxAdapter()
@@ -99,22 +103,22 @@ def _names(devices: set[Any]) -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
-    return _norm(op, stats, x, weight, bias)  # type: ignore[no-any-return]
+    return _norm(op, stats, x, weight, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(op: Op, options: tuple[Any, ...], dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Arrays:
-    return _custom_call(op, "backward", options, (dy, x, weight, mean, rstd))
+    return _custom_call(op, "backward", (dy, x, weight, mean, rstd), output_mask=options[0], bias_dtype=options[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _norm(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
-    return _custom_call(op, "forward", (stats,), (x, weight, bias))
+    return _custom_call(op, "forward", (x, weight, bias), stats=stats)
 
 
 def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Arrays, Any]:
     x, weight, bias = (None if primal is None else primal.value for primal in primals)
-    y, mean, rstd = _custom_call(op, "forward", (True,), (x, weight, bias))
+    y, mean, rstd = _custom_call(op, "forward", (x, weight, bias), stats=True)
     # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
     wanted = tuple(() if primal is not None and primal.perturbed else None for primal in primals)
     return (y, mean, rstd) if stats else (y, None, None), (x, weight, bias, mean, rstd, wanted)
@@ -128,23 +132,23 @@ def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Arrays) -> A
         return None, None, None
     mask = tuple(item is not None for item in wanted)
     bias_dtype = None if bias is None else bias.dtype.name
-    return _custom_call(op, "backward", (mask, bias_dtype), (dy, x, weight, mean, rstd))
+    return _custom_call(op, "backward", (dy, x, weight, mean, rstd), output_mask=mask, bias_dtype=bias_dtype)
 
 
 _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def _custom_call(op: Op, direction: str, options: tuple[Any, ...], arrays: Sequence[Any]) -> Arrays:
+def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) -> Arrays:
     views = [None if array is None else ADAPTER.view(array, "") for array in arrays]
-    call = _Call(op, direction, options, tuple(view and (view.shape, view.dtype) for view in views))
+    call = _Call(op, direction, tuple(options.items()), tuple(view and (view.shape, view.dtype) for view in views))
     outputs = call.prepare(("cpu", 0)).outputs
     # Where the call will run is not known yet. A workspace that is not needed there is a few unused bytes.
     workspace = max((call.prepare(("cuda", index)).workspace_bytes for index in _cuda_devices()), default=0)
     results = [
-        jax.ShapeDtypeStruct(output.shape, execute.numpy_dtype(output.dtype)) for output in outputs if output is not None
+        _shape_dtype(output.shape, execute.numpy_dtype(output.dtype)) for output in outputs if output is not None
     ]
     if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        results.append(_shape_dtype((workspace,), jnp.uint8))
     if not results:
         return None, None, None
     _register()
@@ -185,7 +189,7 @@ class _Call:
 
     op: Op
     direction: str
-    options: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
     inputs: tuple[tuple[tuple[int, ...], str] | None, ...]
 
     def prepare(self, device: tuple[str, int], alignments: Sequence[int] = (0,) * 8) -> Prepared:
@@ -194,9 +198,10 @@ class _Call:
             given and View(alignment, given[0], contiguous_strides(given[0]), given[1], device)
             for given, alignment in zip(self.inputs, alignments)
         ]
+        prepare: Any = self.op.prepare_backward
         if self.direction == "forward":
-            return self.op.prepare_forward(*views, None, *self.options)  # type: ignore[arg-type]
-        return self.op.prepare_backward(*views, *self.options)  # type: ignore[arg-type]
+            prepare = functools.partial(self.op.prepare_forward, out=None)
+        return prepare(*views, **dict(self.options))  # type: ignore[no-any-return]
 
 
 _calls: dict[str, _Call] = {}
@@ -215,7 +220,7 @@ def _key(call: _Call) -> str:
 
 
 def _run_call(key: str, *arguments: Any) -> None:
-    """Run a traced call. The arguments are the inputs and outputs that there are, the workspace if any, and the stream."""
+    """Run a traced call, given the inputs and outputs that there are, the workspace if any, and the stream."""
     *tensors, stream = arguments
     kind, index = tensors[0].__dlpack_device__()
     given = [tensor.data_ptr() for tensor in tensors]
@@ -234,8 +239,8 @@ def _prepare(key: str, device: tuple[str, int], given_alignments: tuple[int, ...
     call = _calls.get(key)
     if call is None:
         raise RuntimeError(
-            "this executable was traced by another process, and what it computes is not known in this one; trace the same "
-            "function here before running it: jax.eval_shape(function, *arguments)"
+            "this executable was traced by another process, and what it computes is not known in this one; trace the "
+            "same function here before running it: jax.eval_shape(function, *arguments)"
         )
     rest = iter(given_alignments)
     alignments = [0 if given is None else next(rest) for given in call.inputs]

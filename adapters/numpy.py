@@ -19,7 +19,9 @@ class NumpyAdapter(Adapter):
             raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a NumPy x it must be a NumPy array")
         itemsize = tensor.itemsize
         if any(step % itemsize for step in tensor.strides):
-            raise ValueError(f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes")
+            raise ValueError(
+                f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes"
+            )
         if not tensor.dtype.isnative:
             raise TypeError(f"{name} has dtype {tensor.dtype}, which is not in this machine's byte order")
         strides = tuple(step // itemsize for step in tensor.strides)

@@ -52,7 +52,9 @@ class TorchAdapter(Adapter):
         tensors = (x, weight, bias, out)
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
             if out is not None:
-                raise ValueError("out cannot be given where gradients are recorded; use torch.no_grad() or leave it out")
+                raise ValueError(
+                    "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
+                )
             y, mean, rstd = _Norm.apply(op, x, weight, bias)
             return (y, mean, rstd) if stats else (y, None, None)
         return execute.forward(self, op, x, weight, bias, out, stats)

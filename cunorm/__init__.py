@@ -8,12 +8,12 @@
 
 import os
 
-# In a checkout, kernels/ and adapters/ stand beside this folder; installed, they are inside it. Python finds the checkout
-# first when it is started there, whatever is installed, so the parent folder has to be searched too.
+# In a checkout, kernels/ and adapters/ stand beside this folder; installed, they are inside it. Python finds the
+# checkout first when it is started there, whatever is installed, so the parent folder has to be searched too.
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
-from cunorm.ops import layer_norm, layer_norm_backward  # noqa: E402
+from cunorm.ops import layer_norm, layer_norm_backward
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "layer_norm", "layer_norm_backward"]

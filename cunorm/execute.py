@@ -16,7 +16,17 @@ import numpy as np
 
 from cunorm.problem import DTYPES, View, contiguous_strides
 
-__all__ = ["Adapter", "Op", "Output", "Prepared", "as_contiguous_numpy", "as_numpy", "backward", "forward", "numpy_dtype"]
+__all__ = [
+    "Adapter",
+    "Op",
+    "Output",
+    "Prepared",
+    "as_contiguous_numpy",
+    "as_numpy",
+    "backward",
+    "forward",
+    "numpy_dtype",
+]
 
 
 @dataclass(frozen=True)
@@ -31,9 +41,9 @@ class Output:
 class Prepared:
     """One kind of call, ready to run.
 
-    ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those that
-    are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The last
-    two mean nothing on the CPU.
+    ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those
+    that are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The
+    last two mean nothing on the CPU.
     """
 
     outputs: tuple[Output | None, ...]

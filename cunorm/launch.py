@@ -89,6 +89,7 @@ class Call:
     def __init__(self, plan: Plan, operands: Sequence[str], device_index: int) -> None:
         self._device = device_index
         self._runtime = cupy().cuda.runtime
+        self._current_context = cupy().cuda.driver.ctxGetCurrent
         self._launch_kernel = cupy().cuda.driver.launchKernel
         self._launches = []
         offsets = {scratch.name: scratch.offset for scratch in plan.scratch}
@@ -110,7 +111,8 @@ class Call:
         if self._runtime.getDevice() != self._device:
             with cupy().cuda.Device(self._device):
                 return self(pointers, workspace, stream)
-        self._runtime._ensure_context()
+        if not self._current_context():  # a thread that has not used the GPU yet
+            self._runtime.setDevice(self._device)
         for function, dimensions, pack_into, template, operand_places, scratch_places in self._launches:
             values = template.copy()
             for place, operand in operand_places:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from cunorm import adapters, execute, launch, reference
 from cunorm.execute import Output, Prepared
@@ -93,8 +96,8 @@ def layer_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """The gradients of `layer_norm`, for libraries without automatic differentiation.
 
-    With ``xhat = (x - mean) * rstd`` and ``g = dy * weight``: ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))`` over
-    ``axis``, ``dweight = sum(dy * xhat)`` and ``dbias = sum(dy)`` over the other axes (as PyTorch's
+    With ``xhat = (x - mean) * rstd`` and ``g = dy * weight``: ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))``
+    over ``axis``, ``dweight = sum(dy * xhat)`` and ``dbias = sum(dy)`` over the other axes (as PyTorch's
     ``native_layer_norm_backward``).
 
     Parameters
@@ -111,8 +114,8 @@ def layer_norm_backward(
     Returns
     -------
     dx, dweight, dbias : tensor or None
-        None where not asked for. dx has x's shape and dtype; dweight and dbias have the shape of the normalized axes and
-        the dtype of weight, or of x where there is no weight.
+        None where not asked for. dx has x's shape and dtype; dweight and dbias have the shape of the normalized axes
+        and the dtype of weight, or of x where there is no weight.
 
     Raises
     ------
@@ -128,12 +131,8 @@ def layer_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1., 0., 0.]))
     """
-    mask = tuple(bool(wanted) for wanted in output_mask)
-    if len(mask) != 3:
-        raise ValueError(f"output_mask must be three bools, for dx, dweight and dbias; got {output_mask!r}")
-    adapter = adapters.adapter_of(x)
     op = LayerNorm.of(axis, 0.0)
-    return adapter.backward(op, dy, x, weight, mean, rstd, (mask[0], mask[1], mask[2]), None)
+    return adapters.adapter_of(x).backward(op, dy, x, weight, mean, rstd, _check_mask(output_mask), None)
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,17 @@ class LayerNorm:
     @staticmethod
     def of(axis: int | Sequence[int], eps: float) -> LayerNorm:
         """The op of a user's arguments. Negative axes stay as they are until the number of dimensions is known."""
+        # Most are floats, which this is quick to tell.
+        if type(eps) is not float and not isinstance(eps, numbers.Real):
+            raise TypeError(f"eps is a {type(eps).__qualname__}; it must be a number, finite and not negative")
         eps = float(eps)
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be finite and not negative; got {eps}")
-        return LayerNorm((operator.index(axis),) if not isinstance(axis, Sequence) else tuple(axis), eps)
+        try:
+            axes = tuple(map(operator.index, axis)) if isinstance(axis, Sequence) else (operator.index(axis),)
+        except TypeError:
+            raise TypeError(f"axis must be an int or a sequence of ints; got {axis!r}") from None
+        return LayerNorm(axes, eps)
 
     def prepare_forward(
         self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
@@ -262,13 +268,21 @@ def _prepare_launches(
 # ---- Checks. Every message names the argument, what it was and what it must be.
 
 
+def _check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
+    message = f"output_mask must be three bools, for dx, dweight and dbias; got {output_mask!r}"
+    if not isinstance(output_mask, Sequence) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
+        raise TypeError(message)
+    if len(output_mask) != 3:
+        raise ValueError(message)
+    return bool(output_mask[0]), bool(output_mask[1]), bool(output_mask[2])
+
+
 def _check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Output]:
     """Check x and axis. Returns the axes, not negative and sorted; the shape over them; and what mean and rstd are."""
     _check_dtype(x, "x")
     dimensions = len(x.shape)
     normalized = []
     for item in axis:
-        item = operator.index(item)
         if not -dimensions <= item < dimensions:
             raise ValueError(f"axis {item} is out of range for x with {dimensions} dimensions (shape {x.shape})")
         normalized.append(item % dimensions)
@@ -318,3 +332,8 @@ def _is_contiguous(view: View) -> bool:
     return 0 in view.shape or all(
         size == 1 or ours == theirs for size, ours, theirs in zip(view.shape, view.strides, expected)
     )
+
+
+# TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
+for _function in (layer_norm, layer_norm_backward):
+    setattr(_function, "autograph_info__", {})  # noqa: B010

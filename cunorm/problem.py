@@ -1,9 +1,9 @@
 """What is computed, in canonical form. Axes end here: from here on a tensor is a matrix of rows by columns.
 
-The kept dimensions of a tensor are its rows, the normalized ones its columns, each in C order, so that row r is the r-th
-element of the mean and column c the c-th of the weight. Dimensions that lie behind each other in memory in every tensor
-of the call are merged; most problems come down to one row and one column dimension. Nothing is ever transposed or
-copied: what cannot be merged is left as several sizes and strides, and the plan picks a kernel that can follow them.
+The kept dimensions of a tensor are its rows, the normalized ones its columns, each in C order, so that row r is the
+r-th element of the mean and column c the c-th of the weight. Dimensions that lie behind each other in memory in every
+tensor of the call are merged; most problems come down to one row and one column dimension. Nothing is ever transposed
+or copied: what cannot be merged is left as several sizes and strides, and the plan picks a kernel that can follow them.
 """
 
 from __future__ import annotations
@@ -157,9 +157,7 @@ def _vector(view: View | None) -> Vector | None:
     return None if view is None else Vector(view.dtype, _alignment(view.pointer))
 
 
-def _matrices(
-    views: tuple[View, ...], axis: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], list[Matrix]]:
+def _matrices(views: tuple[View, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[Matrix]]:
     shape = views[0].shape
     kept = [i for i in range(len(shape)) if i not in axis]
     row_sizes, row_strides = _merge(shape, [view.strides for view in views], kept)
@@ -189,5 +187,6 @@ def _merge(
             for ours, theirs in zip(merged, strides):
                 ours.append(theirs[dim])
     if not sizes:
-        return (1,), [(1,) for _ in strides]
+        # Never walked; a stride that every number divides, so that it narrows no access.
+        return (1,), [(0,) for _ in strides]
     return tuple(sizes), [tuple(ours) for ours in merged]

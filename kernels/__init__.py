@@ -1,9 +1,9 @@
 """The CUDA C++ text of the kernels, and how a text becomes complete.
 
-A kernel is the file of its name, ``<kernel>.cu``, with one entry point of the same name that takes one ``struct Arguments``
-by value. What varies at compile time stands in capitals and arrives as ``#define`` lines before the text. Includes of
-``.cuh`` files are expanded here, not by the compiler: CuPy's on-disk cache keys on the text it is given, so an include that
-it cannot see would let an edited ``.cuh`` run the old binary.
+A kernel is the file of its name, ``<kernel>.cu``, with one entry point of the same name that takes one ``struct
+Arguments`` by value. What varies at compile time stands in capitals and arrives as ``#define`` lines before the text.
+Includes of ``.cuh`` files are expanded here, not by the compiler: CuPy's on-disk cache keys on the text it is given, so
+an include that it cannot see would let an edited ``.cuh`` run the old binary.
 """
 
 from __future__ import annotations

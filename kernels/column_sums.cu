@@ -1,7 +1,7 @@
 // Adds up the rows of a matrix of partial sums, in a fixed order: sums[c] = partials[0][c] + partials[1][c] + ...
 //
-// Every block of the kernel before has left one row. A block here takes 32 columns; its ROW_THREADS rows of threads each
-// take every ROW_THREADS-th partial row and are added up through shared memory. No rows at all give zeros.
+// Every block of the kernel before has left one row. A block here takes COLUMN_THREADS columns; its ROW_THREADS rows of
+// threads each take every ROW_THREADS-th partial row and are added up through shared memory. No rows at all give zeros.
 #include "types.cuh"
 
 struct Arguments {
@@ -11,9 +11,9 @@ struct Arguments {
   long long columns;
 };
 
-extern "C" __global__ void __launch_bounds__(32 * ROW_THREADS, 1) column_sums(const Arguments arguments) {
-  __shared__ Compute scratch[ROW_THREADS][32];
-  const long long column = static_cast<long long>(blockIdx.x) * 32 + threadIdx.x;
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) column_sums(const Arguments arguments) {
+  __shared__ Compute scratch[ROW_THREADS][COLUMN_THREADS];
+  const long long column = static_cast<long long>(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
   Compute sum = 0;
   if (column < arguments.columns) {
 #pragma unroll 4
@@ -21,11 +21,12 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_THREADS, 1) column_sums(co
       sum += arguments.partials[row * arguments.columns + column];
     }
   }
-  scratch[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < arguments.columns) {
+  if constexpr (ROW_THREADS > 1) {
+    scratch[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) return;
 #pragma unroll
     for (int row = 1; row < ROW_THREADS; ++row) sum += scratch[row][threadIdx.x];
-    narrow(sum, arguments.sums[column]);
   }
+  if (column < arguments.columns) narrow(sum, arguments.sums[column]);
 }

@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
       if (column_of(i) < end) {
         Compute weight[VECTOR];
         if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column_of(i), weight);
+        Compute part = 0, part_with_xhat = 0;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
@@ -69,9 +70,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
           if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient * xhat;
           if constexpr (WANTS_DBIAS) dbias[i][j] += gradient;
           const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
-          sums[0] += g;
-          sums[1] += g * xhat;
+          part += g;
+          part_with_xhat += g * xhat;
         }
+        sums[0] += part;
+        sums[1] += part_with_xhat;
       }
     }
     if constexpr (!WANTS_DX) continue;

@@ -50,13 +50,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
       if (column < end) {
         Compute weight[VECTOR];
         if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight);
+        Compute part = 0, part_with_xhat = 0;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Compute gradient = widen(dy_values[i].lane[j]);
           const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
-          sums[0] += g;
-          sums[1] += g * ((widen(x_values[i].lane[j]) - mean) * rstd);
+          part += g;
+          part_with_xhat += g * ((widen(x_values[i].lane[j]) - mean) * rstd);
         }
+        sums[0] += part;
+        sums[1] += part_with_xhat;
       }
     }
   }

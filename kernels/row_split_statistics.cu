@@ -61,12 +61,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (tile_column(first, i) < end) {
+        Compute part = 0, part_of_squares = 0;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Compute difference = widen(values[i].lane[j]) - pivot;
-          sums[0] += difference;
-          sums[1] += difference * difference;
+          part += difference;
+          part_of_squares += difference * difference;
         }
+        sums[0] += part;
+        sums[1] += part_of_squares;
       }
     }
   }

@@ -18,8 +18,8 @@ from cunorm.problem import BackwardProblem, ForwardProblem, View
 
 Array = np.ndarray[Any, Any]
 
-# Largest relative error in the norm, ||result - float64 result|| / scale. A result in sixteen bits is rounded once: at most
-# half a unit in the last place of each number. float32 leaves room for a few roundings on the way.
+# Largest relative error in the norm, ||result - float64 result|| / scale. A result in sixteen bits is rounded once: at
+# most half a unit in the last place of each number. float32 leaves room for a few roundings on the way.
 NORM_TOLERANCE = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 4e-7, "float64": 1e-14}
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
 SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512)
@@ -166,6 +166,9 @@ class EmulatorRunner:
 class CupyRunner:
     """The kernels on a GPU, through the public functions, in memory that is filled with NaNs when it is allocated."""
 
+    def __init__(self, pool: bool = True) -> None:
+        self.pool = pool  # False: CuPy's current allocator, not filled, so that initcheck sees what nobody wrote
+
     def _to_gpu(self, array: Array | None) -> Any:
         import cupy
 
@@ -188,7 +191,8 @@ class CupyRunner:
             memory.memset_async(0xFF, size)
             return memory
 
-        with cupy.cuda.using_allocator(poisoned_memory):
+        allocator = poisoned_memory if self.pool else cupy.cuda.get_allocator()
+        with cupy.cuda.using_allocator(allocator):
             results = function(*on_gpu, **options)
         for array, copy in zip(arrays, on_gpu):
             assert array is None or cupy.asnumpy(copy).tobytes() == array.tobytes(), "an input was modified"

@@ -191,7 +191,9 @@ def test_views_are_not_copied(runner: Any, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+@pytest.mark.parametrize(
+    "mask", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
 def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: tuple[bool, bool, bool]) -> None:
     x, dy, weight = data(0, shape), data(1, shape), data(2, columns_shape(shape, axis))
@@ -254,7 +256,9 @@ def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: flo
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("shape", "axis"), [((0, 5), (1,)), ((0, 20000), (1,)), ((0, 5, 3), (1,)), ((3, 0), (0,))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((0, 5), (1,)), ((0, 20000), (1,)), ((0, 5, 3), (1,)), ((3, 0), (0,))], ids=str
+)
 def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
     y, mean, rstd = runner.forward(x, weight, weight, axis, EPS)

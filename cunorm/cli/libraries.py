@@ -140,9 +140,6 @@ class _CuPy(Library):
     def numpy(self, tensor: Any) -> NDArray[np.float64]:
         return super().numpy(tensor.get())
 
-    def wait(self, results: Any) -> None:
-        self.arrays.cuda.get_current_stream().synchronize()
-
     def elapsed(self, work: Callable[[], Any]) -> float:
         cuda = self.arrays.cuda
         start, stop = cuda.Event(), cuda.Event()
@@ -164,6 +161,9 @@ class _Torch(Library):
         self._torch: Any = torch
         self.version = torch.__version__
         self.on_gpu = torch.cuda.is_available()
+        if not self.on_gpu:
+            # Operations this small can take twenty times as long when their threads wait for each other on a busy CPU.
+            torch.set_num_threads(1)
 
     def tensor(self, values: NDArray[Any]) -> Any:
         dtype = getattr(self._torch, values.dtype.name)

@@ -1,0 +1,185 @@
+"""Any other array with ``__dlpack__``: computed where it lies, without a copy, on the CPU or on CuPy's current stream.
+
+The array's own library is asked to make its data ready for that stream. Results are in NumPy's or CuPy's memory and are
+handed over by the ``from_dlpack`` of the array's namespace (``x.__array_namespace__()``, the Python array API
+standard); where it has none they are NumPy or CuPy arrays. There is no differentiation.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import importlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import tvm_ffi
+
+from cunorm import execute, launch
+from cunorm.execute import Adapter, Op, Output
+from cunorm.problem import View
+
+__all__ = ["ADAPTER"]
+
+Arrays = tuple[Any, Any, Any]
+
+# DLPack's device types and type codes.
+_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
+_BFLOAT = 4
+
+# What running kernels read: (event behind them, exported tensors). A producer may reuse memory when its export goes.
+_in_use: collections.deque[tuple[Any, list[Any]]] = collections.deque()
+_in_use_lock = threading.Lock()
+# What kernels read that were captured into a CUDA graph: kept for good, since nobody tells when a graph goes.
+_captured: list[list[Any]] = []
+
+
+class DlpackAdapter(Adapter):
+    """The adapter; and, made with x, one call: the exported tensors have to live as long as it runs."""
+
+    def __init__(self, x: Any = None) -> None:
+        if x is None:
+            return
+        self._x = x
+        self._exports: list[Any] = []
+        self._pointers: dict[int, int] = {}
+        namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
+        self._from_dlpack = getattr(namespace, "from_dlpack", None)
+        self._device = _device(x, "x")
+        self._like = None
+        if self._device[0] == "cuda":
+            self._like = SimpleNamespace(device=launch.cupy().cuda.Device(self._device[1]))
+        library = "cupy" if self._device[0] == "cuda" else "numpy"
+        # Whose memory the results are in.
+        self._memory: Adapter = importlib.import_module(f"cunorm.adapters.{library}").ADAPTER
+        self._result_library = library
+
+    def view(self, tensor: Any, name: str) -> View:
+        if not self._belongs(tensor, name):
+            ours, theirs = type(self._x).__qualname__, type(tensor).__qualname__
+            raise TypeError(f"{name} is a {theirs}; beside an x of type {ours} it must come from the same library")
+        device = _device(tensor, name)
+        try:
+            # Only a versioned export can be of read-only memory: which an input may be and out may not.
+            exported = tvm_ffi.from_dlpack(_export(tensor, device, versioned=name != "out"))
+        except BufferError as error:
+            raise ValueError(f"{name} cannot be exported through DLPack: {error}") from error
+        self._exports.append(exported)
+        self._pointers[id(tensor)] = exported.data_ptr()
+        return View(exported.data_ptr(), tuple(exported.shape), tuple(exported.strides), str(exported.dtype), device)
+
+    def _belongs(self, tensor: Any, name: str) -> bool:
+        if not hasattr(tensor, "__dlpack__"):
+            return False
+        library = _library(tensor)
+        if name in ("dy", "mean", "rstd") and self._from_dlpack is None and library == self._result_library:
+            return True  # it is what was returned
+        return library == _library(self._x) or isinstance(tensor, type(self._x))
+
+    def empty(self, output: Output, like: Any) -> Any:
+        return self._memory.empty(output, self._like)
+
+    def pointer(self, tensor: Any) -> int:
+        pointer = self._pointers.get(id(tensor))  # that of out
+        return self._memory.pointer(tensor) if pointer is None else pointer
+
+    def stream(self, device: tuple[str, int]) -> int:
+        return self._memory.stream(device)
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
+        call = DlpackAdapter(x)
+        y, mean, rstd = execute.forward(call, op, x, weight, bias, out, stats)
+        call._keep_while_running()
+        return y if out is not None else call._own(y), call._own(mean), call._own(rstd)
+
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Arrays:
+        call = DlpackAdapter(x)
+        dx, dweight, dbias = execute.backward(call, op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+        call._keep_while_running()
+        return call._own(dx), call._own(dweight), call._own(dbias)
+
+    def _own(self, result: Any) -> Any:
+        """A result as an array of x's library, if that can import one."""
+        if result is None or self._from_dlpack is None:
+            return result
+        return self._from_dlpack(_Bfloat16(result) if result.dtype.name == "bfloat16" else result)
+
+    def _keep_while_running(self) -> None:
+        if self._device[0] == "cpu":
+            return
+        cupy = launch.cupy()
+        with cupy.cuda.Device(self._device[1]):
+            stream = cupy.cuda.get_current_stream()
+            if stream.is_capturing():
+                _captured.append(self._exports)
+                return
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        with _in_use_lock:
+            _in_use.append((event, self._exports))
+            while _in_use and _in_use[0][0].done:
+                _in_use.popleft()
+
+
+ADAPTER: Adapter = DlpackAdapter()
+
+
+def _library(tensor: Any) -> str:
+    return type(tensor).__module__.partition(".")[0]
+
+
+def _device(tensor: Any, name: str) -> tuple[str, int]:
+    kind, index = tensor.__dlpack_device__()
+    if kind in (_CPU, _CUDA_HOST):
+        return "cpu", 0
+    if kind in (_CUDA, _CUDA_MANAGED):
+        return "cuda", index
+    raise RuntimeError(f"{name} is on a device of DLPack's type {int(kind)}; it must be on a CUDA device or the CPU")
+
+
+def _export(tensor: Any, device: tuple[str, int], versioned: bool) -> Any:
+    """A DLPack capsule, ready on CuPy's current stream."""
+    arguments = {}
+    if device[0] == "cuda":
+        # DLPack calls the legacy default stream 1, CUDA 0.
+        arguments["stream"] = launch.cupy().cuda.get_current_stream(device[1]).ptr or 1
+    if versioned:
+        try:
+            return tensor.__dlpack__(max_version=(1, 0), **arguments)
+        except TypeError:
+            pass  # a producer that knows the first protocol only
+    return tensor.__dlpack__(**arguments)
+
+
+# A function object of our own: the argument types of ctypes.pythonapi's belong to the whole process.
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class _Bfloat16:
+    """A bfloat16 array for DLPack. NumPy and CuPy do not export this dtype, so it goes as integers, relabelled."""
+
+    _CODE_OFFSET = 20  # of dtype.code in a DLTensor, behind its data pointer, device and number of dimensions
+
+    def __init__(self, array: Any) -> None:
+        self._bits = array.view("uint16")
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        capsule = self._bits.__dlpack__(stream=stream)
+        ctypes.c_uint8.from_address(_capsule_pointer(capsule, b"dltensor") + self._CODE_OFFSET).value = _BFLOAT
+        return capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._bits.__dlpack_device__()

@@ -1,0 +1,232 @@
+"""TensorFlow tensors: eager and inside ``tf.function``, differentiable, over TensorFlow's own memory.
+
+TensorFlow gives no handle of its stream, so on a GPU a call waits twice: exporting a tensor through DLPack waits until
+TensorFlow's stream is idle, and the result is complete before TensorFlow sees it. The kernels run in between, on CuPy's
+current stream. What that costs is the time in which the host would have run ahead; a jitted function would not wait.
+Results are allocated by TensorFlow too: by default it owns nearly all of the GPU's memory, and what it imports has to
+be aligned as it aligns its own, or the process is aborted.
+
+Inside ``tf.function`` a call is one ``tf.py_function``, which costs some hundred microseconds, and cannot be compiled
+by XLA (``jit_compile=True``) or stored in a SavedModel. Whether gradients are recorded cannot be asked, so the
+statistics are always computed. Gradients are first derivatives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from cunorm import execute, launch
+from cunorm.execute import Adapter, Op, Output, Prepared
+from cunorm.problem import DTYPES, View, contiguous_strides
+
+__all__ = ["ADAPTER"]
+
+Tensors = tuple[Any, Any, Any]
+
+_DLPACK_CPU = 1
+_INT32_MAX = 2**31 - 1
+
+
+class _DlTensor(ctypes.Structure):
+    """How DLPack's DLManagedTensor begins. The rest, TensorFlow says itself: its tensors are C-contiguous."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_index", ctypes.c_int32))
+
+
+# A pointer type of our own: the argument types of ctypes.pythonapi's functions belong to the whole process.
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
+    """The address and device of an eager tensor, when TensorFlow's stream has finished everything before."""
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    exported = _DlTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    pointer, index = exported.data or 0, exported.device_index
+    if exported.device_type == _DLPACK_CPU:
+        return pointer, ("cpu", 0)
+    # TensorFlow numbers the devices that tf.config made visible, CUDA all of them.
+    return pointer, ("cuda", launch.cupy().cuda.runtime.pointerGetAttributes(pointer).device if pointer else index)
+
+
+class TensorFlowAdapter(Adapter):
+    def view(self, tensor: Any, name: str) -> View:
+        shape, dtype = tuple(tensor.shape), tensor.dtype.name
+        # What DLPack may not be able to express, the checks of the op refuse by its dtype.
+        pointer, device = _memory(tensor) if dtype in DTYPES else (0, ("cpu", 0))
+        return View(pointer, shape, contiguous_strides(shape), dtype, device)
+
+    def empty(self, output: Output, like: Any) -> Any:
+        dtype = tf.as_dtype(output.dtype)
+        if max(output.shape, default=0) > _INT32_MAX:  # which tf.raw_ops.Empty cannot be told
+            with tf.device(like.backing_device):
+                return tf.zeros(output.shape, dtype)
+        shape = tf.constant(output.shape, tf.int32)
+        with tf.device(like.backing_device):
+            return tf.raw_ops.Empty(shape=shape, dtype=dtype)
+
+    def pointer(self, tensor: Any) -> int:
+        # Waits once more: the allocator may have given memory that TensorFlow's stream was still using.
+        return _memory(tensor)[0]
+
+    def stream(self, device: tuple[str, int]) -> int:
+        return int(launch.cupy().cuda.get_current_stream(device[1]).ptr) if device[0] == "cuda" else 0
+
+    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Tensors:
+        if out is not None:
+            raise TypeError("out cannot be given for TensorFlow tensors: they are immutable")
+        tensors = _tensors(x=x, weight=weight, bias=bias)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def norm(*given: Any) -> Any:
+            x, weight, bias = _scatter(given, tensors)
+            y, mean, rstd = _forward(op, x, weight, bias)
+            mask = (True, weight is not None, bias is not None)
+
+            def gradient(dy: Any, _dmean: Any, _drstd: Any) -> Any:
+                bias_dtype = None if bias is None else bias.dtype.name
+                # dy can be tf.IndexedSlices, where y was gathered from.
+                dy = tf.convert_to_tensor(dy)
+                return _gather(_backward(op, dy, x, weight, mean, rstd, mask, bias_dtype))
+
+            return (y, mean, rstd), gradient
+
+        y, mean, rstd = norm(*_gather(tensors))
+        return (y, tf.stop_gradient(mean), tf.stop_gradient(rstd)) if stats else (y, None, None)
+
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Tensors:
+        tensors = _tensors(x=x, dy=dy, weight=weight, mean=mean, rstd=rstd)
+        x, dy, weight, mean, rstd = tensors
+        return _backward(op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+
+
+ADAPTER: Adapter = TensorFlowAdapter()
+
+
+def _tensors(**arguments: Any) -> list[Any]:
+    """The arguments as tensors; variables are read, so that the tape knows."""
+    tensors = []
+    for name, value in arguments.items():
+        if isinstance(value, tf.Variable) or (hasattr(value, "__tf_tensor__") and not isinstance(value, tf.Tensor)):
+            value = tf.convert_to_tensor(value)
+        if value is not None and not isinstance(value, tf.Tensor):
+            raise TypeError(
+                f"{name} is a {type(value).__qualname__}; beside a TensorFlow x it must be a TensorFlow tensor"
+            )
+        tensors.append(value)
+    return tensors
+
+
+def _gather(values: Sequence[Any]) -> list[Any]:
+    """The values that are not None: TensorFlow's functions take no None."""
+    return [value for value in values if value is not None]
+
+
+def _scatter(given: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """What `_gather` took from ``values``, back in its places."""
+    rest = iter(given)
+    return [None if value is None else next(rest) for value in values]
+
+
+def _forward(op: Op, *inputs: Any) -> Tensors:
+    def prepare(x: View, weight: View | None, bias: View | None) -> Prepared:
+        return op.prepare_forward(x, weight, bias, None, True)
+
+    def run(x: Any, weight: Any, bias: Any) -> Tensors:
+        results = execute.forward(ADAPTER, op, x, weight, bias, None, True)
+        _wait(x)
+        return results
+
+    return _call(prepare, run, inputs)
+
+
+def _backward(
+    op: Op, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, mask: tuple[bool, bool, bool], bias_dtype: str | None
+) -> Tensors:
+    inputs = (dy, x, weight, mean, rstd)
+
+    def prepare(dy: View, x: View, weight: View | None, mean: View, rstd: View) -> Prepared:
+        return op.prepare_backward(dy, x, weight, mean, rstd, mask, bias_dtype)
+
+    def run(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Tensors:
+        results = execute.backward(ADAPTER, op, dy, x, weight, mean, rstd, mask, bias_dtype)
+        _wait(x)
+        return results
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def once(*given: Any) -> Any:
+        def gradient(*_: Any) -> Any:
+            raise NotImplementedError("cunorm has no second derivatives")
+
+        # Without this, a tape around the gradient would take the results for constants.
+        return _gather(_call(prepare, run, _scatter(given, inputs))), gradient
+
+    if not any(mask):
+        return None, None, None
+    first, second, third = _scatter(once(*_gather(inputs)), [wanted or None for wanted in mask])
+    return first, second, third
+
+
+def _wait(tensor: Any) -> None:
+    device = _memory(tensor)[1]
+    if device[0] == "cuda":
+        launch.cupy().cuda.runtime.streamSynchronize(ADAPTER.stream(device))
+
+
+class _Unknown(int):
+    """A dimension that tf.function does not know while it traces: it equals any other, and has many divisors."""
+
+    def __new__(cls) -> _Unknown:
+        return super().__new__(cls, 2**30 * 3**3 * 5**2 * 7)
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    # Only the hash keeps it apart in the cache of prepared calls; no tensor has a dimension of this size.
+    __hash__ = int.__hash__
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+def _static_view(tensor: Any) -> View:
+    if tensor.shape.rank is None:
+        raise ValueError(
+            "a tensor's number of dimensions is not known in this tf.function: state it with tf.ensure_shape"
+        )
+    shape = tuple(_Unknown() if size is None else size for size in tensor.shape)
+    return View(0, shape, contiguous_strides(shape), tensor.dtype.name, ("cpu", 0))
+
+
+def _call(prepare: Callable[..., Prepared], run: Callable[..., Tensors], inputs: Sequence[Any]) -> Tensors:
+    """``run`` eagerly; in a graph check what is known now, and run later."""
+    if all(tensor is None or hasattr(tensor, "backing_device") for tensor in inputs):
+        return run(*inputs)
+    outputs = prepare(*(None if tensor is None else _static_view(tensor) for tensor in inputs)).outputs
+    results = tf.py_function(
+        lambda *given: _gather(run(*_scatter(given, inputs))),
+        _gather(inputs),
+        [tf.as_dtype(output.dtype) for output in _gather(outputs)],
+    )
+    for result, output in zip(results, _gather(outputs)):
+        result.set_shape([None if isinstance(size, _Unknown) else size for size in output.shape])
+    first, second, third = _scatter(results, outputs)
+    return first, second, third

@@ -1,0 +1,58 @@
+"""A representative set of launches, to run under compute-sanitizer on a machine with a GPU:
+
+    for tool in memcheck racecheck initcheck synccheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitizer_workload.py
+    done
+
+Every kernel, every layout of rows over threads, odd sizes and offsets, each array in an allocation of its own, so that
+a step past its end is seen. Not a test by itself: what is checked is checked by the tool.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cupy
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import CupyRunner, columns_shape, data
+
+PROBLEMS = [
+    ((70, 1), (-1,), "float32"),
+    ((70, 3), (-1,), "bfloat16"),
+    ((33, 8), (-1,), "float16"),
+    ((9, 100), (-1,), "float32"),
+    ((5, 257), (-1,), "bfloat16"),
+    ((301, 1024), (-1,), "bfloat16"),
+    ((7, 4097), (-1,), "float16"),
+    ((5, 5120), (-1,), "float32"),
+    ((3, 16384), (-1,), "bfloat16"),
+    ((2, 20011), (-1,), "float32"),
+    ((2, 140000), (-1,), "bfloat16"),
+    ((3, 1000), (-1,), "float64"),
+    ((2, 17000), (-1,), "float64"),
+    ((300, 70), (0,), "float32"),
+    ((6, 50, 40), (1,), "bfloat16"),
+    ((3, 4, 5, 16), (1, 3), "float32"),
+]
+
+
+def main() -> None:
+    cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
+    for shape, axis, dtype in PROBLEMS:
+        runner = CupyRunner(pool=False)
+        x, dy = data(0, shape, dtype), data(1, shape, dtype)
+        weight, bias = (data(seed, columns_shape(shape, axis), dtype) for seed in (2, 3))
+        _, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5)
+        runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
+        odd = data(4, (x.size + 1,), dtype)[1:].reshape(shape)
+        runner.forward(odd, None, bias, axis, 1e-5)
+        runner.backward(odd, odd, weight, mean, rstd, axis, (True, False, True))
+    cupy.cuda.Device().synchronize()
+    print(f"{len(PROBLEMS)} problems done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Arrays that are known by nothing but DLPack."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import NORM_TOLERANCE, Expected, data, dtype_of, relative_error
+
+import cunorm
+from cunorm import execute, reference
+
+dlpack_adapter: Any = importlib.import_module("cunorm.adapters.dlpack")
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+class Bare:
+    """The least an array can be. Bfloat16 is exported as NumPy and CuPy would if they could."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.streams: list[Any] = []
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        self.streams.append(stream)
+        bfloat16 = self.array.dtype.name == "bfloat16"
+        return (dlpack_adapter._Bfloat16(self.array) if bfloat16 else self.array).__dlpack__(stream=stream)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+class Namespace:
+    """An array library of the Python array API standard, of which one function matters."""
+
+    @staticmethod
+    def from_dlpack(array: Any) -> Standard:
+        view = dlpack_adapter.DlpackAdapter(array).view(array, "array")
+        assert view.device[0] == "cpu"
+        copy = execute.as_numpy(view.pointer, view.shape, view.strides, view.dtype).copy()
+        return Standard(copy)
+
+
+class Standard(Bare):
+    def __array_namespace__(self) -> Any:
+        return Namespace
+
+
+def on(device: str, array: Any) -> Any:
+    if device == "cpu" or array is None:
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def to_numpy(array: Any) -> Any:
+    array = getattr(array, "array", array)
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+@pytest.mark.parametrize("affine", ["none", "weight", "bias", "both"])
+def test_values_and_gradients(device: str, dtype: str, affine: str) -> None:
+    x, dy = data(1, (4, 3, 32), dtype), data(4, (4, 3, 32), dtype)
+    weight = data(2, (32,), dtype) if affine in ("weight", "both") else None
+    bias = data(3, (32,), dtype) if affine in ("bias", "both") else None
+    expected = Expected.of(x, weight, bias, (-1,), 1e-5)
+    given = [None if array is None else Bare(on(device, array)) for array in (x, weight, bias)]
+    y, mean, rstd = cunorm.layer_norm(*given, return_stats=True)
+    assert type(y) is type(on(device, x)) and y.dtype == dtype_of(dtype)
+    assert relative_error(to_numpy(y), expected.y) <= NORM_TOLERANCE[dtype]
+    np.testing.assert_allclose(to_numpy(mean), expected.mean, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(to_numpy(rstd), expected.rstd, rtol=1e-5)
+    results = cunorm.layer_norm_backward(Bare(on(device, dy)), given[0], given[1], mean, rstd)
+    arrays: Any = [None if a is None else a.astype(np.float64) for a in (dy, x, weight, to_numpy(mean), to_numpy(rstd))]
+    for result, value in zip(results, reference.layer_norm_backward(*arrays, axis=(2,))):
+        assert result.dtype == dtype_of(dtype)
+        assert relative_error(to_numpy(result), value) <= NORM_TOLERANCE[dtype]
+    assert to_numpy(given[0]).tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+def test_results_belong_to_the_arrays_namespace(dtype: str) -> None:
+    x, weight = data(1, (4, 32), dtype), data(2, (32,), dtype)
+    results = cunorm.layer_norm(Standard(x), Standard(weight), return_stats=True)
+    for result, value in zip(results, cunorm.layer_norm(x, weight, return_stats=True)):
+        assert type(result) is Standard
+        np.testing.assert_array_equal(result.array, value)
+    gradients = cunorm.layer_norm_backward(Standard(x), Standard(x), Standard(weight), *results[1:])
+    assert [type(gradient) for gradient in gradients] == [Standard] * 3
+    assert gradients[0].array.dtype == x.dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_out_and_read_only(device: str) -> None:
+    array = data(1, (8, 6, 10))
+    expected = cunorm.layer_norm(array.transpose(2, 0, 1)[::2, :, ::-1], axis=(0, 2))
+    array.flags.writeable = False
+    view = on(device, array).transpose(2, 0, 1)[::2, :, ::-1]
+    out = Bare(on(device, np.zeros((5, 8, 6), np.float32)))
+    assert cunorm.layer_norm(Versioned(view), axis=(0, 2), out=out) is out
+    np.testing.assert_allclose(to_numpy(out), expected, rtol=1e-5, atol=1e-5)
+
+
+class Versioned(Bare):
+    """Speaks DLPack 1.0, which can say that memory is read-only."""
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:  # type: ignore[override]
+        return self.array.__dlpack__(stream=stream, max_version=max_version)
+
+
+def test_nothing_is_copied_and_exports_live_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Temporary(Bare):
+        """What it exports lives as long as the export."""
+
+        def __dlpack__(self, *, stream: Any = None) -> Any:
+            temporary = self.array.copy()
+            pointers.append(temporary.ctypes.data)
+            alive.append(weakref.ref(temporary))
+            return temporary.__dlpack__()
+
+    pointers: list[int] = []
+    alive: list[Any] = []
+    layer_norm = reference.layer_norm
+
+    def checked(x: Any, weight: Any, *rest: Any, **options: Any) -> Any:
+        gc.collect()
+        assert all(reference() is not None for reference in alive)
+        assert [x.ctypes.data, weight.ctypes.data] == pointers
+        return layer_norm(x, weight, *rest, **options)
+
+    monkeypatch.setattr(reference, "layer_norm", checked)
+    x, weight = data(1, (4, 48)), data(2, (48,))
+    y = cunorm.layer_norm(Temporary(x), Temporary(weight))
+    assert len(alive) == 2
+    gc.collect()
+    assert all(reference() is None for reference in alive)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(y, cunorm.layer_norm(x, weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)], ids=str)
+def test_empty(device: str, shape: tuple[int, ...]) -> None:
+    y, mean, _ = cunorm.layer_norm(Bare(on(device, np.ones(shape, np.float32))), return_stats=True)
+    assert y.shape == shape and mean.shape == shape[:-1]
+
+
+def test_errors() -> None:
+    x, eight = Bare(np.ones((2, 8), np.float32)), np.ones(8, np.float32)
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\)"):
+        cunorm.layer_norm(x, Bare(np.ones(7, np.float32)))
+    with pytest.raises(TypeError, match="weight is a ndarray; beside an x of type Bare"):
+        cunorm.layer_norm(x, eight)
+    with pytest.raises(TypeError, match="bias is a float"):
+        cunorm.layer_norm(x, None, 1.0)
+    with pytest.raises(TypeError, match="x has dtype int64"):
+        cunorm.layer_norm(Bare(np.ones((2, 8), np.int64)))
+    eight.flags.writeable = False
+    with pytest.raises(ValueError, match="out cannot be exported through DLPack"):
+        cunorm.layer_norm(Bare(np.ones(8, np.float32)), out=Versioned(eight))
+
+    class Elsewhere(Bare):
+        def __dlpack_device__(self) -> Any:
+            return (8, 0)  # Metal
+
+    with pytest.raises(RuntimeError, match="x is on a device of DLPack's type 8"):
+        cunorm.layer_norm(Elsewhere(eight))
+
+
+@pytest.mark.gpu
+def test_streams_and_lifetimes_on_a_gpu() -> None:
+    """The producer is told CuPy's current stream, and its export outlives the kernels."""
+    import cupy
+
+    x = Bare(cupy.asarray(data(1, (4, 64))))
+    expected = cunorm.layer_norm(x.array)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        y = cunorm.layer_norm(x)
+    stream.synchronize()
+    assert x.streams == [stream.ptr]
+    cupy.testing.assert_array_equal(y, expected)
+    cunorm.layer_norm(x)
+    assert x.streams[1] == 1, "the legacy default stream has the number 1 in DLPack"
+    cupy.cuda.Device().synchronize()
+    cunorm.layer_norm(x)
+    cupy.cuda.Device().synchronize()
+    assert len(dlpack_adapter._in_use) <= 1
+
+
+@pytest.mark.gpu
+def test_arrays_on_different_devices() -> None:
+    import cupy
+
+    with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
+        cunorm.layer_norm(Bare(cupy.ones((2, 8), np.float32)), Bare(np.ones(8, np.float32)))

@@ -1,0 +1,257 @@
+"""What only a GPU can show: streams, graph capture, threads, great sizes, the same bits twice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cunorm
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(4096, 256), (512, 8192), (3, 300000), (100, 1030)]
+
+
+def gpu_data(seed: int, *shape: int, dtype: str = "float32") -> Any:
+    import cupy
+
+    return cupy.random.default_rng(seed).standard_normal(shape, dtype="float32").astype(dtype)
+
+
+def everything(x: Any, weight: Any, dy: Any) -> tuple[Any, ...]:
+    y, mean, rstd = cunorm.layer_norm(x, weight, weight, return_stats=True)
+    return (y, mean, rstd, *cunorm.layer_norm_backward(dy, x, weight, mean, rstd))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_runs_give_the_same_bits(shape: tuple[int, int]) -> None:
+    x, weight, dy = gpu_data(0, *shape), gpu_data(1, shape[1]), gpu_data(2, *shape)
+    first = [array.get().tobytes() for array in everything(x, weight, dy)]
+    for _ in range(3):
+        assert [array.get().tobytes() for array in everything(x, weight, dy)] == first
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cupy_graph_capture(shape: tuple[int, int]) -> None:
+    import cupy
+
+    x, weight, dy = gpu_data(0, *shape), gpu_data(1, shape[1]), gpu_data(2, *shape)
+    everything(x, weight, dy)  # compiles, and fills the pool: neither is possible during capture
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        everything(x, weight, dy)
+        stream.synchronize()
+        stream.begin_capture()
+        captured = everything(x, weight, dy)
+        graph = stream.end_capture()
+    x[...], dy[...] = gpu_data(3, *shape), gpu_data(4, *shape)
+    cupy.cuda.Device().synchronize()
+    others = [
+        cupy.full(2**20, 7.0, dtype="float32") for _ in range(20)
+    ]  # would take scratch memory that was given back
+    graph.launch(stream)
+    stream.synchronize()
+    for result, expected in zip(captured, everything(x, weight, dy)):
+        assert result.get().tobytes() == expected.get().tobytes()
+    assert all(bool((other == 7).all()) for other in others)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_graph_capture(shape: tuple[int, int]) -> None:
+    import torch
+
+    def step(x: Any, weight: Any, dy: Any) -> list[Any]:
+        y = cunorm.layer_norm(x, weight)
+        return [y, *torch.autograd.grad(y, (x, weight), dy)]
+
+    x, dy = (torch.randn(shape, device="cuda") for _ in range(2))
+    weight = torch.randn(shape[1], device="cuda", requires_grad=True)
+    x.requires_grad_()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(x, weight, dy)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, weight, dy)
+    with torch.no_grad():
+        x.normal_(), dy.normal_()
+    graph.replay()
+    for result, expected in zip(captured, step(x, weight, dy)):
+        assert torch.equal(result, expected)
+
+
+def test_the_current_stream_is_used() -> None:
+    """A long kernel ahead on the stream writes x: on any other stream the norm would read it too early."""
+    import cupy
+    import torch
+
+    def after(previous: Any, stream: Any, slow: Any) -> Any:
+        with stream:
+            slow()
+            return previous()
+
+    big = cupy.ones((8192, 8192), dtype="float32")
+    x = cupy.zeros((64, 4096), dtype="float32")
+    values = gpu_data(0, 64, 4096)
+    expected = cunorm.layer_norm(values)
+    cupy.cuda.Device().synchronize()
+
+    def slow_cupy() -> None:
+        for _ in range(10):
+            big.dot(big)
+        x[...] = values
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    y = after(lambda: cunorm.layer_norm(x), stream, slow_cupy)
+    stream.synchronize()
+    assert bool((y == expected).all())
+
+    t_big, t_values = torch.as_tensor(big, device="cuda"), torch.as_tensor(values, device="cuda")
+    t_x = torch.zeros(64, 4096, device="cuda")
+    torch.cuda.synchronize()
+
+    def slow_torch() -> None:
+        for _ in range(10):
+            t_big @ t_big
+        t_x.copy_(t_values)
+
+    t_stream = torch.cuda.Stream()
+    t_y = after(lambda: cunorm.layer_norm(t_x), torch.cuda.stream(t_stream), slow_torch)
+    t_stream.synchronize()
+    assert bool((cupy.asarray(t_y) == expected).all())
+
+
+def test_two_threads() -> None:
+    """Each on a stream of its own, a hundred calls: no argument struct or result gets mixed up."""
+    import cupy
+
+    failures: list[BaseException | str] = []
+
+    def work(seed: int) -> None:
+        try:
+            with cupy.cuda.Stream(non_blocking=True):
+                x, weight = gpu_data(seed, 64, 1000 + seed), gpu_data(seed + 9, 1000 + seed)
+                expected = [a.get() for a in everything(x, weight, x)]
+                for _ in range(100):
+                    results = [a.get() for a in everything(x, weight, x)]
+                    if any(a.tobytes() != b.tobytes() for a, b in zip(results, expected)):
+                        failures.append(f"thread {seed}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def _check_rows(x: Any, y: Any, mean: Any, rows: list[int]) -> None:
+    for row in rows:
+        exact = x[row].get().astype(np.float64)
+        expected = (exact - exact.mean()) / np.sqrt(exact.var() + 1e-5)
+        assert abs(float(mean[row]) - exact.mean()) < 1e-6
+        error = np.linalg.norm(y[row].get().astype(np.float64) - expected) / np.linalg.norm(expected)
+        assert error < 2.0**-8
+
+
+def _free() -> None:
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("shape", [(2**20 + 3, 2056), (34, 2**26 + 8)], ids=str)
+def test_more_than_two_to_the_31_elements(shape: tuple[int, int]) -> None:
+    import cupy
+
+    x = cupy.empty(shape, dtype="float16")
+    generator = cupy.random.default_rng(0)
+    step = max(1, 2**27 // shape[1])
+    for first in range(0, shape[0], step):
+        part = x[first : first + step]
+        part[...] = generator.standard_normal(part.shape, dtype="float32").astype("float16")
+    y, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    _check_rows(x, y, mean, [0, 1, shape[0] // 2, shape[0] - 2, shape[0] - 1])
+    dy = y  # the gradient along xhat is nothing but the eps in it
+    dx, _, dbias = cunorm.layer_norm_backward(dy, x, None, mean, rstd)
+    for row in (0, shape[0] // 2, shape[0] - 1):
+        assert float(cupy.abs(dx[row].astype("float32")).max()) < 5e-3
+    columns = [0, shape[1] // 2, shape[1] - 1]
+    expected = [float(dy[:, column].astype("float64").sum()) for column in columns]
+    np.testing.assert_allclose([float(dbias[column]) for column in columns], expected, rtol=2e-3, atol=0.1)
+    del x, y, dx, dy
+    _free()
+
+
+def test_rows_of_ten_million() -> None:
+    import cupy
+
+    x, weight = gpu_data(0, 10, 10_000_000), gpu_data(1, 10_000_000)
+    y, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    _check_rows(x, y, mean, [0, 9])
+    dy = gpu_data(2, 10, 10_000_000)
+    dx, dweight, dbias = cunorm.layer_norm_backward(dy, x, weight, mean, rstd)
+    xhat = (x.astype("float64") - x.mean(axis=1, dtype="float64", keepdims=True)) * rstd[:, None]
+    g = dy.astype("float64") * weight
+    expected = rstd[:, None] * (g - g.mean(1, keepdims=True) - xhat * (g * xhat).mean(1, keepdims=True))
+    assert float(cupy.linalg.norm(dx - expected) / cupy.linalg.norm(expected)) < 5e-7
+    assert float(cupy.linalg.norm(dweight - (dy * xhat).sum(0)) / cupy.linalg.norm(dweight)) < 5e-7
+    assert float(cupy.linalg.norm(dbias - dy.sum(0, dtype="float64")) / cupy.linalg.norm(dbias)) < 5e-7
+    del x, y, dx, dy, xhat, g, expected
+    _free()
+
+
+def test_tens_of_millions_of_rows() -> None:
+    x = gpu_data(0, 30_000_000, 10)
+    y, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    expected = (x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + 1e-5) ** 0.5
+    assert float(abs(y - expected).max()) < 1e-4
+    _, dweight, dbias = cunorm.layer_norm_backward(y, x, None, mean, rstd)
+    np.testing.assert_allclose(dbias.get(), y.sum(0, dtype="float64").get(), rtol=1e-3, atol=2)
+    np.testing.assert_allclose(dweight.get(), (y.astype("float64") ** 2).sum(0).get(), rtol=1e-4)
+    del x, y, expected
+    _free()
+
+
+def test_subnormal_float32_are_zeros() -> None:
+    """CuPy compiles with -ftz=true. What that means for a user is written in the README."""
+    import cupy
+
+    tiny = cupy.full((1, 64), 1e-40, dtype="float32")
+    tiny[0, ::2] = 0
+    y, mean, _ = cunorm.layer_norm(tiny, eps=1e-5, return_stats=True)
+    assert not y.any() and not mean.any()
+    # Sixteen-bit subnormals are ordinary float32 numbers and count.
+    half = cupy.zeros((1, 64), dtype="float16")
+    half[0, ::2] = 6e-8
+    y = cunorm.layer_norm(half, eps=0.0)
+    assert bool((abs(abs(y.astype("float32")) - 1) < 1e-2).all())
+
+
+def test_nothing_is_synchronized_and_nothing_new_allocated() -> None:
+    import cupy
+
+    x, weight, dy = gpu_data(0, 512, 1000), gpu_data(1, 1000), gpu_data(2, 512, 1000)
+    pool = cupy.get_default_memory_pool()
+    for _ in range(3):
+        everything(x, weight, dy)
+    before = pool.total_bytes()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        everything(x, weight, dy)
+        stream.synchronize()
+        big = cupy.ones((8192, 8192), dtype="float32")
+        allocated = pool.total_bytes()
+        for _ in range(10):
+            big.dot(big)
+        for _ in range(20):
+            everything(x, weight, dy)
+        assert not stream.done, "the calls waited for the work ahead of them"
+        assert pool.total_bytes() >= allocated >= before
+    stream.synchronize()

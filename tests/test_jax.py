@@ -1,0 +1,312 @@
+"""The JAX adapter: eager, traced and differentiated; on the CPU through the reference, on a GPU through the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import NORM_TOLERANCE, Expected, columns_shape, data, float64, relative_error
+
+import cunorm
+from cunorm import reference
+
+jax_adapter: Any = importlib.import_module("cunorm.adapters.jax")
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+DTYPES = list(NORM_TOLERANCE)
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _x64(request: pytest.FixtureRequest) -> Any:
+    """JAX has float64 only on request, and is otherwise tested as it is by default."""
+    parameters = getattr(request.node, "callspec", None)
+    with jax.enable_x64(parameters is not None and parameters.params.get("dtype") == "float64"):
+        yield
+
+
+def to_jax(array: Any, device: str) -> Any:
+    try:
+        return None if array is None else jax.device_put(array, jax.devices(device)[0])
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no {device} device: {error}")
+
+
+def problem(shape: tuple[int, ...], dtype: str, axis: tuple[int, ...], affine: str) -> tuple[Any, Any, Any]:
+    x = data(1, shape, dtype)
+    weight, bias = (data(seed, columns_shape(shape, axis), dtype, outliers=False) for seed in (2, 3))
+    return x, weight if affine in ("weight", "both") else None, bias if affine in ("bias", "both") else None
+
+
+def assert_close(result: Any, expected: Any, dtype: str, scale: Any = None) -> None:
+    assert result.dtype.name == dtype and result.shape == expected.shape
+    assert relative_error(np.asarray(result), expected, scale) <= NORM_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "axis", "affine"),
+    [
+        ((4, 33), (-1,), "both"),
+        ((2, 3, 256), (-1,), "none"),
+        ((5, 4, 6), (1, 2), "weight"),
+        ((5, 4, 6), (0,), "bias"),
+        ((3, 4, 5), (0, 2), "both"),
+        ((3, 20000), (-1,), "both"),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(
+    device: str, jit: bool, dtype: str, shape: tuple[int, ...], axis: tuple[int, ...], affine: str
+) -> None:
+    arrays = problem(shape, dtype, axis, affine)
+    dy = data(4, shape, dtype)
+    expected = Expected.of(*arrays, axis, EPS)
+    sorted_axis = tuple(sorted(i % len(shape) for i in axis))
+    exact_inputs: Any = [float64(array) for array in (dy, arrays[0], arrays[1])]
+    exact = reference.layer_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+
+    def forward(x: Any, weight: Any, bias: Any) -> Any:
+        return cunorm.layer_norm(x, weight, bias, axis=axis, eps=EPS, return_stats=True)
+
+    def gradient(dy: Any, *inputs: Any) -> Any:
+        return jax.vjp(lambda *inputs: forward(*inputs)[0], *inputs)[1](dy)
+
+    given = [to_jax(array, device) for array in arrays]
+    y, mean, rstd = (jax.jit(forward) if jit else forward)(*given)
+    assert y.devices() == given[0].devices()
+    assert_close(y, expected.y, dtype)
+    statistics_dtype = "float64" if dtype == "float64" else "float32"
+    assert_close(mean, expected.mean, statistics_dtype, scale=np.abs(expected.mean) + 1 / expected.rstd)
+    assert_close(rstd, expected.rstd, statistics_dtype)
+    gradients = (jax.jit(gradient) if jit else gradient)(to_jax(dy, device), *given)
+    for result, array, value in zip(gradients, arrays, exact):
+        if array is None:
+            assert result is None
+        else:
+            assert_close(result, value, dtype)
+    for array, original in zip(given, arrays):
+        assert array is None or np.asarray(array).tobytes() == original.tobytes(), "an input was modified"
+
+
+@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("axis", [(-1,), (0, 2)], ids=str)
+def test_gradients_equal_finite_differences(dtype: str, axis: tuple[int, ...]) -> None:
+    columns = columns_shape((3, 4, 5), axis)
+    shapes = [(3, 4, 5), columns, columns]
+    arrays = [jnp.asarray(data(i, shape, dtype, outliers=False)) for i, shape in enumerate(shapes)]
+    towards = [jnp.asarray(data(5 + i, a.shape, dtype, outliers=False)) for i, a in enumerate(arrays)]
+
+    def loss(*arrays: Any) -> Any:
+        return jnp.sin(cunorm.layer_norm(*arrays, axis=axis)).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for i, gradient in enumerate(gradients):
+        ahead, behind = (loss(*arrays[:i], arrays[i] + step * towards[i], *arrays[i + 1 :]) for step in (1e-6, -1e-6))
+        np.testing.assert_allclose((gradient * towards[i]).sum(), (ahead - behind) / 2e-6, rtol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transformations(device: str) -> None:
+    """value_and_grad, nested jit, vmap, scan and checkpoint, all of the same function."""
+    x, weight, bias = (to_jax(array, device) for array in problem((3, 4, 8), "float32", (-1,), "both"))
+
+    def norm(x: Any) -> Any:
+        return jax.jit(lambda x: cunorm.layer_norm(x, weight, bias))(x)
+
+    expected = norm(x)
+    np.testing.assert_allclose(jax.vmap(norm)(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(norm, 1, 1))(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.lax.map(norm, x), expected, rtol=1e-5, atol=1e-6)
+    value, gradient = jax.value_and_grad(lambda x: (norm(x) ** 3).sum())(x)
+    np.testing.assert_allclose(value, (expected**3).sum(), rtol=1e-6)
+    again = jax.jit(jax.grad(lambda x: (jax.checkpoint(norm)(x) ** 3).sum()))(x)
+    np.testing.assert_allclose(again, gradient, rtol=1e-5, atol=1e-5)
+    per_row = jax.vmap(jax.grad(lambda w, x: (cunorm.layer_norm(x, w, bias) ** 3).sum()), (None, 0))(weight, x)
+    together = jax.grad(lambda w: (cunorm.layer_norm(x, w, bias) ** 3).sum())(weight)
+    np.testing.assert_allclose(per_row.sum(0), together, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_without_autodiff(device: str) -> None:
+    x, weight, _ = (to_jax(array, device) for array in problem((6, 32), "float32", (-1,), "weight"))
+    dy = to_jax(data(4, (6, 32)), device)
+    _, mean, rstd = cunorm.layer_norm(x, weight, return_stats=True)
+    expected = jax.vjp(cunorm.layer_norm, x, weight)[1](dy)
+    for backward in (cunorm.layer_norm_backward, jax.jit(cunorm.layer_norm_backward, static_argnames="output_mask")):
+        dx, dweight, dbias = backward(dy, x, weight, mean, rstd, output_mask=(True, True, False))
+        np.testing.assert_array_equal(dx, expected[0])
+        np.testing.assert_array_equal(dweight, expected[1])
+        assert dbias is None
+    assert cunorm.layer_norm_backward(dy, x, None, mean, rstd, output_mask=(False,) * 3) == (None,) * 3
+
+
+def test_only_gradients_asked_for_are_computed() -> None:
+    x, weight, bias = (jnp.asarray(array) for array in problem((4, 8), "float32", (-1,), "both"))
+    gradient = jax.grad(lambda w, x, b: cunorm.layer_norm(x, w, b).sum())
+    results = [call.output_mask for call in backward_calls(jax.make_jaxpr(gradient)(weight, x, bias))]
+    assert results == [(False, True, False)]
+
+
+def backward_calls(jaxpr: Any) -> list[Any]:
+    text = str(jaxpr)
+    calls = [call for key, call in jax_adapter._calls.items() if f"'{key}'" in text and call.direction == "backward"]
+    return [type("Options", (), dict(call.options)) for call in calls]
+
+
+def test_statistics_are_constants_to_differentiation() -> None:
+    x = jnp.asarray(data(1, (4, 8)))
+    gradient = jax.grad(lambda x: sum(s.sum() for s in cunorm.layer_norm(x, return_stats=True)[1:]))(x)
+    assert not gradient.any()
+
+
+def test_mixed_dtypes() -> None:
+    x, weight, bias = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8, jnp.float32), jnp.ones(8, jnp.float16)
+    gradients = jax.grad(lambda *arrays: cunorm.layer_norm(*arrays).sum().astype(float), (0, 1, 2))(x, weight, bias)
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.float32, jnp.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (4, 0)], ids=str)
+def test_empty(device: str, shape: tuple[int, ...]) -> None:
+    x, weight = to_jax(jnp.ones(shape), device), to_jax(jnp.ones(shape[-1:]), device)
+    y, mean, _ = cunorm.layer_norm(x, weight, return_stats=True)
+    assert y.shape == shape and mean.shape == shape[:-1]
+    assert not jax.grad(lambda w: cunorm.layer_norm(x, w).sum())(weight).any()
+
+
+def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    prepare = jax_adapter._prepare
+
+    def recording(*arguments: Any) -> Any:
+        prepared, present = prepare(*arguments)
+
+        def run(pointers: list[int], workspace: int, stream: int) -> None:
+            seen.append(pointers)
+            prepared.run(pointers, workspace, stream)
+
+        return dataclasses.replace(prepared, run=run), present
+
+    monkeypatch.setattr(jax_adapter, "_prepare", recording)
+    x, bias = jnp.asarray(data(1, (64, 128))), jnp.asarray(data(2, (128,)))
+    y = jax.block_until_ready(cunorm.layer_norm(x, None, bias))
+    assert seen == [[x.unsafe_buffer_pointer(), 0, bias.unsafe_buffer_pointer(), y.unsafe_buffer_pointer(), 0, 0]]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_errors(jit: bool) -> None:
+    def norm(x: Any, *arguments: Any, **options: Any) -> Any:
+        function = lambda x: cunorm.layer_norm(x, *arguments, **options)  # noqa: E731
+        return (jax.jit(function) if jit else function)(x)
+
+    x = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\); for x of shape \(2, 8\) it must be \(8,\)"):
+        norm(x, jnp.ones(7))
+    with pytest.raises(ValueError, match="axis 2 is out of range"):
+        norm(x, axis=2)
+    with pytest.raises(TypeError, match="x has dtype int32"):
+        norm(jnp.ones((2, 8), jnp.int32))
+    with pytest.raises(TypeError, match="bias has dtype bool"):
+        norm(x, None, jnp.ones(8, bool))
+    with pytest.raises(TypeError, match="weight is a ndarray; beside a JAX x it must be a JAX array"):
+        norm(x, np.ones(8, np.float32))
+    with pytest.raises(TypeError, match="bias is a float"):
+        norm(x, None, 1.0)
+    with pytest.raises(TypeError, match="out cannot be given for JAX arrays"):
+        norm(x, out=x)
+    y, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    with pytest.raises(ValueError, match="dy has shape"):
+        cunorm.layer_norm_backward(y[0], x, None, mean, rstd)
+
+
+def test_derivatives_that_do_not_exist_are_refused() -> None:
+    def loss(x: Any) -> Any:
+        return (cunorm.layer_norm(x) ** 3).sum()
+
+    x = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match=r"cunorm.* cannot be differentiated"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (x,), (x,))
+
+
+def test_without_jax_tvm_ffi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
+    with pytest.raises(RuntimeError, match=r'pip install "cunorm\[jax\]"'):
+        jax_adapter._register.__wrapped__()
+
+
+def test_an_executable_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a call is the same in every process, so it runs once the function has been traced again."""
+
+    def function(x: Any) -> Any:
+        return cunorm.layer_norm(x, eps=0.125)
+
+    x = jnp.asarray(data(1, (3, 40)))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("cunorm")]
+    stored = jax.export.export(jax.jit(function), disabled_checks=allowed)(x).serialize()
+    monkeypatch.setattr(jax_adapter, "_calls", {})
+    jax_adapter._prepare.cache_clear()
+    loaded = jax.export.deserialize(stored).call
+    with pytest.raises(RuntimeError, match="traced by another process"):
+        jax.block_until_ready(loaded(x))
+    jax.clear_caches()
+    jax.eval_shape(function, x)
+    np.testing.assert_array_equal(loaded(x), function(x))
+
+
+def test_names_of_calls_are_stored_in_place() -> None:
+    """jax-tvm-ffi 0.1.3 frees longer strings before they are read."""
+    cunorm.layer_norm(jnp.ones((2, 8)))
+    assert jax_adapter._calls and all(len(key.encode()) <= 7 for key in jax_adapter._calls)
+
+
+def test_arrays_on_different_devices() -> None:
+    program = """
+import jax, jax.numpy as jnp, cunorm
+first, second = jax.devices()
+x, weight = jax.device_put(jnp.ones((2, 8)), first), jax.device_put(jnp.ones(8), second)
+print(cunorm.layer_norm(jax.device_put(x, second), weight).devices() == {second})
+sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("rows",)), jax.sharding.PartitionSpec("rows"))
+norm = jax.shard_map(cunorm.layer_norm, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)
+y = jax.jit(norm)(jax.device_put(jnp.arange(16.0).reshape(2, 8), sharding))
+print(y.sharding.is_equivalent_to(sharding, 2), bool(abs(y).sum() > 1))
+cunorm.layer_norm(x, weight)
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.stdout.split() == ["True"] * 3, result.stderr
+    assert re.search("RuntimeError: weight is on .*1 and x on .*0; they must be on one device", result.stderr)
+
+
+@pytest.mark.gpu
+def test_calls_captured_into_a_cuda_graph() -> None:
+    """XLA captures runs of several calls; the second and later runs replay them. The backward pass has a workspace."""
+    weight = to_jax(data(2, (4096,), outliers=False), "cuda")
+
+    def model(x: Any, weight: Any) -> Any:
+        for _ in range(8):
+            x = cunorm.layer_norm(x, weight) + x
+        return (x**2).sum()
+
+    step = jax.jit(jax.grad(model, (0, 1)))
+    expect = jax.jit(jax.grad(model, (0, 1)))
+    for seed in range(4):
+        array = data(seed, (512, 4096), outliers=False)
+        results = step(to_jax(array, "cuda"), weight)
+        expected = expect(to_jax(array, "cpu"), to_jax(np.asarray(weight), "cpu"))
+        for result, value in zip(results, expected):
+            assert relative_error(np.asarray(result), np.asarray(value, np.float64)) < 1e-4

@@ -1,0 +1,230 @@
+"""The text of the kernels: complete, readable to the package, and what the plans ask for."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from cunorm import kernels
+from cunorm.plan import Device, plan
+from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Vector
+
+FOLDER = Path(kernels.__file__).parent
+KERNELS = kernels.kernel_names()
+HEADERS = sorted(path.name for path in FOLDER.glob("*.cuh"))
+FILES = [f"{name}.cu" for name in KERNELS] + HEADERS
+
+
+def text_of(file: str) -> str:
+    return (FOLDER / file).read_text(encoding="utf-8")
+
+
+def code_of(file: str) -> str:
+    """The text without comments and strings, so that what is looked for is not found in prose."""
+    return re.sub(r'//[^\n]*|/\*.*?\*/|"[^"\n]*"', "", text_of(file), flags=re.DOTALL)
+
+
+def test_there_are_kernels() -> None:
+    assert len(KERNELS) >= 8 and len(HEADERS) >= 3
+
+
+# ---- Each file.
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_opens_with_a_comment(file: str) -> None:
+    """What it is for, in a sentence or more, before any code."""
+    opening = []
+    for line in text_of(file).splitlines():
+        if not line.startswith("//"):
+            break
+        opening.append(line[2:].strip())
+    assert len(opening) >= 2
+    assert len(" ".join(opening)) > 100
+    assert opening[0][0].isupper() and " ".join(opening).rstrip()[-1] in ".:)"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_plain_text(file: str) -> None:
+    text = text_of(file)
+    assert text.isascii() and text.endswith("\n") and "\t" not in text and "\r" not in text
+    assert not re.findall(r"[ ]+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_entry_point_of_the_same_name(kernel: str) -> None:
+    code = code_of(f"{kernel}.cu")
+    declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*?, 1\)\s+)?(\w+)\(([^)]*)\)", code)
+    assert declared == [(kernel, "const Arguments arguments")]
+    assert code.count("__global__") == 1
+    assert text_of(f"{kernel}.cu").count('extern "C"') == 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_launch_bounds_name_one_block(kernel: str) -> None:
+    """With no number of blocks there, ptxas spills registers to reach an occupancy of its own choosing."""
+    assert re.search(r"__launch_bounds__\([^;{]*?, 1\)\s+" + kernel + r"\(", code_of(f"{kernel}.cu"))
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_have_no_entry_point_and_serve_two_kernels(header: str) -> None:
+    assert "__global__" not in code_of(header)
+    users = [kernel for kernel in KERNELS if f'#include "{header}"' in text_of(f"{kernel}.cu")]
+    assert len(users) >= 2
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_floating_point_atomics(file: str) -> None:
+    """Their order, and with it the last bits of a sum, would differ from run to run."""
+    found = re.findall(r"\b(?:atomic\w*|red\.\w+|atom\.\w+|__iAtomic\w*)", code_of(file)) + re.findall(
+        r"\b(?:red|atom)\.[\w.]*(?:f16|bf16|f32|f64)[\w.]*", text_of(file)
+    )
+    assert not found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_includes_are_expanded_or_the_compiler_s(file: str) -> None:
+    for included in re.findall(r"^\s*#\s*include\s*(.*)$", text_of(file), re.MULTILINE):
+        assert included in ("<cuda_fp16.h>", "<cuda_bf16.h>") or included.strip('"') in HEADERS, included
+
+
+# ---- struct Arguments.
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_arguments_are_parsed_whole(kernel: str) -> None:
+    """As many fields as the struct has semicolons, none twice, sizes and rows in 64 bits."""
+    match = re.search(r"struct Arguments \{(.*?)\n\};", code_of(f"{kernel}.cu"), re.DOTALL)
+    assert match is not None
+    fields = kernels.argument_fields(kernel)
+    assert len(fields) == match[1].count(";") >= 4
+    assert len({name for name, _, _ in fields}) == len(fields)
+    assert {kind for _, kind, _ in fields} <= {"pointer", "long long", "double"}
+    kinds = {name: kind for name, kind, _ in fields}
+    assert kinds["rows"] == kinds["columns"] == "long long"
+    for name, _, _ in fields:
+        assert re.search(rf"\barguments\.{name}\b", code_of(f"{kernel}.cu")), f"{name} is not used"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("struct Arguments {\n  int rows;\n};\n", "field rows is int; every field must be 8 bytes"),
+        (
+            "struct Arguments {\n  long long rows;\n  float eps;\n};\n",
+            "field eps is float; every field must be 8 bytes",
+        ),
+        ("struct Other {\n  long long rows;\n};\n", "has no struct Arguments"),
+    ],
+)
+def test_arguments_that_cannot_be_packed(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "example.cu").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"kernels/example\.cu") as raised:
+        kernels.argument_fields("example")
+    assert message in str(raised.value)
+
+
+def test_fields_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = (
+        "  const X_TYPE* x;  // [rows]\n  double* sums;\n  long long rows;\n  double eps;\n  long long sizes[DIMS];\n"
+    )
+    (tmp_path / "example_of_fields.cu").write_text(f"struct Arguments {{\n{fields}}};\n", encoding="utf-8")
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+    assert kernels.argument_fields("example_of_fields") == (
+        ("x", "pointer", None),
+        ("sums", "pointer", None),
+        ("rows", "long long", None),
+        ("eps", "double", None),
+        ("sizes", "long long", "DIMS"),
+    )
+
+
+# ---- How a text becomes complete.
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_line_directives_are_right(kernel: str) -> None:
+    """Wherever a line of the complete text says it comes from, that is the line there."""
+    source = kernels.kernel_source(kernel, {"A": 1, "B": "float"})
+    assert source.startswith(f'#define A 1\n#define B float\n#line 1 "kernels/{kernel}.cu"\n')
+    file, number, seen = "", 0, set()
+    for line in source.splitlines()[2:]:
+        directive = re.fullmatch(r'#line (\d+) "kernels/([\w.]+)"', line)
+        if directive:
+            file, number = directive[2], int(directive[1])
+            continue
+        assert text_of(file).splitlines()[number - 1] == line, f"{file}:{number}"
+        seen.add((file, number))
+        number += 1
+    # Nothing is lost but the include lines themselves.
+    files = {file for file, _ in seen}
+    expected = {
+        (file, number)
+        for file in files
+        for number, line in enumerate(text_of(file).splitlines(), start=1)
+        if not line.startswith('#include "')
+    }
+    assert seen == expected
+    assert files == {f"{kernel}.cu", *re.findall(r'#include "([\w.]+)"', text_of(f"{kernel}.cu"))}
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of kernel text of one's own."""
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+    monkeypatch.setattr(kernels, "_expanded", functools.cache(kernels._expanded.__wrapped__))
+    files = {
+        "one.cu": '#include "a.cuh"\n#include "b.cuh"\nint one;\n',
+        "a.cuh": "int a;\n",
+        "b.cuh": '#include "a.cuh"\nint b;\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_header_is_included_once(edited: Path) -> None:
+    assert kernels.kernel_names() == ["one"]
+    assert kernels.kernel_source("one", {"N": 4}).splitlines() == [
+        "#define N 4",
+        '#line 1 "kernels/one.cu"',
+        '#line 1 "kernels/a.cuh"',
+        "int a;",
+        '#line 2 "kernels/one.cu"',
+        '#line 1 "kernels/b.cuh"',
+        '#line 2 "kernels/b.cuh"',
+        "int b;",
+        '#line 3 "kernels/one.cu"',
+        "int one;",
+    ]
+
+
+@pytest.mark.parametrize("header", ["a.cuh", "b.cuh"])
+def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
+    """CuPy keeps binaries by the text it is given: a change that is not in it would run the old one."""
+    before = kernels.kernel_source("one", {})
+    (edited / header).write_text("int other;\n", encoding="utf-8")
+    kernels._expanded.cache_clear()  # as a new process begins
+    after = kernels.kernel_source("one", {})
+    assert before != after and "int other;" in after
+
+
+# ---- Who asks for them.
+
+
+def test_every_kernel_is_used_by_some_plan() -> None:
+    used: set[str] = set()
+    for columns in (768, 10_000_000):
+        x, vector = Matrix("float32", (columns,), (1,)), Vector("float32")
+        for problem in (
+            ForwardProblem((8,), (columns,), x, x, vector, vector, True, 1e-5),
+            BackwardProblem((8,), (columns,), x, x, x, vector, "float32", "float32"),
+        ):
+            used |= {launch.kernel for launch in plan(problem, Device()).launches}
+    assert used == set(KERNELS)

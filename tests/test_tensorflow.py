@@ -1,0 +1,250 @@
+"""The TensorFlow adapter: eager and in tf.function; on the CPU through the reference, on a GPU through the kernels."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import NORM_TOLERANCE, Expected, columns_shape, data, float64, relative_error
+
+import cunorm
+from cunorm import execute, reference
+
+tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow")
+
+DEVICES = [pytest.param("CPU", id="cpu"), pytest.param("GPU", id="cuda", marks=pytest.mark.gpu)]
+MODES = [pytest.param(False, id="eager"), pytest.param(True, id="function")]
+EPS = 1e-5
+
+
+def tensor(array: Any, device: str = "CPU") -> Any:
+    if array is None:
+        return None
+    if not tf.config.list_physical_devices(device):
+        pytest.skip(f"TensorFlow sees no {device}")
+    with tf.device(f"{device}:0"):
+        return tf.identity(tf.constant(array))
+
+
+def norm_and_gradients(*inputs: Any, dy: Any = None, axis: Any = -1) -> Any:
+    """y, mean, rstd, and the gradients of what is not None."""
+    present = [value for value in inputs if value is not None]
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(present)
+        y, mean, rstd = cunorm.layer_norm(*inputs, axis=axis, eps=EPS, return_stats=True)
+    return y, mean, rstd, tape.gradient(y, present, output_gradients=dy), tape.gradient(mean, present[:1])
+
+
+def assert_close(result: Any, expected: Any, dtype: str, scale: Any = None) -> None:
+    assert isinstance(result, tf.Tensor) and result.dtype.name == dtype and result.shape == expected.shape
+    assert relative_error(result.numpy(), expected, scale) <= NORM_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+@pytest.mark.parametrize(
+    ("shape", "axis", "affine"),
+    [
+        ((4, 33), (-1,), "both"),
+        ((2, 3, 256), (-1,), "none"),
+        ((5, 4, 6), (1, 2), "weight"),
+        ((5, 4, 6), (0,), "bias"),
+        ((3, 4, 5), (0, 2), "both"),
+        ((3, 20000), (-1,), "both"),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(
+    device: str, function: bool, dtype: str, shape: tuple[int, ...], axis: tuple[int, ...], affine: str
+) -> None:
+    x, dy = data(1, shape, dtype), data(4, shape, dtype)
+    weight, bias = (data(seed, columns_shape(shape, axis), dtype, outliers=False) for seed in (2, 3))
+    arrays = (x, weight if affine in ("weight", "both") else None, bias if affine in ("bias", "both") else None)
+    expected = Expected.of(*arrays, axis, EPS)
+    sorted_axis = tuple(sorted(i % len(shape) for i in axis))
+    exact_inputs: Any = [float64(array) for array in (dy, x, arrays[1])]
+    exact = reference.layer_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+
+    given = [tensor(array, device) for array in arrays]
+    run = tf.function(norm_and_gradients) if function else norm_and_gradients
+    with tf.device(f"{device}:0"):  # else tf.function computes on a GPU wherever there is one
+        y, mean, rstd, gradients, constant = run(*given, dy=tensor(dy, device), axis=axis)
+    assert y.device == given[0].device and constant == [None]
+    assert_close(y, expected.y, dtype)
+    statistics_dtype = "float64" if dtype == "float64" else "float32"
+    assert_close(mean, expected.mean, statistics_dtype, scale=np.abs(expected.mean) + 1 / expected.rstd)
+    assert_close(rstd, expected.rstd, statistics_dtype)
+    wanted = [value for value, array in zip(exact, arrays) if array is not None]
+    assert len(gradients) == len(wanted)
+    for result, value in zip(gradients, wanted):
+        assert_close(result, value, dtype)
+    for value, array in zip(given, arrays):
+        assert array is None or value.numpy().tobytes() == array.tobytes(), "an input was modified"
+
+
+@pytest.mark.parametrize("axis", [-1, (0, 2)], ids=str)
+def test_gradients_equal_finite_differences(axis: Any) -> None:
+    columns = columns_shape((3, 4, 5), (axis,) if isinstance(axis, int) else axis)
+    values = [tensor(data(i, s, "float64", outliers=False)) for i, s in enumerate([(3, 4, 5), columns, columns])]
+    theoretical, numerical = tf.test.compute_gradient(lambda *v: cunorm.layer_norm(*v, axis=axis), values, delta=1e-6)
+    for ours, theirs in zip(theoretical, numerical):
+        np.testing.assert_allclose(ours, theirs, atol=1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unknown_shapes(device: str) -> None:
+    """What is known of a shape while tf.function traces is known of the results, and checked."""
+    specs = [tf.TensorSpec([None, None, 8]), tf.TensorSpec([None])]
+
+    @tf.function(input_signature=specs)
+    def model(x: Any, weight: Any) -> Any:
+        y, mean, _ = cunorm.layer_norm(x, weight, return_stats=True)
+        assert y.shape.as_list() == [None, None, 8] and mean.shape.as_list() == [None, None]
+        dx, dweight = tf.gradients(y**2, [x, weight])
+        assert dx.shape.as_list() == [None, None, 8] and dweight.shape.as_list() == [8]
+        return y, dx
+
+    weight = data(2, (8,))
+    for shape in [(2, 3, 8), (1, 1, 8), (0, 3, 8)]:
+        x = data(1, shape)
+        y, dx = model(tensor(x, device), tensor(weight, device))
+        assert y.shape == dx.shape == shape
+        np.testing.assert_allclose(y, Expected.of(x, weight, None, (-1,), EPS).y, rtol=1e-5, atol=1e-5)
+
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\); for x of shape \(None, None, 8\) it must be"):
+        tf.function(lambda x: cunorm.layer_norm(x, tf.ones(7)), input_signature=specs[:1])(tensor(x))
+    with pytest.raises(ValueError, match="number of dimensions is not known"):
+        tf.function(cunorm.layer_norm, input_signature=[tf.TensorSpec(None)])(tensor(x))
+    # What only the values can show is TensorFlow's own error, with the same words.
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"weight has shape \(3,\)"):
+        model(tensor(data(1, (2, 3, 8)), device), tensor(data(2, (3,)), device))
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_variables_and_sparse_gradients(function: bool) -> None:
+    x, weight, bias = (tf.Variable(data(i, s)) for i, s in enumerate([(4, 8), (8,), (8,)]))
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            rows = tf.gather(cunorm.layer_norm(x, weight, bias), [1, 1, 3])
+        return tape.gradient(rows, [x, weight, bias])
+
+    dx, _, dbias = (tf.function(gradients) if function else gradients)()
+    np.testing.assert_array_equal(dbias, np.full(8, 3.0))
+    assert not dx.numpy()[[0, 2]].any() and dx.numpy()[[1, 3]].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", MODES)
+def test_backward_without_tape(device: str, function: bool) -> None:
+    arrays = data(1, (6, 32)), data(2, (32,))
+    x, weight = (tensor(array, device) for array in arrays)
+    dy = tensor(data(4, (6, 32)), device)
+    _, mean, rstd, expected, _ = norm_and_gradients(x, weight, dy=dy)
+    backward = tf.function(cunorm.layer_norm_backward) if function else cunorm.layer_norm_backward
+    dx, dweight, dbias = backward(dy, x, weight, mean, rstd, output_mask=(True, True, False))
+    np.testing.assert_array_equal(dx, expected[0])
+    np.testing.assert_array_equal(dweight, expected[1])
+    assert dbias is None
+    assert cunorm.layer_norm_backward(dy, x, None, mean, rstd, output_mask=(False,) * 3) == (None,) * 3
+
+
+def test_mixed_dtypes() -> None:
+    x, weight, bias = tf.ones((4, 8), tf.bfloat16), tf.ones(8), tf.ones(8, tf.float16)
+    *_, gradients, _ = norm_and_gradients(x, weight, bias)
+    assert [gradient.dtype for gradient in gradients] == [tf.bfloat16, tf.float32, tf.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (4, 0)], ids=str)
+def test_empty(device: str, shape: tuple[int, ...]) -> None:
+    y, mean, _, gradients, _ = norm_and_gradients(
+        tensor(np.ones(shape, np.float32), device), tensor(np.ones(shape[-1:], np.float32), device)
+    )
+    assert y.shape == shape and mean.shape == shape[:-1] and not gradients[1].numpy().any()
+
+
+def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op works on TensorFlow's own memory; an EagerTensor on the CPU shows its address as a buffer."""
+    seen: list[Any] = []
+    forward = execute._run
+
+    def recording(adapter: Any, prepared: Any, inputs: Any, *rest: Any) -> Any:
+        outputs = forward(adapter, prepared, inputs, *rest)
+        seen.extend([view and view.pointer for view in inputs] + [adapter.pointer(outputs[0])])
+        return outputs
+
+    def address(value: Any) -> Any:
+        return np.asarray(memoryview(value)).__array_interface__["data"][0]
+
+    monkeypatch.setattr(execute, "_run", recording)
+    x, bias = tensor(data(1, (64, 128))), tensor(data(2, (128,)))
+    y = cunorm.layer_norm(x, None, bias)
+    assert seen == [address(x), None, address(bias), address(y)]
+    assert address(y) % 64 == 0, "TensorFlow aborts the process when it meets a tensor that is not aligned"
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_errors(function: bool) -> None:
+    def norm(x: Any, *arguments: Any, **options: Any) -> Any:
+        call = lambda x: cunorm.layer_norm(x, *arguments, **options)  # noqa: E731
+        return (tf.function(call) if function else call)(x)
+
+    x = tf.ones((2, 8))
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\); for x of shape \(2, 8\) it must be \(8,\)"):
+        norm(x, tf.ones(7))
+    with pytest.raises(ValueError, match="axis 2 is out of range"):
+        norm(x, axis=2)
+    with pytest.raises(TypeError, match="x has dtype int32"):
+        norm(tf.ones((2, 8), tf.int32))
+    with pytest.raises(TypeError, match="x has dtype string"):
+        norm(tf.constant(["a", "b"]))
+    with pytest.raises(TypeError, match="bias has dtype bool"):
+        norm(x, None, tf.ones(8, tf.bool))
+    with pytest.raises(TypeError, match="weight is a ndarray; beside a TensorFlow x it must be a TensorFlow tensor"):
+        norm(x, np.ones(8, np.float32))
+    with pytest.raises(TypeError, match="bias is a float"):
+        norm(x, None, 1.0)
+    with pytest.raises(TypeError, match="out cannot be given for TensorFlow tensors"):
+        norm(x, out=x)
+    y, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    with pytest.raises(ValueError, match="dy has shape"):
+        cunorm.layer_norm_backward(y[0], x, None, mean, rstd)
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_second_derivatives_are_refused(function: bool) -> None:
+    def second(x: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(cunorm.layer_norm(x) ** 3)
+            first = tf.reduce_sum(inner.gradient(loss, x))
+        return outer.gradient(first, x)
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        (tf.function(second) if function else second)(tf.ones((2, 8)))
+
+
+@pytest.mark.gpu
+def test_tensors_on_different_devices() -> None:
+    with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
+        cunorm.layer_norm(tensor(data(1, (2, 8)), "GPU"), tensor(data(2, (8,))))
+
+
+@pytest.mark.gpu
+def test_order_with_tensorflows_stream() -> None:
+    """The input is ready when the kernels read it, and the result when TensorFlow does, however much is queued."""
+    x = tensor(data(1, (4096, 4096), outliers=False), "GPU")
+    expected = cunorm.layer_norm(x)
+    for _ in range(5):
+        queued = x
+        for _ in range(40):
+            queued = queued * 1.0
+        y = cunorm.layer_norm(queued) * 2.0
+        np.testing.assert_array_equal(y, expected * 2.0)

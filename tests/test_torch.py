@@ -1,0 +1,170 @@
+"""The PyTorch adapter: CPU tensors through the reference path, CUDA tensors through the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cunorm
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+# ||result - float64|| / ||float64||: a rounding of the dtype, a few for float32.
+TOLERANCE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 5e-7, torch.float64: 1e-14}
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+def tensors(shape: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2 + 0.5 for _ in range(2))
+    weight, bias = (torch.randn(columns, generator=generator, dtype=torch.float64) + 1 for _ in range(2))
+    return [t.to(device=device, dtype=dtype) for t in (x, weight, bias, dy)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", [(4, 33), (2, 3, 256), (3, 20000)], ids=str)
+def test_forward_and_gradients_equal_pytorch_in_float64(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, weight, bias, dy = tensors(shape, shape[-1:], dtype, device)
+    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+    expected = F.layer_norm(exact[0], shape[-1:], exact[1], exact[2])
+    expected.backward(dy.double())
+
+    ours = [t.requires_grad_() for t in (x, weight, bias)]
+    y = cunorm.layer_norm(*ours)
+    assert isinstance(y, torch.Tensor) and y.device == x.device and y.dtype == dtype and y.shape == x.shape
+    y.backward(dy)
+    assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[dtype]
+    for tensor, reference in zip(ours, exact):
+        assert tensor.grad is not None and reference.grad is not None
+        assert tensor.grad.dtype == dtype and tensor.grad.shape == tensor.shape
+        assert relative_error(tensor.grad, reference.grad) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", [-1, (1, 2), 0, (0, 2)], ids=str)
+@pytest.mark.parametrize("affine", ["none", "weight", "bias", "both"])
+def test_gradcheck(device: str, axis: Any, affine: str) -> None:
+    shape = (3, 4, 5)
+    axes = (axis,) if isinstance(axis, int) else axis
+    columns = tuple(shape[i] for i in sorted(i % 3 for i in axes))
+    x, weight, bias, _ = (t.requires_grad_() for t in tensors(shape, columns, torch.float64, device))
+    arguments = {"none": (x,), "weight": (x, weight), "bias": (x, None, bias), "both": (x, weight, bias)}[affine]
+    assert torch.autograd.gradcheck(lambda *a: cunorm.layer_norm(*a, axis=axis), arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_what_requires_a_gradient_gets_one(device: str) -> None:
+    x, weight, bias, dy = tensors((4, 64), (64,), torch.float32, device)
+    bias.requires_grad_()
+    cunorm.layer_norm(x, weight, bias).backward(dy)
+    assert x.grad is None and weight.grad is None and bias.grad is not None
+    assert relative_error(bias.grad, dy.double().sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_mixed_dtypes_keep_them(device: str) -> None:
+    x, weight, bias, dy = tensors((8, 128), (128,), torch.bfloat16, device)
+    x, weight, bias = x.requires_grad_(), weight.float().requires_grad_(), bias.double().requires_grad_()
+    cunorm.layer_norm(x, weight, bias).backward(dy)
+    assert [t.grad.dtype for t in (x, weight, bias) if t.grad is not None] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_are_constants_to_autograd(device: str) -> None:
+    x, *_ = tensors((4, 64), (64,), torch.float32, device)
+    y, mean, rstd = cunorm.layer_norm(x.requires_grad_(), return_stats=True)
+    assert y.requires_grad and not mean.requires_grad and not rstd.requires_grad
+    torch.testing.assert_close(mean, x.detach().mean(-1))
+    assert cunorm.layer_norm(x, return_stats=True)[1].shape == (4,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_graph_is_built_without_need(device: str) -> None:
+    x, weight, _, _ = tensors((4, 64), (64,), torch.float32, device)
+    assert cunorm.layer_norm(x, weight).grad_fn is None
+    with torch.no_grad():
+        assert cunorm.layer_norm(x.requires_grad_(), weight).grad_fn is None
+    with torch.inference_mode():
+        assert cunorm.layer_norm(x, weight).is_inference()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_and_views(device: str) -> None:
+    x, weight, bias, _ = tensors((6, 70), (64,), torch.float32, device)
+    view = x[:, 3:67]
+    out = torch.full((6, 64), torch.nan, device=device)
+    assert cunorm.layer_norm(view, weight, bias, out=out) is out
+    torch.testing.assert_close(out, F.layer_norm(view, (64,), weight, bias), rtol=1e-5, atol=1e-5)
+    same = view.contiguous()
+    cunorm.layer_norm(same, weight, bias, out=same)
+    torch.testing.assert_close(same, out, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_is_not_contiguous(device: str) -> None:
+    x, _, _, dy = tensors((5, 32), (32,), torch.float64, device)
+    x.requires_grad_()
+    cunorm.layer_norm(x).backward(dy.t().contiguous().t())
+    strided, x.grad = x.grad, None
+    cunorm.layer_norm(x).backward(dy)
+    torch.testing.assert_close(strided, x.grad)
+    x.grad = None
+    cunorm.layer_norm(x).sum().backward()  # dy is broadcast from one number
+    assert x.grad is not None and float(x.grad.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parameters_and_subclasses(device: str) -> None:
+    layer = torch.nn.LayerNorm(64).to(device)
+    x, *_ = tensors((4, 64), (64,), torch.float32, device)
+    y = cunorm.layer_norm(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty(device: str) -> None:
+    x = torch.empty(0, 64, device=device, requires_grad=True)
+    weight = torch.ones(64, device=device, requires_grad=True)
+    y = cunorm.layer_norm(x, weight)
+    y.sum().backward()
+    assert y.shape == (0, 64) and weight.grad is not None and not weight.grad.any()
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(cunorm.layer_norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_errors() -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="out cannot be given"):
+        cunorm.layer_norm(x.clone().requires_grad_(), out=torch.empty(2, 8))
+    with pytest.raises(TypeError, match="weight is a ndarray"):
+        cunorm.layer_norm(x, np.ones(8, np.float32))
+    with pytest.raises(RuntimeError, match="x is on device meta"):
+        cunorm.layer_norm(torch.empty(2, 8, device="meta"))
+    with pytest.raises(TypeError, match="layout"):
+        cunorm.layer_norm(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match="x has dtype int64"):
+        cunorm.layer_norm(torch.arange(4))
+
+
+@pytest.mark.gpu
+def test_tensors_on_different_devices() -> None:
+    with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
+        cunorm.layer_norm(torch.randn(2, 8, device="cuda"), torch.ones(8))
