@@ -55,7 +55,7 @@ class TorchAdapter(Adapter):
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            y, mean, rstd = _Norm.apply(op, x, weight, bias)
+            y, mean, rstd = _Norm.apply(op, x, weight, bias)  # type: ignore[no-untyped-call]
             return (y, mean, rstd) if stats else (y, None, None)
         return execute.forward(self, op, x, weight, bias, out, stats)
 
@@ -67,7 +67,7 @@ class _Norm(torch.autograd.Function):
     """Any op of ``cunorm.execute.Op``. The statistics are kept for the gradient and are not differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, x: Any, weight: Any, bias: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, op: Op, x: Any, weight: Any, bias: Any) -> Any:
         y, mean, rstd = execute.forward(ADAPTER, op, x, weight, bias, None, True)
         ctx.op = op
         ctx.bias_dtype = None if bias is None else _NAMES[bias.dtype]
@@ -77,7 +77,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any, _dmean: Any, _drstd: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Any, _dmean: Any, _drstd: Any) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
         mask = (needed[0], needed[1], needed[2])

@@ -21,11 +21,11 @@ __all__ = [
     "Op",
     "Output",
     "Prepared",
-    "as_contiguous_numpy",
     "as_numpy",
     "backward",
     "forward",
     "numpy_dtype",
+    "prepare_on_cpu",
 ]
 
 
@@ -35,6 +35,10 @@ class Output:
 
     shape: tuple[int, ...]
     dtype: str
+
+    def view(self, device: tuple[str, int]) -> View:
+        """What the tensor will look like, with no address yet."""
+        return View(0, self.shape, contiguous_strides(self.shape), self.dtype, device)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     return np.dtype(name)
 
 
@@ -175,12 +180,17 @@ def as_numpy(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
     reach = [(size - 1) * stride * itemsize for size, stride in zip(shape, strides)]
     lowest = sum(step for step in reach if step < 0)
     size = sum(step for step in reach if step > 0) - lowest + itemsize
-    memory = (ctypes.c_char * size).from_address(pointer + lowest)
+    memory: Any = (ctypes.c_char * size).from_address(pointer + lowest)
     return np.ndarray(shape, numpy_dtype(dtype), memory, -lowest, [stride * itemsize for stride in strides])
 
 
-def as_contiguous_numpy(pointer: int, output: Output) -> np.ndarray[Any, Any] | None:
-    """A C-contiguous NumPy array over CPU memory; None for a null pointer."""
-    if not pointer:
-        return None
-    return as_numpy(pointer, output.shape, contiguous_strides(output.shape), output.dtype)
+def prepare_on_cpu(
+    function: Callable[..., None], views: Sequence[View | None], outputs: tuple[Output | None, ...]
+) -> Prepared:
+    """A call of ``function`` with NumPy arrays over the CPU memory that ``views`` describe: all inputs, all outputs."""
+    layouts = [None if view is None else view[1:4] for view in views]
+
+    def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
+        function(*(layout and as_numpy(pointer, *layout) for layout, pointer in zip(layouts, pointers)))
+
+    return Prepared(outputs, 0, run)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from cunorm import adapters, execute, launch, reference
+from cunorm.checks import check_axis, check_eps, check_like, check_mask, check_vector, check_x
 from cunorm.execute import Output, Prepared
 from cunorm.plan import plan
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, View, contiguous_strides
+from cunorm.problem import BackwardProblem, ForwardProblem, View
 
 __all__ = ["LayerNorm", "layer_norm", "layer_norm_backward"]
 
@@ -132,7 +128,7 @@ def layer_norm_backward(
     (True, array([1., 0., 0.]))
     """
     op = LayerNorm.of(axis, 0.0)
-    return adapters.adapter_of(x).backward(op, dy, x, weight, mean, rstd, _check_mask(output_mask), None)
+    return adapters.adapter_of(x).backward(op, dy, x, weight, mean, rstd, check_mask(output_mask), None)
 
 
 @dataclass(frozen=True)
@@ -144,18 +140,8 @@ class LayerNorm:
 
     @staticmethod
     def of(axis: int | Sequence[int], eps: float) -> LayerNorm:
-        """The op of a user's arguments. Negative axes stay as they are until the number of dimensions is known."""
-        # Most are floats, which this is quick to tell.
-        if type(eps) is not float and not isinstance(eps, numbers.Real):
-            raise TypeError(f"eps is a {type(eps).__qualname__}; it must be a number, finite and not negative")
-        eps = float(eps)
-        if not (math.isfinite(eps) and eps >= 0):
-            raise ValueError(f"eps must be finite and not negative; got {eps}")
-        try:
-            axes = tuple(map(operator.index, axis)) if isinstance(axis, Sequence) else (operator.index(axis),)
-        except TypeError:
-            raise TypeError(f"axis must be an int or a sequence of ints; got {axis!r}") from None
-        return LayerNorm(axes, eps)
+        """The op of a user's arguments."""
+        return LayerNorm(check_axis(axis), check_eps(eps))
 
     def prepare_forward(
         self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
@@ -185,25 +171,23 @@ def _layout(view: View | None) -> Any:
 def _prepare_forward(
     op: LayerNorm, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
 ) -> Prepared:
-    axis, columns_shape, stats_output = _check_x(x, op.axis)
-    _check_vector(weight, "weight", columns_shape, x)
-    _check_vector(bias, "bias", columns_shape, x)
+    axis, columns_shape, statistic = check_x(x, op.axis)
+    check_vector(weight, "weight", columns_shape, x)
+    check_vector(bias, "bias", columns_shape, x)
     if out is not None:
-        _check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
-    y = out or View(0, x.shape, contiguous_strides(x.shape), x.dtype, x.device)
-    outputs = (Output(x.shape, x.dtype) if out is None else None, *((stats_output,) * 2 if stats else (None, None)))
+        check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
+    y = Output(x.shape, x.dtype)
+    mean, rstd = (statistic, statistic) if stats else (None, None)
+    outputs = (y if out is None else None, mean, rstd)
+    y_view = out or y.view(x.device)
+
     if x.device[0] == "cpu":
-        inputs = [None if view is None else view[1:4] for view in (x, weight, bias, y)]
 
-        def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
-            arrays = [layout and execute.as_numpy(pointer, *layout) for layout, pointer in zip(inputs, pointers)]
-            statistics = [execute.as_contiguous_numpy(pointer, stats_output) for pointer in pointers[4:]]
-            reference.layer_norm(
-                *arrays[:3], axis=axis, eps=op.eps, out=arrays[3], mean_out=statistics[0], rstd_out=statistics[1]
-            )
+        def run(x: Any, weight: Any, bias: Any, y: Any, mean: Any, rstd: Any) -> None:
+            reference.layer_norm(x, weight, bias, axis=axis, eps=op.eps, out=y, mean_out=mean, rstd_out=rstd)
 
-        return Prepared(outputs, 0, run)
-    problem = ForwardProblem.of(x, weight, bias, y, axis=axis, eps=op.eps, stats=stats)
+        return execute.prepare_on_cpu(run, (x, weight, bias, y_view, *_views((mean, rstd), x.device)), outputs)
+    problem = ForwardProblem.of(x, weight, bias, y_view, axis=axis, eps=op.eps, stats=stats)
     return _prepare_launches(problem, _FORWARD_OPERANDS, outputs, x.device[1])
 
 
@@ -218,41 +202,38 @@ def _prepare_backward(
     output_mask: tuple[bool, bool, bool],
     bias_dtype: str | None,
 ) -> Prepared:
-    axis, columns_shape, stats_output = _check_x(x, op.axis)
-    _check_vector(weight, "weight", columns_shape, x)
-    _check_like(dy, "dy", x.shape, x.dtype, x)
-    _check_like(mean, "mean", stats_output.shape, stats_output.dtype, x, contiguous=True)
-    _check_like(rstd, "rstd", stats_output.shape, stats_output.dtype, x, contiguous=True)
+    axis, columns_shape, statistic = check_x(x, op.axis)
+    check_vector(weight, "weight", columns_shape, x)
+    check_like(dy, "dy", x.shape, x.dtype, x)
+    check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
+    check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
     weight_dtype = x.dtype if weight is None else weight.dtype
-    dtypes = (x.dtype, weight_dtype, bias_dtype or weight_dtype)
-    shapes = (x.shape, columns_shape, columns_shape)
-    dx, dweight, dbias = (
-        Output(shape, dtype) if wanted else None for shape, dtype, wanted in zip(shapes, dtypes, output_mask)
-    )
+    dx = Output(x.shape, x.dtype) if output_mask[0] else None
+    dweight = Output(columns_shape, weight_dtype) if output_mask[1] else None
+    dbias = Output(columns_shape, bias_dtype or weight_dtype) if output_mask[2] else None
+    outputs = (dx, dweight, dbias)
+
     if x.device[0] == "cpu":
-        inputs = [None if view is None else view[1:4] for view in (dy, x, weight, mean, rstd)]
 
-        def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
-            arrays = [layout and execute.as_numpy(pointer, *layout) for layout, pointer in zip(inputs, pointers)]
-            results = [
-                output and execute.as_contiguous_numpy(pointer, output)
-                for output, pointer in zip((dx, dweight, dbias), pointers[5:])
-            ]
-            reference.layer_norm_backward(
-                *arrays,
-                axis=axis,
-                output_mask=output_mask,
-                dx_out=results[0],
-                dweight_out=results[1],
-                dbias_out=results[2],
-            )
+        def run(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, dx: Any, dweight: Any, dbias: Any) -> None:
+            results = {"dx_out": dx, "dweight_out": dweight, "dbias_out": dbias}
+            reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis, output_mask=output_mask, **results)
 
-        return Prepared((dx, dweight, dbias), 0, run)
-    dx_view = None if dx is None else View(0, x.shape, contiguous_strides(x.shape), x.dtype, x.device)
+        return execute.prepare_on_cpu(run, (dy, x, weight, mean, rstd, *_views(outputs, x.device)), outputs)
     problem = BackwardProblem.of(
-        dy, x, weight, dx_view, axis=axis, dweight=dweight and dweight.dtype, dbias=dbias and dbias.dtype
+        dy,
+        x,
+        weight,
+        None if dx is None else dx.view(x.device),
+        axis=axis,
+        dweight=None if dweight is None else dweight.dtype,
+        dbias=None if dbias is None else dbias.dtype,
     )
-    return _prepare_launches(problem, _BACKWARD_OPERANDS, (dx, dweight, dbias), x.device[1])
+    return _prepare_launches(problem, _BACKWARD_OPERANDS, outputs, x.device[1])
+
+
+def _views(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
+    return [None if output is None else output.view(device) for output in outputs]
 
 
 def _prepare_launches(
@@ -263,75 +244,6 @@ def _prepare_launches(
 ) -> Prepared:
     chosen = plan(problem, launch.device(device_index))
     return Prepared(outputs, chosen.workspace_bytes, launch.Call(chosen, operands, device_index))
-
-
-# ---- Checks. Every message names the argument, what it was and what it must be.
-
-
-def _check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
-    message = f"output_mask must be three bools, for dx, dweight and dbias; got {output_mask!r}"
-    if not isinstance(output_mask, Sequence) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
-        raise TypeError(message)
-    if len(output_mask) != 3:
-        raise ValueError(message)
-    return bool(output_mask[0]), bool(output_mask[1]), bool(output_mask[2])
-
-
-def _check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Output]:
-    """Check x and axis. Returns the axes, not negative and sorted; the shape over them; and what mean and rstd are."""
-    _check_dtype(x, "x")
-    dimensions = len(x.shape)
-    normalized = []
-    for item in axis:
-        if not -dimensions <= item < dimensions:
-            raise ValueError(f"axis {item} is out of range for x with {dimensions} dimensions (shape {x.shape})")
-        normalized.append(item % dimensions)
-    if not normalized or len(set(normalized)) < len(normalized):
-        raise ValueError(f"axis must name at least one axis and none twice; got {axis} for x of shape {x.shape}")
-    normalized.sort()
-    kept_shape = tuple(size for i, size in enumerate(x.shape) if i not in normalized)
-    stats = Output(kept_shape, DTYPES[x.dtype].compute)
-    return tuple(normalized), tuple(x.shape[i] for i in normalized), stats
-
-
-def _check_dtype(view: View, name: str) -> None:
-    if view.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {view.dtype}; it must be one of {', '.join(DTYPES)}")
-    itemsize = DTYPES[view.dtype].itemsize
-    if view.device[0] == "cuda" and view.pointer % itemsize:
-        raise ValueError(f"{name} lies at an address that is no multiple of its element size, {itemsize} bytes")
-
-
-def _check_vector(view: View | None, name: str, shape: tuple[int, ...], x: View) -> None:
-    if view is None:
-        return
-    _check_dtype(view, name)
-    _check_like(view, name, shape, view.dtype, x, contiguous=True)
-
-
-def _check_like(
-    view: View, name: str, shape: tuple[int, ...], dtype: str, x: View, *, contiguous: bool = False
-) -> None:
-    if view.shape != shape:
-        raise ValueError(f"{name} has shape {view.shape}; for x of shape {x.shape} it must be {shape}")
-    if view.dtype != dtype:
-        raise TypeError(f"{name} has dtype {view.dtype}; for x of dtype {x.dtype} it must be {dtype}")
-    if view.device != x.device:
-        raise RuntimeError(f"{name} is on {_device_name(view)} and x on {_device_name(x)}; they must be on one device")
-    _check_dtype(view, name)
-    if contiguous and not _is_contiguous(view):
-        raise ValueError(f"{name} has strides {view.strides} (in elements) for shape {shape}; it must be C-contiguous")
-
-
-def _device_name(view: View) -> str:
-    return "the CPU" if view.device[0] == "cpu" else f"CUDA device {view.device[1]}"
-
-
-def _is_contiguous(view: View) -> bool:
-    expected = contiguous_strides(view.shape)
-    return 0 in view.shape or all(
-        size == 1 or ours == theirs for size, ours, theirs in zip(view.shape, view.strides, expected)
-    )
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.

@@ -93,6 +93,11 @@ def _power_of_two_at_least(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _power_of_two_near(n: int) -> int:
+    """The power of two from two thirds of n, exclusive, to four thirds."""
+    return 1 << max(1, n * 4 // 3).bit_length() - 1
+
+
 def _vector_width(problem: ForwardProblem | BackwardProblem) -> int:
     """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
     itemsize = DTYPES[problem.x.dtype].itemsize
@@ -118,14 +123,6 @@ def _vector_constants(name: str, vector: Vector | None, width: int) -> dict[str,
     return {f"HAS_{name}": 1, f"{name}_TYPE": dtype.cuda, f"{name}_ACCESS": access}
 
 
-def _wants(problem: BackwardProblem) -> dict[str, int | str]:
-    return {
-        "WANTS_DX": int(problem.dx is not None),
-        "WANTS_DWEIGHT": int(problem.dweight is not None),
-        "WANTS_DBIAS": int(problem.dbias is not None),
-    }
-
-
 def _compute_itemsize(problem: ForwardProblem | BackwardProblem) -> int:
     return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
 
@@ -133,8 +130,8 @@ def _compute_itemsize(problem: ForwardProblem | BackwardProblem) -> int:
 _COLUMN_SUM_THREADS = 512
 
 
-def _launch_column_sums(
-    builder: _Builder, problem: BackwardProblem, partials: str, sums: str, dtype: str, rows: int, columns: int
+def _launch_sum(
+    builder: _Builder, problem: BackwardProblem, partials: Value, sums: Value, dtype: str, rows: int, columns: int
 ) -> None:
     # Few partial rows leave nothing to share between threads.
     row_threads = 1 if rows <= 8 else 16
@@ -156,19 +153,29 @@ def _launch_column_sums(
     )
 
 
-def _reserve_partials(builder: _Builder, problem: BackwardProblem, count: int) -> dict[str, Value]:
-    """Scratch for ``count`` partial rows of each column sum that is wanted; a null pointer for the others."""
-    arguments: dict[str, Value] = {"dweight_partials": 0, "dbias_partials": 0}
-    for name, wanted in (("dweight_partials", problem.dweight), ("dbias_partials", problem.dbias)):
-        if wanted is not None:
-            arguments[name] = builder.reserve(name, count * problem.columns, _compute_itemsize(problem))
-    return arguments
+def _column_sum_targets(
+    builder: _Builder, problem: BackwardProblem, count: int
+) -> tuple[dict[str, Value], dict[str, int | str]]:
+    """Where a kernel writes ``count`` rows of sums for dweight and dbias: arguments, and constants for their types.
 
-
-def _finish_partials(builder: _Builder, problem: BackwardProblem, count: int) -> None:
+    More than one row, or none, is scratch that `_launch_column_sums` will add up; one row is the result itself.
+    """
+    arguments: dict[str, Value] = {}
+    constants: dict[str, int | str] = {}
     for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
-        if dtype is not None:
-            _launch_column_sums(builder, problem, f"{name}_partials", name, dtype, count, problem.columns)
+        arguments[name], sum_dtype = 0, DTYPES[problem.x.dtype].compute
+        if dtype is not None and count == 1:
+            arguments[name], sum_dtype = name, dtype
+        elif dtype is not None:
+            arguments[name] = builder.reserve(f"{name}_sums", count * problem.columns, _compute_itemsize(problem))
+        constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[sum_dtype].cuda}
+    return arguments, constants
+
+
+def _launch_column_sums(builder: _Builder, problem: BackwardProblem, targets: dict[str, Value], count: int) -> None:
+    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
+        if dtype is not None and count != 1:
+            _launch_sum(builder, problem, targets[name], name, dtype, count, problem.columns)
 
 
 # ---- Rows that fit in a block's registers.
@@ -199,28 +206,30 @@ class _RowBlock:
 
 @dataclass(frozen=True)
 class _RowBlockTuning:
-    """Knobs of ``_row_block``.
+    """Knobs of ``_row_block``, in 4-byte registers that a thread's part of a row takes.
 
-    A row is spread over threads so that each has ``vectors`` of it, as long as ``most_threads`` suffice; then over more
-    vectors a thread, then over more threads. ``registers`` is the most that a thread's part of a row may take, by the
-    threads that share it, at least 256: a block of 1024 threads has 64 registers a thread, one of 512 has 128, and the
-    rest is for addresses, weights and sums. Compiling every plan for every architecture shows that nothing spills.
+    A row is spread over threads so that each has about ``aim`` registers of it, while ``most_threads`` suffice; then
+    over more registers a thread, then over more threads. ``limits`` are (threads, registers): the most for rows shared
+    by up to that many threads. A block of 1024 threads has 64 registers a thread, one of 512 has 128, and the rest is
+    for addresses, weights and sums. Compiling every plan for every architecture shows that nothing spills.
     """
 
-    vectors: int
+    aim: int
     most_threads: int
     block_threads: int
-    registers: tuple[tuple[int, int], ...]
+    limits: tuple[tuple[int, int], ...]
 
 
-# Measured on an H200, bfloat16, 32768 rows, by time over the time of a copy of the same bytes.
-# Forward: 64 threads of 4 or 8 vectors take 1.04 at 4096 columns, 256 threads of 2 vectors 1.26; at 8192 columns 128
-# threads of 8 beat 256 of 4 by 4 %, and blocks of more than one such row lose 10 %.
-_FORWARD_TUNING = _RowBlockTuning(4, 128, 64, ((256, 32), (512, 32), (1024, 24)))
-# Backward: two vectors a thread are best from 256 to 8192 columns.
-_BACKWARD_TUNING = _RowBlockTuning(2, 256, 256, ((256, 64), (512, 64)))
+# Measured on an H200 by time over the time of a copy of the same bytes, 32768 rows or 100 MB and more.
+# Forward: at 4096 columns of bfloat16, 128 threads of 4 vectors take 1.04, 256 of 2 vectors 1.26; at 8192, 128 of 8
+# beat 256 of 4 by 4 %, and blocks of more than one such row lose 10 %. At 257 columns (no vectors) 32 threads of 9
+# numbers take 1.67, 128 of 3 2.98.
+_FORWARD_TUNING = _RowBlockTuning(16, 128, 64, ((256, 36), (512, 32), (1024, 24)))
+# Backward: at 1000 columns of float32, 64 threads of 4 vectors take 1.05, 128 of 2 vectors 1.24; bfloat16 has twice the
+# sums a vector, and two vectors a thread are best from 256 to 8192 columns.
+_BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 64), (512, 64)))
 # Persistent blocks for 512 threads a multiprocessor: 6 % faster at 4096 columns than for 1024, which leave more partial
-# sums; as measured above.
+# sums.
 _PERSISTENT_THREADS = 512
 
 
@@ -244,15 +253,17 @@ def _row_block(problem: ForwardProblem | BackwardProblem, tuning: _RowBlockTunin
         return None
     width = _vector_width(problem)
     vectors_per_row = problem.columns // width
-    registers = dict(tuning.registers)
-    threads = min(tuning.most_threads, _power_of_two_at_least(-(-vectors_per_row // tuning.vectors)))
-    # Short rows: neighbouring threads should read neighbouring vectors.
-    threads = max(threads, min(8, _power_of_two_at_least(vectors_per_row)))
-    while -(-vectors_per_row // threads) * _row_registers(problem, width) > registers[max(threads, 256)]:
-        threads *= 2
-        if threads > tuning.registers[-1][0]:
-            return None
-    return _RowBlock(width, -(-vectors_per_row // threads), threads, max(1, tuning.block_threads // threads))
+    registers = _row_registers(problem, width)
+    threads = min(tuning.most_threads, _power_of_two_near(vectors_per_row * registers // tuning.aim))
+    # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
+    threads = max(threads, min(2, vectors_per_row))
+    for most_threads, limit in tuning.limits:
+        while threads <= most_threads:
+            vectors = -(-vectors_per_row // threads)
+            if vectors * registers <= limit:
+                return _RowBlock(width, vectors, threads, max(1, tuning.block_threads // threads))
+            threads *= 2
+    return None
 
 
 def _plan_row_block_forward(problem: ForwardProblem, rows: _RowBlock, builder: _Builder) -> str:
@@ -286,12 +297,13 @@ def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _Ro
     threads = rows.threads_per_row * rows.rows_per_block
     row_groups = -(-problem.rows // rows.rows_per_block)
     blocks = min(row_groups, device.multiprocessors * max(1, _PERSISTENT_THREADS // threads))
-    partials = _reserve_partials(builder, problem, blocks)
+    targets, target_constants = _column_sum_targets(builder, problem, blocks)
     constants = (
         _dtype_constants(problem)
         | rows.constants
         | _vector_constants("WEIGHT", problem.weight, rows.width)
-        | _wants(problem)
+        | {"WANTS_DX": int(problem.dx is not None)}
+        | target_constants
     )
     builder.launch(
         "row_block_backward",
@@ -309,9 +321,9 @@ def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _Ro
         x_stride=problem.x.row_strides[0],
         dy_stride=problem.dy.row_strides[0],
         dx_stride=problem.dx.row_strides[0] if problem.dx else 0,
-        **partials,
+        **targets,
     )
-    _finish_partials(builder, problem, blocks)
+    _launch_column_sums(builder, problem, targets, blocks)
     return "row_block"
 
 
@@ -463,7 +475,7 @@ def _plan_row_split_backward(problem: BackwardProblem, device: Device, builder: 
         )
         if splits > 1:
             compute = DTYPES[problem.x.dtype].compute
-            _launch_column_sums(builder, problem, chunk_sums, sums, compute, splits, 2 * problem.rows)
+            _launch_sum(builder, problem, chunk_sums, sums, compute, splits, 2 * problem.rows)
 
     tiles = -(-problem.columns // split.tile_columns)
     # Enough groups of rows to fill the device four times over, but a group not shorter than 8 steps: each costs a row
@@ -472,22 +484,22 @@ def _plan_row_split_backward(problem: BackwardProblem, device: Device, builder: 
     groups = max(1, min(wanted // max(1, tiles), row_blocks // 8))
     rows_per_group = -(-row_blocks // groups) * split.row_lanes
     groups = -(-problem.rows // rows_per_group)
-    partials = _reserve_partials(builder, problem, groups)
+    targets, target_constants = _column_sum_targets(builder, problem, groups)
     builder.launch(
         "row_split_backward",
-        constants | _wants(problem),
+        constants | {"WANTS_DX": int(problem.dx is not None)} | target_constants,
         tiles * groups,
         block,
         **inputs,
         sums=sums,
         dx="dx",
-        **partials,
+        **targets,
         **sizes,
         tiles=tiles,
         rows_per_group=rows_per_group,
         **_split_geometry(problem, x=problem.x, dy=problem.dy, dx=problem.dx or problem.x),
     )
-    _finish_partials(builder, problem, groups)
+    _launch_column_sums(builder, problem, targets, groups)
     return "row_split"
 
 
@@ -503,8 +515,8 @@ def _plan_forward(problem: ForwardProblem, device: Device, builder: _Builder) ->
 
 def _plan_backward(problem: BackwardProblem, device: Device, builder: _Builder) -> str:
     if problem.rows == 0 or problem.columns == 0:
-        _reserve_partials(builder, problem, 0)
-        _finish_partials(builder, problem, 0)
+        targets, _ = _column_sum_targets(builder, problem, 0)
+        _launch_column_sums(builder, problem, targets, 0)
         return "empty"
     rows = _row_block(problem, _BACKWARD_TUNING)
     if rows is not None:

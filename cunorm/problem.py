@@ -109,8 +109,8 @@ class ForwardProblem(_RowProblem):
     def of(
         x: View, weight: View | None, bias: View | None, y: View, *, axis: tuple[int, ...], eps: float, stats: bool
     ) -> ForwardProblem:
-        rows, columns, matrices = _matrices((x, y), axis)
-        return ForwardProblem(rows, columns, *matrices, _vector(weight), _vector(bias), stats, eps)
+        rows, columns, (x_matrix, y_matrix) = _matrices((x, y), axis)
+        return ForwardProblem(rows, columns, x_matrix, y_matrix, _vector(weight), _vector(bias), stats, eps)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,10 @@ def _matrices(views: tuple[View, ...], axis: tuple[int, ...]) -> tuple[tuple[int
 def _merge(
     shape: Sequence[int], strides: Sequence[Sequence[int]], dims: Sequence[int]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Merge neighbours of ``dims`` that are one run of memory in every tensor. Returns sizes and each tensor's strides."""
+    """Merge neighbours of ``dims`` that are one run of memory in every tensor.
+
+    Returns the merged sizes, and each tensor's strides.
+    """
     sizes: list[int] = []
     merged: list[list[int]] = [[] for _ in strides]
     for dim in dims:

@@ -14,8 +14,8 @@ struct Arguments {
   const Compute* mean;
   const Compute* rstd;
   X_TYPE* dx;
-  Compute* dweight_partials;  // [gridDim.x][columns]
-  Compute* dbias_partials;
+  DWEIGHT_TYPE* dweight;  // [gridDim.x][columns]: partial sums, or the finished ones where there is one block
+  DBIAS_TYPE* dbias;
   long long rows;
   long long columns;  // a multiple of VECTOR
   long long x_stride;  // elements from one row to the next
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
 
   const int columns = static_cast<int>(arguments.columns);
   const auto column_of = [](int i) { return (i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)) * VECTOR; };
-  Compute dweight[VECTORS][VECTOR] = {}, dbias[VECTORS][VECTOR] = {};
+  Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
 
   int turn = 0;
   for (long long first_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK; first_row < arguments.rows;
@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
         for (int j = 0; j < VECTOR; ++j) {
           const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
           const Compute gradient = widen(dy_values[i].lane[j]);
-          if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient * xhat;
-          if constexpr (WANTS_DBIAS) dbias[i][j] += gradient;
+          if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient * xhat;
+          if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient;
           const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
           part += g;
           part_with_xhat += g * xhat;
@@ -102,11 +102,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
     }
   }
 
-  // The block's rows of partial sums, added over threadIdx.y.
+  // Add over threadIdx.y, and write the block's row of sums.
   if constexpr (WANTS_DWEIGHT || WANTS_DBIAS) {
     constexpr int ROW_SUMS = ROWS_PER_BLOCK > 1 ? ROWS_PER_BLOCK * BLOCK_COLUMNS : 1;
     __shared__ Compute row_sums[ROW_SUMS];
-    const auto write_partials = [&](Compute(&values)[VECTORS][VECTOR], Compute* partials) {
+    const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], auto* sums) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if constexpr (ROWS_PER_BLOCK > 1) {
@@ -126,12 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
           }
         }
         if (threadIdx.y == 0 && column_of(i) < columns) {
+          const long long first = blockIdx.x * arguments.columns + column_of(i);
 #pragma unroll
-          for (int j = 0; j < VECTOR; ++j) partials[blockIdx.x * arguments.columns + column_of(i) + j] = values[i][j];
+          for (int j = 0; j < VECTOR; ++j) narrow(values[i][j], sums[first + j]);
         }
       }
     };
-    if constexpr (WANTS_DWEIGHT) write_partials(dweight, arguments.dweight_partials);
-    if constexpr (WANTS_DBIAS) write_partials(dbias, arguments.dbias_partials);
+    if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
+    if constexpr (WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
   }
 }

@@ -1,8 +1,8 @@
 // Layer norm of rows that fit in a block's registers: y = (x - mean) * rstd * weight + bias.
 //
 // Moves x once in and y once out. THREADS_PER_ROW threads (part of a warp, or several warps) hold one row as VECTORS
-// vectors each; a block holds ROWS_PER_BLOCK rows. The row stays in the registers as it came from memory, in X_TYPE: that
-// halves their number for sixteen-bit data, and widening again is cheaper than occupancy.
+// vectors each; a block holds ROWS_PER_BLOCK rows. The row stays in the registers as it came from memory, in X_TYPE:
+// that halves their number for sixteen-bit data, and widening again is cheaper than occupancy.
 //
 // The mean comes first, then the variance of the differences. The rounding of the mean is itself measured (the mean of
 // the differences, zero in exact arithmetic) and taken out again, so that rows far from zero come out right.
@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
     if (column_of(i) < end) values[i] = load<X_TYPE, VECTOR>(x + column_of(i));
   }
 
-  // Reduce: the mean, then the differences from it. Each vector is summed by itself first: less rounding, shorter chains.
+  // Reduce: the mean, then the differences from it. Each vector is summed by itself first: less rounding, shorter
+  // chains.
   Compute sum[1] = {0};
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {

@@ -1,4 +1,4 @@
-// Gradients of layer norm from finished row sums, for rows that no block can hold: dx, and the partial sums of dweight and
+// Gradients of layer norm from finished row sums, for rows that no block can hold: dx, and the sums for dweight and
 // dbias (the formulas stand in row_block_backward.cu). Reads x and dy a second time and writes dx.
 //
 // A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
@@ -15,8 +15,8 @@ struct Arguments {
   const Compute* rstd;
   const Compute* sums;  // [2][rows]: of g, of g * xhat
   X_TYPE* dx;
-  Compute* dweight_partials;  // [groups][columns]
-  Compute* dbias_partials;
+  DWEIGHT_TYPE* dweight;  // [groups][columns]: partial sums, or the finished ones where there is one group
+  DBIAS_TYPE* dbias;
   long long rows;
   long long columns;  // a multiple of VECTOR
   long long tiles;
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
   const Compute scale = 1 / static_cast<Compute>(arguments.columns);
 
   long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL];
-  Compute weight[UNROLL][VECTOR], dweight[UNROLL][VECTOR] = {}, dbias[UNROLL][VECTOR] = {};
+  Compute weight[UNROLL][VECTOR], dweight_sums[UNROLL][VECTOR] = {}, dbias_sums[UNROLL][VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     const long long column = tile_column(first_column, i);
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         for (int j = 0; j < VECTOR; ++j) {
           const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
           const Compute gradient = widen(dy_values[i].lane[j]);
-          if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient * xhat;
-          if constexpr (WANTS_DBIAS) dbias[i][j] += gradient;
+          if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient * xhat;
+          if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient;
           const Compute g = HAS_WEIGHT ? gradient * weight[i][j] : gradient;
           if constexpr (WANTS_DX) narrow((g - mean_g - xhat * mean_gx) * rstd, result.lane[j]);
         }
@@ -87,18 +87,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
     }
   }
 
-  // Add over the row lanes, which are neighbours in a warp, and write the group's row of partial sums.
-  const auto write_partials = [&](Compute(&values)[UNROLL][VECTOR], Compute* partials) {
+  // Add over the row lanes, which are neighbours in a warp, and write the group's row of sums.
+  const auto write_sums = [&](Compute(&values)[UNROLL][VECTOR], auto* sums) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       warp_sum<ROW_LANES, 1>(values[i]);
       const long long column = tile_column(first_column, i);
       if (row_lane() == 0 && column < arguments.columns) {
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) partials[group * arguments.columns + column + j] = values[i][j];
+        for (int j = 0; j < VECTOR; ++j) narrow(values[i][j], sums[group * arguments.columns + column + j]);
       }
     }
   };
-  if constexpr (WANTS_DWEIGHT) write_partials(dweight, arguments.dweight_partials);
-  if constexpr (WANTS_DBIAS) write_partials(dbias, arguments.dbias_partials);
+  if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
+  if constexpr (WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
 }

@@ -1,5 +1,5 @@
-// Layer norm from finished statistics: y = (x - mean) * rstd * weight + bias, the last launch for rows that no block can
-// hold. Reads x a second time, from L2 where it is still there, and writes y. One block a chunk of columns.
+// Layer norm from finished statistics: y = (x - mean) * rstd * weight + bias, the last launch for rows that no block
+// can hold. Reads x a second time, from L2 where it is still there, and writes y. One block a chunk of columns.
 #include "types.cuh"
 #include "tile.cuh"
 

@@ -1,5 +1,5 @@
-// The two sums along a row that dx needs, of g = dy * weight and of g * xhat, for one chunk of columns (for rows that no
-// block can hold; column_sums then adds up the chunks, and row_split_backward finishes). Reads x and dy once.
+// The two sums along a row that dx needs, of g = dy * weight and of g * xhat, for one chunk of columns (for rows that
+// no block can hold; column_sums then adds up the chunks, and row_split_backward finishes). Reads x and dy once.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
@@ -40,8 +40,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
     for (int i = 0; i < UNROLL; ++i) {
       const long long column = tile_column(first, i);
       if (column < end) {
-        x_values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
-        dy_values[i] = load<X_TYPE, VECTOR>(dy + offset_of(column, arguments.column_sizes, arguments.dy_column_strides));
+        const long long x_offset = offset_of(column, arguments.column_sizes, arguments.x_column_strides);
+        const long long dy_offset = offset_of(column, arguments.column_sizes, arguments.dy_column_strides);
+        x_values[i] = load<X_TYPE, VECTOR>(x + x_offset);
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + dy_offset);
       }
     }
 #pragma unroll

@@ -1,7 +1,7 @@
 // Merges the chunk statistics of row_split_statistics into the mean and rstd of each row: a warp a row, in double.
 //
-// Chan, Golub and LeVeque's rule for many parts at once: the squared deviation of the whole is that of the parts, plus the
-// squared deviation of their means. The mean is kept as the sum of two numbers, mean + mean_remainder, because its
+// Chan, Golub and LeVeque's rule for many parts at once: the squared deviation of the whole is that of the parts, plus
+// the squared deviation of their means. The mean is kept as the sum of two numbers, mean + mean_remainder, because its
 // rounding alone would show in y where a row lies far from zero. A row of no columns has NaN for both, as np.mean has.
 #include "types.cuh"
 

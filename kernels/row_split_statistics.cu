@@ -2,8 +2,8 @@
 // launches: row_split_statistics, row_split_merge, row_split_forward). Reads x once.
 //
 // The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has at most
-// TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded by
-// that number: this is safe for rows far from zero, which plain sums of squares are not.
+// TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded
+// by that number: this is safe for rows far from zero, which plain sums of squares are not.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"

@@ -1,8 +1,9 @@
 // How row_split_* cut a problem into tiles, for rows too long for a block and for rows that are not contiguous.
 //
 // A block of THREADS threads holds ROW_LANES rows by COLUMN_LANES * VECTOR columns at a time. Neighbouring threads run
-// along rows (ROW_LANES = 1) or across them, whichever is contiguous in memory. A position is a row and a column; where it
-// lies is the sum of two offsets, each a mixed-radix number over the sizes of the dimensions that could not be merged.
+// along rows (ROW_LANES = 1) or across them, whichever is contiguous in memory. A position is a row and a column; where
+// it lies is the sum of two offsets, each a mixed-radix number over the sizes of the dimensions that could not be
+// merged.
 constexpr int COLUMN_LANES = THREADS / ROW_LANES;
 constexpr int TILE_COLUMNS = COLUMN_LANES * VECTOR * UNROLL;
 

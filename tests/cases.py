@@ -72,7 +72,7 @@ def assert_rounded_once(result: Array, expected: Array, dtype: str) -> None:
 
 
 def assert_sums(result: Array, expected: Array, terms: Array, axis: tuple[int, ...], dtype: str) -> None:
-    """Sums over the kept axes, of ``terms`` that may cancel, in the sums' precision and then rounded to result's dtype."""
+    """Sums of ``terms`` over the kept axes are right: they may cancel, and are rounded to result's dtype at the end."""
     kept = tuple(i for i in range(terms.ndim) if i not in axis)
     size = np.linalg.norm(np.abs(terms).sum(axis=kept).reshape(-1))
     rounding = NORM_TOLERANCE[result.dtype.name] * np.linalg.norm(expected.reshape(-1))

@@ -10,7 +10,7 @@ weight and of bias, times seven architectures. Covered is:
    weight and bias absent, both float32 and both float64.
 3. row_split_* for every dtype, architecture and VECTOR, one dimension and three, along rows and across, with float64
    weights, and a quarter of that with other weights and gradients in turn.
-4. column_sums for every pair of types.
+4. column_sums for every pair of types, and gradients that one block sums up, for every pair.
 
 That is enough because a kernel's need of registers grows with VECTORS, everything else being equal; because a thread
 has as many registers on every architecture; and because the compiler treats types of weights alike but for their size.
@@ -82,9 +82,9 @@ def alignments(dtype: str) -> list[int]:
 
 
 def sizes_where_geometry_changes() -> Iterator[int]:
-    """Numbers of vectors a row: few, around powers of two, and around what 256 threads or more hold evenly."""
-    yield from range(1, 17)
-    for vectors in [2**k for k in range(5, 9)] + list(range(256, 32 * 1024, 256)):
+    """Numbers of vectors a row: all that are small, and around what 256 threads or more hold evenly."""
+    yield from range(1, 1100)
+    for vectors in range(1280, 32 * 1024, 256):
         yield from (vectors - 1, vectors, vectors + 1)
 
 
@@ -156,10 +156,17 @@ WEIGHTS = [(None, None), ("float32", "float32"), ("float64", "float64"), ("bfloa
 WANTED = [(1, 1, 1), (1, 1, 1), (1, 0, 0), (0, 1, 1), (1, 1, 0), (0, 0, 1)]
 
 
+def few_rows(dtype: str, columns: int) -> Iterator[BackwardProblem]:
+    """One row, whose sums for dweight and dbias are the results themselves, of every type."""
+    for weight in DTYPES:
+        yield backward(Matrix(dtype, (0,), (1,)), (1,), (columns,), weight)
+
+
 def row_block_constants(dtype: str, kernel: str, arch: str) -> set[Constants]:
     geometries = row_block_geometries(dtype, kernel, arch)
     heavy = heaviest(geometries)
     chosen = {with_weights(geometries[item], weight, bias) for item in heavy for weight, bias in WEIGHTS[:3]}
+    chosen.update(item.constants for item in launches(few_rows(dtype, 1000), arch) if item.kernel == kernel)
     place = list(DEVICES).index(arch)
     for number, constants in enumerate(geometries[key] for key in sorted(geometries)):
         if number % len(DEVICES) == place:
@@ -188,7 +195,7 @@ def row_split_constants(dtype: str, kernel: str, arch: str) -> set[Constants]:
     place = list(DEVICES).index(arch)
     forward_too = kernel in ("row_split_statistics", "row_split_forward", "row_split_merge")
     directions = (forward_too, not forward_too)
-    problems = row_split_problems(dtype, "float64", directions)
+    problems = itertools.chain(row_split_problems(dtype, "float64", directions), few_rows(dtype, 3 * 2**19))
     found = [item.constants for item in launches(problems, arch) if item.kernel == kernel]
     chosen = set(found)
     for number, constants in enumerate(dict.fromkeys(found), start=place):
@@ -211,14 +218,19 @@ def constants_of(kernel: str, dtype: str, arch: str) -> set[Constants]:
 # ---- The tests.
 
 
+def threads_of(constants: Constants) -> int:
+    """Threads a block, in the kernels' own words."""
+    given = {name: int(value) for name, value in constants if isinstance(value, int)}
+    if "THREADS" in given:
+        return given["THREADS"]
+    if "COLUMN_THREADS" in given:
+        return given["COLUMN_THREADS"] * given["ROW_THREADS"]
+    return given.get("THREADS_PER_ROW", 32) * given["ROWS_PER_BLOCK"]
+
+
 def complaint(kernel: str, constants: Constants, taken: Resources) -> str | None:
     """What is wrong with what a kernel takes; None if nothing is."""
-    given = dict(constants)
-    threads = 1024
-    if "THREADS_PER_ROW" in given:
-        threads = int(given["THREADS_PER_ROW"]) * int(given["ROWS_PER_BLOCK"])
-    elif "THREADS" in given:
-        threads = int(given["THREADS"])
+    threads = threads_of(constants)
     if taken.spill_bytes or taken.stack_bytes:
         return f"{taken.spill_bytes} bytes spilled, {taken.stack_bytes} bytes of stack"
     if taken.shared_bytes > STATIC_SHARED_BYTES:
@@ -241,6 +253,15 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
         if found is not None:
             complaints[" ".join(f"{name}={value}" for name, value in constants)] = found
     assert not complaints, "\n".join(f"{kernel} {arch} {what}: {found}" for what, found in complaints.items())
+
+
+@pytest.mark.parametrize("kernel", ["row_split_statistics", "row_split_backward", "row_split_merge", "column_sums"])
+def test_threads_are_as_the_plan_has_them(kernel: str) -> None:
+    found = [item for item in launches(row_split_problems("float32", None, (True, True)), "sm_90")
+             if item.kernel == kernel]  # fmt: skip
+    assert found
+    for item in found:
+        assert threads_of(item.constants) == item.block[0] * item.block[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])

@@ -52,6 +52,7 @@ def test_plain_text(file: str) -> None:
     text = text_of(file)
     assert text.isascii() and text.endswith("\n") and "\t" not in text and "\r" not in text
     assert not re.findall(r"[ ]+$", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -79,11 +79,15 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[tupl
     if kind == "many dimensions":
         row_sizes, column_sizes = (tuple(draw(st.lists(SMALL, min_size=1, max_size=3))) for _ in range(2))
         stride = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 1000, 1024, -1, -8])
-        lasts = st.sampled_from([1, 1, 1, 2, 0, -1])
+        even = st.sampled_from([0, 8, 1024, 1024, 1024, 1026, 1025])
+        along_rows = draw(st.booleans())  # vectors of contiguous columns, if all else is even
 
         def strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-            return (*(draw(stride) for _ in sizes[1:]), draw(lasts))
+            last = 1 if along_rows and sizes is column_sizes else draw(even if along_rows else stride)
+            return (*(draw(even if along_rows else stride) for _ in sizes[1:]), last)
 
+        if along_rows:
+            column_sizes = (*column_sizes[1:], draw(st.sampled_from([8, 24, 64, 64, 100, 7])))
         return row_sizes, column_sizes, [(strides(row_sizes), strides(column_sizes)) for _ in range(3)]
     step = draw(st.sampled_from([-1, 0, 2, 3])) if kind == "column-strided" else 1
     spread = [((columns * abs(step) + draw(st.sampled_from([0, 1, 2, 4, 8])),), (step,)), plain, plain]
@@ -181,14 +185,13 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
 }
 _SCRATCH = {
     "column_sums": {"partials": "partials", "sums": "column sums"},
-    "row_block_backward": dict.fromkeys(["dweight_partials", "dbias_partials"], "a row a block"),
+    "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a block"),
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk"),
     "row_split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "row_split_gradient_sums": {"sums": "two a chunk"},
-    "row_split_backward": dict.fromkeys(["dweight_partials", "dbias_partials"], "a row a group")
-    | {"sums": "two a row"},
+    "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group") | {"sums": "two a row"},
 }
 
 
@@ -407,8 +410,11 @@ def test_every_result_is_written(problem: Problem, device: Device) -> None:
     for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
         if dtype is not None and problem.columns:
             wanted.add(name)
-            launches = [item for item in chosen.launches if ("sums", name) in item.arguments]
-            assert [dict(item.constants)["SUM_TYPE"] for item in launches] == [DTYPES[dtype].cuda]
+            writers = [(item, field) for item in chosen.launches for field, value in item.arguments if value == name]
+            ((item, field),) = writers
+            assert field in ("sums", name) and item.kernel == ("column_sums" if field == "sums" else item.kernel)
+            kind = dict(item.constants)["SUM_TYPE" if field == "sums" else f"{name.upper()}_TYPE"]
+            assert kind == DTYPES[dtype].cuda
     assert named >= wanted
     assert not (named & {"dweight", "dbias"}) - wanted
 
@@ -441,11 +447,19 @@ def kernels_of(*plans: Plan) -> set[tuple[str, Any]]:
 def test_no_batch_size_compiles_a_kernel_of_its_own(
     rows: int, other_rows: int, columns: int, dtype: str, device: Device
 ) -> None:
-    """But for column sums, which are cheap to compile: of few partial rows or many, of gradients or of chunks."""
+    """But for column sums, which are cheap to compile (of few partial rows or many, of gradients or of chunks), and but
+    for so few rows that one block writes the sums of all, in their own dtype."""
+
+    def costly(problem: Problem) -> set[tuple[str, Any]]:
+        types_of_sums = ("DWEIGHT_TYPE", "DBIAS_TYPE")
+        return {
+            (kernel, tuple(item for item in constants if item[0] not in types_of_sums))
+            for kernel, constants in kernels_of(plan(problem, device))
+            if kernel != "column_sums"
+        }
+
     for make in (plain_forward, plain_backward):
-        some, others = (kernels_of(plan(make(count, columns, dtype), device)) for count in (rows, other_rows))
-        assert {kernel for kernel, _ in some ^ others} <= {"column_sums"}
-        assert len(some ^ others) <= 4
+        assert costly(make(rows, columns, dtype)) == costly(make(other_rows, columns, dtype))
 
 
 def test_eps_compiles_nothing() -> None:
@@ -463,13 +477,13 @@ MODEL_SIZES = [
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
-    """Twenty sizes of layer norm, and four batch sizes of each: less than a kernel a size and direction."""
+    """Twenty sizes of layer norm, and four batch sizes of each: about a kernel a size and direction."""
     rows = (1, 7, 4096, 65536)
     sm_90 = DEVICES["sm_90"]
     forward = kernels_of(*(plan(plain_forward(n, columns, dtype), sm_90) for n in rows for columns in MODEL_SIZES))
     backward = kernels_of(*(plan(plain_backward(n, columns, dtype), sm_90) for n in rows for columns in MODEL_SIZES))
-    assert len(forward) < len(MODEL_SIZES)
-    assert len(backward) < len(MODEL_SIZES)
+    assert len(forward) <= len(MODEL_SIZES) + 4
+    assert len(backward) <= len(MODEL_SIZES) + 4
 
 
 # ---- Which strategy for which size.
