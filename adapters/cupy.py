@@ -21,7 +21,7 @@ class CupyAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
         if not isinstance(tensor, cupy.ndarray):
             raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a CuPy x it must be a CuPy array")
-        itemsize = tensor.itemsize
+        itemsize = tensor.itemsize or 1  # 0 for some dtypes that the checks will refuse
         if any(step % itemsize for step in tensor.strides):
             raise ValueError(
                 f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes"

@@ -50,7 +50,7 @@ def layer_norm(
         Also return mean and rstd.
     out : tensor, optional
         Where to write y: C-contiguous, with x's shape, dtype and device. Not for JAX and TensorFlow, whose tensors are
-        immutable, and not where gradients are recorded. It may be ``x`` itself.
+        immutable, and not where gradients are recorded. It may be ``x`` itself, but not overlap it otherwise.
 
     Returns
     -------

@@ -67,6 +67,9 @@ def plan(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     return Plan(strategy, tuple(builder.launches), tuple(builder.scratch), builder.workspace_bytes)
 
 
+_MOST_BLOCKS = 2**31 - 1
+
+
 @dataclass
 class _Builder:
     launches: list[Launch] = field(default_factory=list)
@@ -82,6 +85,8 @@ class _Builder:
     def launch(
         self, kernel: str, constants: dict[str, int | str], grid: int, block: tuple[int, int], **arguments: Value
     ) -> None:
+        if grid > _MOST_BLOCKS:
+            raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
         if grid > 0:
             self.launches.append(Launch(kernel, tuple(constants.items()), grid, block, tuple(arguments.items())))
 
@@ -224,25 +229,28 @@ class _RowBlockTuning:
 # Forward: at 4096 columns of bfloat16, 128 threads of 4 vectors take 1.04, 256 of 2 vectors 1.26; at 8192, 128 of 8
 # beat 256 of 4 by 4 %, and blocks of more than one such row lose 10 %. At 257 columns (no vectors) 32 threads of 9
 # numbers take 1.67, 128 of 3 2.98.
-_FORWARD_TUNING = _RowBlockTuning(16, 128, 64, ((256, 36), (512, 32), (1024, 24)))
+_FORWARD_TUNING = _RowBlockTuning(16, 128, 64, ((256, 36), (512, 32), (1024, 20)))
 # Backward: at 1000 columns of float32, 64 threads of 4 vectors take 1.05, 128 of 2 vectors 1.24; bfloat16 has twice the
 # sums a vector, and two vectors a thread are best from 256 to 8192 columns.
-_BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 64), (512, 64)))
+_BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 76), (512, 100)))
 # Persistent blocks for 512 threads a multiprocessor: 6 % faster at 4096 columns than for 1024, which leave more partial
 # sums.
 _PERSISTENT_THREADS = 512
 
 
-def _row_registers(problem: ForwardProblem | BackwardProblem, width: int) -> int:
-    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums.
+def _row_registers(problem: ForwardProblem | BackwardProblem, width: int) -> tuple[int, int]:
+    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
 
-    A vector of less than 16 bytes counts one more: there are many of them, and each has its own bound to check.
+    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. Once a
+    thread counts the weight, and that intermediate results in double take twice as much.
     """
     loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
-    loaded = max(1, loaded_bytes // 4) + (loaded_bytes < 16)
+    loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
     if isinstance(problem, ForwardProblem):
-        return loaded
-    return 2 * loaded + 2 * width * _compute_itemsize(problem) // 4
+        return loaded + narrow, 0
+    weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
+    sums = 2 * width * _compute_itemsize(problem) // 4
+    return 2 * loaded + sums + 4 * narrow, weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
 
 
 def _row_block(problem: ForwardProblem | BackwardProblem, tuning: _RowBlockTuning) -> _RowBlock | None:
@@ -253,14 +261,14 @@ def _row_block(problem: ForwardProblem | BackwardProblem, tuning: _RowBlockTunin
         return None
     width = _vector_width(problem)
     vectors_per_row = problem.columns // width
-    registers = _row_registers(problem, width)
+    registers, more_registers = _row_registers(problem, width)
     threads = min(tuning.most_threads, _power_of_two_near(vectors_per_row * registers // tuning.aim))
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     threads = max(threads, min(2, vectors_per_row))
     for most_threads, limit in tuning.limits:
         while threads <= most_threads:
             vectors = -(-vectors_per_row // threads)
-            if vectors * registers <= limit:
+            if vectors * registers + more_registers <= limit:
                 return _RowBlock(width, vectors, threads, max(1, tuning.block_threads // threads))
             threads *= 2
     return None

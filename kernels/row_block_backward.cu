@@ -83,6 +83,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
     const Compute mean_g = sums[0] / columns, mean_gx = sums[1] / columns;
 
     // Finish and store.
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      forget_widened(x_values[i]);
+      forget_widened(dy_values[i]);
+    }
     X_TYPE* dx = arguments.dx + row * arguments.dx_stride;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
   row_sum<THREADS_PER_ROW>(sum, scratch);
   const Compute rough_mean = sum[0] / columns;
 
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
   Compute sums[2] = {0, 0};  // of the differences, and of their squares
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
@@ -77,6 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
   const Compute variance = sums[1] / columns - correction * correction;
 
   // Finish and store.
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
   const Compute rstd = reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps));
   if (threadIdx.x == 0 && end > 0 && arguments.mean != nullptr) {
     arguments.mean[row] = rough_mean + correction;

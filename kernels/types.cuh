@@ -38,6 +38,17 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
   *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
 }
 
+// Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
+// both, and spill.
+template <typename T, int COUNT>
+__device__ __forceinline__ void forget_widened(Vector<T, COUNT>& values) {
+  if constexpr (sizeof(T) * COUNT >= 4) {
+    unsigned* words = reinterpret_cast<unsigned*>(&values);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)) * COUNT / 4; ++i) asm volatile("" : "+r"(words[i]));
+  }
+}
+
 // COUNT values of a weight or bias in Compute. Its type may be wider than x's and its alignment smaller, so it comes in
 // pieces of ACCESS_BYTES.
 template <int COUNT, int ACCESS_BYTES, typename T>
