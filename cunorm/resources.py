@@ -19,6 +19,8 @@ __all__ = ["Resources", "compile_resources"]
 # What CuPy adds to the options of a RawModule.
 _CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
+_FIRST_WITH_CACHE = (12, 9)
+
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _BARRIERS = re.compile(r"used (\d+) barriers")
@@ -75,7 +77,9 @@ def _compile(kernel: str, constants: tuple[tuple[str, int | str], ...], arch: st
     launch.cupy()  # finds NVRTC and loads it
     from cupy_backends.cuda.libs import nvrtc
 
-    options = (*launch.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options())
+    options = [*launch.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options()]
+    if nvrtc.getVersion() >= _FIRST_WITH_CACHE:
+        options.append("--no-cache")  # what comes from the driver's cache was not compiled, and has no log
     program = nvrtc.createProgram(kernels.kernel_source(kernel, dict(constants)), f"{kernel}.cu", (), ())
     try:
         try:

@@ -1,7 +1,8 @@
 // Adds up the rows of a matrix of partial sums, in a fixed order: sums[c] = partials[0][c] + partials[1][c] + ...
 //
 // Every block of the kernel before has left one row. A block here takes COLUMN_THREADS columns; its ROW_THREADS rows of
-// threads each take every ROW_THREADS-th partial row and are added up through shared memory. No rows at all give zeros.
+// threads each take every ROW_THREADS-th partial row and are added up through shared memory. The sums are in double: there
+// are few numbers to add here, and their rounding would be most of the result's. No rows at all give zeros.
 #include "types.cuh"
 
 struct Arguments {
@@ -12,9 +13,9 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) column_sums(const Arguments arguments) {
-  __shared__ Compute scratch[ROW_THREADS][COLUMN_THREADS];
+  __shared__ double scratch[ROW_THREADS][COLUMN_THREADS];
   const long long column = static_cast<long long>(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
-  Compute sum = 0;
+  double sum = 0;
   if (column < arguments.columns) {
 #pragma unroll 4
     for (long long row = threadIdx.y; row < arguments.rows; row += ROW_THREADS) {

@@ -20,8 +20,10 @@ __device__ __forceinline__ void narrow(float value, __half& result) { result = _
 __device__ __forceinline__ void narrow(float value, __nv_bfloat16& result) { result = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void narrow(double value, __half& result) { result = __double2half(value); }
 __device__ __forceinline__ void narrow(double value, __nv_bfloat16& result) { result = __double2bfloat16(value); }
-__device__ __forceinline__ void narrow(Compute value, float& result) { result = static_cast<float>(value); }
-__device__ __forceinline__ void narrow(Compute value, double& result) { result = static_cast<double>(value); }
+__device__ __forceinline__ void narrow(float value, float& result) { result = value; }
+__device__ __forceinline__ void narrow(float value, double& result) { result = value; }
+__device__ __forceinline__ void narrow(double value, float& result) { result = static_cast<float>(value); }
+__device__ __forceinline__ void narrow(double value, double& result) { result = value; }
 
 template <typename T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
