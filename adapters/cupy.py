@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
 
 from cunorm import execute
 from cunorm.execute import Adapter, Op, Output
-from cunorm.problem import View
+from cunorm.problem import DTYPES, View
 
 __all__ = ["ADAPTER"]
 
 # Scratch memory of calls that were captured into a CUDA graph: the graph writes there at every replay, so it must not
 # return to the pool. It stays for the life of the process, since CuPy does not tell when a graph goes.
 _captured: list[cupy.ndarray] = []
+
+
+_current_device = cupy.cuda.runtime.getDevice
+_DTYPES = {name: execute.numpy_dtype(name) for name in (*DTYPES, "uint8")}
 
 
 class CupyAdapter(Adapter):
@@ -29,9 +34,29 @@ class CupyAdapter(Adapter):
         strides = tuple(step // itemsize for step in tensor.strides)
         return View(tensor.data.ptr, tensor.shape, strides, tensor.dtype.name, ("cuda", tensor.device.id))
 
+    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+        kind: list[Any] = []
+        pointers = []
+        for tensor in tensors:
+            if tensor is None:
+                kind.append(None)
+                pointers.append(0)
+                continue
+            try:
+                memory = tensor.data
+                pointer = memory.ptr
+                kind += (tensor.shape, tensor.strides, tensor.dtype, memory.device_id, pointer & 15)
+            except AttributeError:  # no CuPy array: `view` says so
+                return super().describe(tensors, names)
+            pointers.append(pointer)
+        return tuple(kind), pointers
+
     def empty(self, output: Output, like: cupy.ndarray) -> cupy.ndarray:
-        with like.device:
-            result = cupy.empty(output.shape, execute.numpy_dtype(output.dtype))
+        if _current_device() == like.data.device_id:
+            result = cupy.ndarray(output.shape, _DTYPES[output.dtype])
+        else:
+            with like.device:
+                result = cupy.ndarray(output.shape, _DTYPES[output.dtype])
         if output.dtype == "uint8" and cupy.cuda.get_current_stream().is_capturing():
             _captured.append(result)
         return result

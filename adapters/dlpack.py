@@ -44,18 +44,28 @@ class DlpackAdapter(Adapter):
         self._x = x
         self._exports: list[Any] = []
         self._pointers: dict[int, int] = {}
+        self._views: dict[tuple[int, bool], View] = {}
         namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
         self._from_dlpack = getattr(namespace, "from_dlpack", None)
         self._device = _device(x, "x")
         self._like = None
         if self._device[0] == "cuda":
-            self._like = SimpleNamespace(device=launch.cupy().cuda.Device(self._device[1]))
+            # What the CuPy adapter looks at, to allocate beside an array.
+            index = self._device[1]
+            self._like = SimpleNamespace(device=launch.cupy().cuda.Device(index), data=SimpleNamespace(device_id=index))
         library = "cupy" if self._device[0] == "cuda" else "numpy"
         # Whose memory the results are in.
         self._memory: Adapter = importlib.import_module(f"cunorm.adapters.{library}").ADAPTER
         self._result_library = library
 
     def view(self, tensor: Any, name: str) -> View:
+        # Exported once a call, though the first call of a kind looks at its tensors twice.
+        key = id(tensor), name == "out"
+        if key not in self._views:
+            self._views[key] = self._export_view(tensor, name)
+        return self._views[key]
+
+    def _export_view(self, tensor: Any, name: str) -> View:
         if not self._belongs(tensor, name):
             ours, theirs = type(self._x).__qualname__, type(tensor).__qualname__
             raise TypeError(f"{name} is a {theirs}; beside an x of type {ours} it must come from the same library")

@@ -5,6 +5,7 @@ CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+def _requires_grad(*tensors: Any) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - every call comes here, and a generator takes longer
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            return True
+    return False
+
+
 class TorchAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
         if not isinstance(tensor, torch.Tensor):
@@ -38,8 +46,27 @@ class TorchAdapter(Adapter):
         place = ("cuda", device.index) if device.type == "cuda" else ("cpu", 0)
         return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, place)
 
+    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+        kind: list[Any] = []
+        pointers = []
+        for tensor in tensors:
+            if tensor is None:
+                kind.append(None)
+                pointers.append(0)
+                continue
+            try:
+                pointer = tensor.data_ptr()
+                kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, pointer & 15)
+            except (AttributeError, RuntimeError):  # no tensor, or one without memory: `view` says what is wrong
+                return super().describe(tensors, names)
+            pointers.append(pointer)
+        return tuple(kind), pointers
+
     def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=like.device)
+        dtype = _DTYPES[output.dtype]
+        if like.shape == output.shape and like.dtype is dtype:  # takes half the time
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        return torch.empty(output.shape, dtype=dtype, device=like.device)
 
     def pointer(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
@@ -49,8 +76,7 @@ class TorchAdapter(Adapter):
         return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
 
     def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
-        tensors = (x, weight, bias, out)
-        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        if torch.is_grad_enabled() and _requires_grad(x, weight, bias, out):
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"

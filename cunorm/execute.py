@@ -51,6 +51,7 @@ class Prepared:
     """
 
     outputs: tuple[Output | None, ...]
+    device: tuple[str, int]
     workspace_bytes: int
     run: Callable[[Sequence[int], int, int], None]
 
@@ -82,6 +83,16 @@ class Adapter(Protocol):
     def view(self, tensor: Any, name: str) -> View:
         """The tensor as memory. ``name`` is the argument's, for error messages."""
 
+    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+        """What the views of some tensors (or None) are but for their addresses, and the addresses.
+
+        The first is a key for calls that were prepared; it may be anything that tells views and alignments apart, and
+        may let pass what `view` refuses, which every key goes through once. This is the time that every call takes.
+        """
+        views = _views(self, tensors, names)
+        kind = tuple(None if view is None else (*view[1:], view.pointer & 15) for view in views)
+        return kind, [0 if view is None else view.pointer for view in views]
+
     def empty(self, output: Output, like: Any) -> Any:
         """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too."""
 
@@ -109,32 +120,65 @@ class Adapter(Protocol):
         return backward(self, op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
 
 
-def _run(adapter: Adapter, prepared: Prepared, inputs: Sequence[View | None], like: Any, out: Any = None) -> list[Any]:
-    device = next(view.device for view in inputs if view is not None)
-    outputs = [None if output is None else adapter.empty(output, like) for output in prepared.outputs]
-    if out is not None:
-        outputs[0] = out
-    pointers = [0 if view is None else view.pointer for view in inputs]
-    pointers += [0 if output is None else adapter.pointer(output) for output in outputs]
-    workspace = None
+_FORWARD_NAMES = ("x", "weight", "bias", "out")
+_BACKWARD_NAMES = ("dy", "x", "weight", "mean", "rstd")
+_OPTIONAL = ("weight", "bias", "out")
+
+# The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch.
+_calls: dict[Any, Prepared] = {}
+_MOST_CALLS = 4096
+
+
+def _remember(key: Any, prepared: Prepared) -> Prepared:
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[key] = prepared
+    return prepared
+
+
+def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    return [
+        None if tensor is None and name in _OPTIONAL else adapter.view(tensor, name)
+        for tensor, name in zip(tensors, names)
+    ]
+
+
+def _allocate(adapter: Adapter, output: Output | None, like: Any, pointers: list[int]) -> Any:
+    if output is None:
+        pointers.append(0)
+        return None
+    result = adapter.empty(output, like)
+    pointers.append(adapter.pointer(result))
+    return result
+
+
+def _run(adapter: Adapter, prepared: Prepared, pointers: list[int], like: Any) -> None:
+    stream = adapter.stream(prepared.device)
     if prepared.workspace_bytes:
         workspace = adapter.empty(Output((prepared.workspace_bytes,), "uint8"), like)
-    prepared.run(pointers, 0 if workspace is None else adapter.pointer(workspace), adapter.stream(device))
-    return outputs
+        prepared.run(pointers, adapter.pointer(workspace), stream)
+    else:
+        prepared.run(pointers, 0, stream)
 
 
 def forward(
     adapter: Adapter, op: Op, x: Any, weight: Any, bias: Any, out: Any = None, stats: bool = False
 ) -> tuple[Any, Any, Any]:
     """Run an op on tensors of one framework, without differentiation."""
-    inputs = (
-        adapter.view(x, "x"),
-        None if weight is None else adapter.view(weight, "weight"),
-        None if bias is None else adapter.view(bias, "bias"),
-    )
-    prepared = op.prepare_forward(*inputs, None if out is None else adapter.view(out, "out"), stats)
-    y, mean, rstd = _run(adapter, prepared, inputs, x, out)
-    return y, mean, rstd
+    tensors = (x, weight, bias, out)
+    kind, pointers = adapter.describe(tensors, _FORWARD_NAMES)
+    key = (type(adapter), op, stats, kind)
+    prepared = _calls.get(key)
+    if prepared is None:
+        x_view, weight_view, bias_view, out_view = _views(adapter, tensors, _FORWARD_NAMES)
+        prepared = _remember(key, op.prepare_forward(x_view, weight_view, bias_view, out_view, stats))
+    y, mean, rstd = prepared.outputs
+    if out is None:
+        pointers.pop()
+        out = _allocate(adapter, y, x, pointers)
+    results = out, _allocate(adapter, mean, x, pointers), _allocate(adapter, rstd, x, pointers)
+    _run(adapter, prepared, pointers, x)
+    return results
 
 
 def backward(
@@ -149,15 +193,17 @@ def backward(
     bias_dtype: str | None,
 ) -> tuple[Any, Any, Any]:
     """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
-    inputs = (
-        adapter.view(dy, "dy"),
-        adapter.view(x, "x"),
-        None if weight is None else adapter.view(weight, "weight"),
-        adapter.view(mean, "mean"),
-        adapter.view(rstd, "rstd"),
-    )
-    prepared = op.prepare_backward(*inputs, output_mask, bias_dtype)
-    dx, dweight, dbias = _run(adapter, prepared, inputs, x)
+    tensors = (dy, x, weight, mean, rstd)
+    kind, pointers = adapter.describe(tensors, _BACKWARD_NAMES)
+    key = (type(adapter), op, output_mask, bias_dtype, kind)
+    prepared = _calls.get(key)
+    if prepared is None:
+        dy_view, x_view, weight_view, mean_view, rstd_view = _views(adapter, tensors, _BACKWARD_NAMES)
+        prepared = _remember(
+            key, op.prepare_backward(dy_view, x_view, weight_view, mean_view, rstd_view, output_mask, bias_dtype)
+        )
+    dx, dweight, dbias = (_allocate(adapter, output, x, pointers) for output in prepared.outputs)
+    _run(adapter, prepared, pointers, x)
     return dx, dweight, dbias
 
 
@@ -193,4 +239,4 @@ def prepare_on_cpu(
     def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
         function(*(layout and as_numpy(pointer, *layout) for layout, pointer in zip(layouts, pointers)))
 
-    return Prepared(outputs, 0, run)
+    return Prepared(outputs, ("cpu", 0), 0, run)

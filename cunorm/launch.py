@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,40 +90,54 @@ class Call:
 
     def __init__(self, plan: Plan, operands: Sequence[str], device_index: int) -> None:
         self._device = device_index
-        self._runtime = cupy().cuda.runtime
         self._current_context = cupy().cuda.driver.ctxGetCurrent
         self._launch_kernel = cupy().cuda.driver.launchKernel
+        self._offsets = [scratch.offset for scratch in plan.scratch]
+        # What a call's pointers are called: its operands, null, its scratch.
+        names: list[str | None] = [*operands, None, *(scratch.name for scratch in plan.scratch)]
         self._launches = []
-        offsets = {scratch.name: scratch.offset for scratch in plan.scratch}
         for launch in plan.launches:
             values = argument_values(launch)
-            codes = "".join("Q" if code == "P" else code for code, _ in values)
-            template = [0 if code == "P" else value for code, value in values]
-            # Where pointers go: (place in the struct, place among the operands), (place in the struct, scratch offset).
-            names = [(place, name) for place, (code, name) in enumerate(values) if code == "P" and name is not None]
-            operand_places = [(place, operands.index(name)) for place, name in names if name not in offsets]
-            scratch_places = [(place, offsets[name]) for place, name in names if name in offsets]
+            pointers = [name for code, name in values if code == "P"]
+            numbers = [(code, value) for code, value in values if code != "P"]
+            assert [code for code, _ in values[: len(pointers)]] == ["P"] * len(pointers), "pointers come first"
+            tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
+            pick = operator.itemgetter(*(names.index(name) for name in pointers))
+            pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
             function = _function(launch.kernel, launch.constants, device_index)
-            dimensions = (launch.grid, 1, 1, *launch.block, 1)
-            pack_into = struct.Struct("<" + codes).pack_into
-            self._launches.append((function.ptr, dimensions, pack_into, template, operand_places, scratch_places))
+            dimensions = (launch.grid, 1, 1, *launch.block, 1, 0)
+            self._launches.append((function, dimensions, pick, pack_into, bytes(8 * len(pointers)) + tail))
+        with cupy().cuda.Device(device_index):
+            cupy().cuda.runtime.free(0)  # makes the context, should it not be there
+            self._context = self._current_context()
+        self._of_thread = threading.local()
+
+    def _prepare_thread(self) -> list[Any]:
+        """Argument structs of this thread's own: the driver copies them during a launch, when others may be packing."""
+        ready = []
+        for function, dimensions, pick, pack_into, packed in self._launches:
+            arguments = ctypes.create_string_buffer(packed, len(packed))
+            parameters = ctypes.c_void_p(ctypes.addressof(arguments))
+            address = ctypes.addressof(parameters)
+            ready.append((function.ptr, dimensions, pick, pack_into, arguments, address, parameters))
+        self._of_thread.launches = ready
+        return ready
 
     def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Launch on ``stream``, a raw handle. ``workspace`` points at the plan's ``workspace_bytes`` on the device."""
-        if self._runtime.getDevice() != self._device:
+        if self._current_context() != self._context:  # another device is current, or none yet in this thread
             with cupy().cuda.Device(self._device):
-                return self(pointers, workspace, stream)
-        if not self._current_context():  # a thread that has not used the GPU yet
-            self._runtime.setDevice(self._device)
-        for function, dimensions, pack_into, template, operand_places, scratch_places in self._launches:
-            values = template.copy()
-            for place, operand in operand_places:
-                values[place] = pointers[operand]
-            for place, offset in scratch_places:
-                values[place] = workspace + offset
-            # Made anew each time: the driver copies it during the launch, when another thread may be packing too.
-            packed = ctypes.create_string_buffer(8 * len(values))
-            pack_into(packed, 0, *values)
-            parameters = ctypes.c_void_p(ctypes.addressof(packed))
-            self._launch_kernel(function, *dimensions, 0, stream, ctypes.addressof(parameters), 0)
-        return None
+                cupy().cuda.runtime.free(0)
+                return self._launch(pointers, workspace, stream)
+        return self._launch(pointers, workspace, stream)
+
+    def _launch(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
+        try:
+            launches = self._of_thread.launches
+        except AttributeError:
+            launches = self._prepare_thread()
+        every_pointer = (*pointers, 0, *[workspace + offset for offset in self._offsets])
+        launch_kernel = self._launch_kernel
+        for function, dimensions, pick, pack_into, arguments, address, _ in launches:
+            pack_into(arguments, 0, *pick(every_pointer))
+            launch_kernel(function, *dimensions, stream, address, 0)

@@ -131,9 +131,12 @@ def layer_norm_backward(
     return adapters.adapter_of(x).backward(op, dy, x, weight, mean, rstd, check_mask(output_mask), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """`layer_norm` with its attributes, as the adapters pass it around (see `cunorm.execute.Op`)."""
+    """`layer_norm` with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
+
+    There is one object for the same attributes, made by `of`: as a part of keys it is compared by identity, in no time.
+    """
 
     axis: tuple[int, ...]
     eps: float
@@ -141,7 +144,10 @@ class LayerNorm:
     @staticmethod
     def of(axis: int | Sequence[int], eps: float) -> LayerNorm:
         """The op of a user's arguments."""
-        return LayerNorm(check_axis(axis), check_eps(eps))
+        try:
+            return _layer_norm(axis, eps)
+        except TypeError:  # a list cannot be looked up; all else is refused again
+            return _layer_norm(check_axis(axis), check_eps(eps))
 
     def prepare_forward(
         self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
@@ -160,6 +166,15 @@ class LayerNorm:
     ) -> Prepared:
         layouts = (_layout(dy), _layout(x), _layout(weight), _layout(mean), _layout(rstd))
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _layer_norm(axis: Any, eps: Any) -> LayerNorm:
+    axis, eps = check_axis(axis), check_eps(eps)
+    return _interned.setdefault((axis, eps), LayerNorm(axis, eps))
+
+
+_interned: dict[tuple[tuple[int, ...], float], LayerNorm] = {}
 
 
 def _layout(view: View | None) -> Any:
@@ -243,7 +258,8 @@ def _prepare_launches(
     device_index: int,
 ) -> Prepared:
     chosen = plan(problem, launch.device(device_index))
-    return Prepared(outputs, chosen.workspace_bytes, launch.Call(chosen, operands, device_index))
+    call = launch.Call(chosen, operands, device_index)
+    return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.

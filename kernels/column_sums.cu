@@ -1,8 +1,8 @@
 // Adds up the rows of a matrix of partial sums, in a fixed order: sums[c] = partials[0][c] + partials[1][c] + ...
 //
 // Every block of the kernel before has left one row. A block here takes COLUMN_THREADS columns; its ROW_THREADS rows of
-// threads each take every ROW_THREADS-th partial row and are added up through shared memory. The sums are in double: there
-// are few numbers to add here, and their rounding would be most of the result's. No rows at all give zeros.
+// threads each take every ROW_THREADS-th partial row and are added up through shared memory. The sums are in double:
+// there are few numbers to add here, and their rounding would be most of the result's. No rows at all give zeros.
 #include "types.cuh"
 
 struct Arguments {
