@@ -8,6 +8,7 @@
 // the differences, zero in exact arithmetic) and taken out again, so that rows far from zero come out right.
 #include "types.cuh"
 #include "reduce.cuh"
+#include "epilogue.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -91,18 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
   for (int i = 0; i < VECTORS; ++i) {
     const int column = column_of(i);
     if (column < end) {
-      Compute weight[VECTOR], bias[VECTOR];
-      if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight);
-      if constexpr (HAS_BIAS) load_widened<VECTOR, BIAS_ACCESS>(arguments.bias + column, bias);
-      Vector<X_TYPE, VECTOR> result;
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        Compute value = (widen(values[i].lane[j]) - rough_mean - correction) * rstd;
-        if constexpr (HAS_WEIGHT) value *= weight[j];
-        if constexpr (HAS_BIAS) value += bias[j];
-        narrow(value, result.lane[j]);
-      }
-      store(y + column, result);
+      store(y + column, normalized(values[i], rough_mean, correction, rstd, arguments.weight, arguments.bias, column));
     }
   }
 }

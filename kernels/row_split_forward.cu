@@ -2,6 +2,7 @@
 // can hold. Reads x a second time, from L2 where it is still there, and writes y. One block a chunk of columns.
 #include "types.cuh"
 #include "tile.cuh"
+#include "epilogue.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -44,18 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_forward(const
     for (int i = 0; i < UNROLL; ++i) {
       const long long column = tile_column(first, i);
       if (column < chunk.end_column) {
-        Compute weight[VECTOR], bias[VECTOR];
-        if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight);
-        if constexpr (HAS_BIAS) load_widened<VECTOR, BIAS_ACCESS>(arguments.bias + column, bias);
-        Vector<X_TYPE, VECTOR> result;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          Compute value = (widen(values[i].lane[j]) - mean - mean_remainder) * rstd;
-          if constexpr (HAS_WEIGHT) value *= weight[j];
-          if constexpr (HAS_BIAS) value += bias[j];
-          narrow(value, result.lane[j]);
-        }
-        store(y + offset_of(column, arguments.column_sizes, arguments.y_column_strides), result);
+        store(y + offset_of(column, arguments.column_sizes, arguments.y_column_strides),
+              normalized(values[i], mean, mean_remainder, rstd, arguments.weight, arguments.bias, column));
       }
     }
   }
