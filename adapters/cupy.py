@@ -57,7 +57,7 @@ class CupyAdapter(Adapter):
         else:
             with like.device:
                 result = cupy.ndarray(output.shape, _DTYPES[output.dtype])
-        if output.dtype == "uint8" and cupy.cuda.get_current_stream().is_capturing():
+        if output.dtype == "uint8" and cupy.cuda.get_current_stream(like.data.device_id).is_capturing():
             _captured.append(result)
         return result
 

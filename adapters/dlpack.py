@@ -7,7 +7,6 @@ standard); where it has none they are NumPy or CuPy arrays. There is no differen
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import importlib
 import threading
@@ -29,7 +28,7 @@ _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _BFLOAT = 4
 
 # What running kernels read: (event behind them, exported tensors). A producer may reuse memory when its export goes.
-_in_use: collections.deque[tuple[Any, list[Any]]] = collections.deque()
+_in_use: list[tuple[Any, list[Any]]] = []
 _in_use_lock = threading.Lock()
 # What kernels read that were captured into a CUDA graph: kept for good, since nobody tells when a graph goes.
 _captured: list[list[Any]] = []
@@ -100,7 +99,7 @@ class DlpackAdapter(Adapter):
     def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
         call = DlpackAdapter(x)
         y, mean, rstd = execute.forward(call, op, x, weight, bias, out, stats)
-        call._keep_while_running()
+        call._keep_while_running(wait=out is not None)
         return y if out is not None else call._own(y), call._own(mean), call._own(rstd)
 
     def backward(
@@ -125,7 +124,8 @@ class DlpackAdapter(Adapter):
             return result
         return self._from_dlpack(_Bfloat16(result) if result.dtype.name == "bfloat16" else result)
 
-    def _keep_while_running(self) -> None:
+    def _keep_while_running(self, wait: bool = False) -> None:
+        """Hold what the kernels read. ``wait`` for them if they write ``out``: its library does not know our stream."""
         if self._device[0] == "cpu":
             return
         cupy = launch.cupy()
@@ -134,12 +134,13 @@ class DlpackAdapter(Adapter):
             if stream.is_capturing():
                 _captured.append(self._exports)
                 return
+            if wait:
+                stream.synchronize()
             event = cupy.cuda.Event(disable_timing=True)
             event.record(stream)
         with _in_use_lock:
+            _in_use[:] = [item for item in _in_use if not item[0].done]
             _in_use.append((event, self._exports))
-            while _in_use and _in_use[0][0].done:
-                _in_use.popleft()
 
 
 ADAPTER: Adapter = DlpackAdapter()

@@ -143,7 +143,12 @@ def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) 
     call = _Call(op, direction, tuple(options.items()), tuple(view and (view.shape, view.dtype) for view in views))
     outputs = call.prepare(("cpu", 0)).outputs
     # Where the call will run is not known yet. A workspace that is not needed there is a few unused bytes.
-    workspace = max((call.prepare(("cuda", index)).workspace_bytes for index in _cuda_devices()), default=0)
+    try:
+        workspace = max((call.prepare(("cuda", index)).workspace_bytes for index in _cuda_devices()), default=0)
+    except (
+        RuntimeError
+    ):  # the GPU cannot be used, for want of CuPy say: on the CPU this runs, and on the GPU it says so
+        workspace = 0
     results = [
         _shape_dtype(output.shape, execute.numpy_dtype(output.dtype)) for output in outputs if output is not None
     ]

@@ -14,6 +14,7 @@ statistics are always computed. Gradients are first derivatives.
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -185,7 +186,9 @@ def _backward(
 def _wait(tensor: Any) -> None:
     device = _memory(tensor)[1]
     if device[0] == "cuda":
-        launch.cupy().cuda.runtime.streamSynchronize(ADAPTER.stream(device))
+        cupy = launch.cupy()
+        with cupy.cuda.Device(device[1]):  # the handle of a default stream means that of the current device
+            cupy.cuda.runtime.streamSynchronize(ADAPTER.stream(device))
 
 
 class _Unknown(int):
@@ -207,10 +210,10 @@ class _Unknown(int):
         return "None"
 
 
-def _static_view(tensor: Any) -> View:
+def _static_view(tensor: Any, name: str) -> View:
     if tensor.shape.rank is None:
         raise ValueError(
-            "a tensor's number of dimensions is not known in this tf.function: state it with tf.ensure_shape"
+            f"{name} has an unknown number of dimensions in this tf.function: state its shape with tf.ensure_shape"
         )
     shape = tuple(_Unknown() if size is None else size for size in tensor.shape)
     return View(0, shape, contiguous_strides(shape), tensor.dtype.name, ("cpu", 0))
@@ -220,7 +223,9 @@ def _call(prepare: Callable[..., Prepared], run: Callable[..., Tensors], inputs:
     """``run`` eagerly; in a graph check what is known now, and run later."""
     if all(tensor is None or hasattr(tensor, "backing_device") for tensor in inputs):
         return run(*inputs)
-    outputs = prepare(*(None if tensor is None else _static_view(tensor) for tensor in inputs)).outputs
+    names = inspect.signature(prepare).parameters
+    views = (None if tensor is None else _static_view(tensor, name) for tensor, name in zip(inputs, names))
+    outputs = prepare(*views).outputs
     results = tf.py_function(
         lambda *given: _gather(run(*_scatter(given, inputs))),
         _gather(inputs),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cunorm import execute
 from cunorm.execute import Adapter, Op, Output
@@ -42,6 +43,10 @@ class TorchAdapter(Adapter):
         device = tensor.device
         if device.type not in ("cuda", "cpu"):
             raise RuntimeError(f"{name} is on device {device}; it must be on a CUDA device or the CPU")
+        if tensor.is_neg():
+            raise RuntimeError(f"{name} is a view whose numbers are negated in memory; give {name}.resolve_neg()")
+        if not tensor.data_ptr() and tensor.numel():
+            raise RuntimeError(f"{name} is a {type(tensor).__qualname__} without memory of its own")
         dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
         place = ("cuda", device.index) if device.type == "cuda" else ("cpu", 0)
         return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, place)
@@ -56,6 +61,8 @@ class TorchAdapter(Adapter):
                 continue
             try:
                 pointer = tensor.data_ptr()
+                if not pointer or tensor.is_neg():
+                    return super().describe(tensors, names)
                 kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, pointer & 15)
             except (AttributeError, RuntimeError):  # no tensor, or one without memory: `view` says what is wrong
                 return super().describe(tensors, names)
@@ -64,7 +71,7 @@ class TorchAdapter(Adapter):
 
     def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
         dtype = _DTYPES[output.dtype]
-        if like.shape == output.shape and like.dtype is dtype:  # takes half the time
+        if type(like) is torch.Tensor and like.shape == output.shape and like.dtype is dtype:  # takes half the time
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         return torch.empty(output.shape, dtype=dtype, device=like.device)
 
@@ -76,14 +83,18 @@ class TorchAdapter(Adapter):
         return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
 
     def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
-        if torch.is_grad_enabled() and _requires_grad(x, weight, bias, out):
+        # Forward-mode differentiation goes to `_Norm` too, where PyTorch says that there is none.
+        if (torch.is_grad_enabled() and _requires_grad(x, weight, bias, out)) or forward_ad._current_level >= 0:
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
             y, mean, rstd = _Norm.apply(op, x, weight, bias)  # type: ignore[no-untyped-call]
             return (y, mean, rstd) if stats else (y, None, None)
-        return execute.forward(self, op, x, weight, bias, out, stats)
+        results = execute.forward(self, op, x, weight, bias, out, stats)
+        if out is not None and not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        return results
 
 
 ADAPTER: Adapter = TorchAdapter()
@@ -99,11 +110,14 @@ class _Norm(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else _NAMES[bias.dtype]
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # there would be zeros for mean and rstd
         return y, mean, rstd
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Any, _dmean: Any, _drstd: Any) -> Any:
+        if dy is None:
+            return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
         mask = (needed[0], needed[1], needed[2])

@@ -131,7 +131,7 @@ _MOST_CALLS = 4096
 
 def _remember(key: Any, prepared: Prepared) -> Prepared:
     if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
+        _calls.pop(next(iter(_calls)), None)  # the oldest
     _calls[key] = prepared
     return prepared
 
@@ -220,7 +220,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def as_numpy(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
     """A NumPy array over CPU memory, without a copy. Strides are in elements. The caller keeps the memory alive."""
     itemsize = DTYPES[dtype].itemsize
-    if 0 in shape or not pointer:
+    if 0 in shape:
         return np.empty(shape, numpy_dtype(dtype))
     # A buffer from the lowest address to the highest, since strides may be negative.
     reach = [(size - 1) * stride * itemsize for size, stride in zip(shape, strides)]

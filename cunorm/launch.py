@@ -20,6 +20,7 @@ from cunorm.plan import Device, Launch, Plan
 
 __all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device"]
 
+_FIRST_CAPABILITY = (7, 5)
 COMPILE_OPTIONS = ("-std=c++17",)
 
 
@@ -44,6 +45,9 @@ def device(index: int) -> Device:
         properties = runtime.getDeviceProperties(index)
     except runtime.CUDARuntimeError as error:
         raise RuntimeError(f"CUDA device {index} cannot be used: {error}{_driver_hint(runtime)}") from error
+    if (properties["major"], properties["minor"]) < _FIRST_CAPABILITY:
+        found, first = f"{properties['major']}.{properties['minor']}", "{}.{}".format(*_FIRST_CAPABILITY)
+        raise RuntimeError(f"CUDA device {index} has compute capability {found}; it must be {first} (Turing) or later")
     return Device(
         arch=f"sm_{properties['major']}{properties['minor']}",
         multiprocessors=properties["multiProcessorCount"],
@@ -61,9 +65,12 @@ def _driver_hint(runtime: Any) -> str:
 
 @functools.cache
 def _function(kernel: str, constants: tuple[tuple[str, int | str], ...], device_index: int) -> Any:
-    with cupy().cuda.Device(device_index):
-        module = cupy().RawModule(code=kernels.kernel_source(kernel, dict(constants)), options=COMPILE_OPTIONS)
-        return module.get_function(kernel).kernel
+    source = kernels.kernel_source(kernel, dict(constants))
+    try:
+        with cupy().cuda.Device(device_index):
+            return cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel).kernel
+    except cupy().cuda.compiler.CompileException as error:
+        raise RuntimeError(f"kernel {kernel} does not compile for CUDA device {device_index}: {error}") from error
 
 
 def argument_values(launch: Launch) -> list[tuple[str, Any]]:
@@ -100,7 +107,7 @@ class Call:
             values = argument_values(launch)
             pointers = [name for code, name in values if code == "P"]
             numbers = [(code, value) for code, value in values if code != "P"]
-            assert [code for code, _ in values[: len(pointers)]] == ["P"] * len(pointers), "pointers come first"
+            assert len(pointers) > 1 and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
             pick = operator.itemgetter(*(names.index(name) for name in pointers))
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
@@ -108,8 +115,7 @@ class Call:
             dimensions = (launch.grid, 1, 1, *launch.block, 1, 0)
             self._launches.append((function, dimensions, pick, pack_into, bytes(8 * len(pointers)) + tail))
         with cupy().cuda.Device(device_index):
-            cupy().cuda.runtime.free(0)  # makes the context, should it not be there
-            self._context = self._current_context()
+            self._context = self._current_context()  # it is there, since the kernels were loaded into it
         self._of_thread = threading.local()
 
     def _prepare_thread(self) -> list[Any]:
@@ -127,7 +133,8 @@ class Call:
         """Launch on ``stream``, a raw handle. ``workspace`` points at the plan's ``workspace_bytes`` on the device."""
         if self._current_context() != self._context:  # another device is current, or none yet in this thread
             with cupy().cuda.Device(self._device):
-                cupy().cuda.runtime.free(0)
+                if not self._current_context():
+                    cupy().cuda.runtime.free(0)  # makes it this thread's
                 return self._launch(pointers, workspace, stream)
         return self._launch(pointers, workspace, stream)
 

@@ -76,7 +76,7 @@ def layer_norm(
     array([[-1.2247,  0.    ,  1.2247]])
     """
     adapter = adapters.adapter_of(x)
-    y, mean, rstd = adapter.apply(LayerNorm.of(axis, eps), x, weight, bias, out, return_stats)
+    y, mean, rstd = adapter.apply(LayerNorm.of(axis, eps), x, weight, bias, out, bool(return_stats))
     return (y, mean, rstd) if return_stats else y
 
 
@@ -144,10 +144,13 @@ class LayerNorm:
     @staticmethod
     def of(axis: int | Sequence[int], eps: float) -> LayerNorm:
         """The op of a user's arguments."""
-        try:
-            return _layer_norm(axis, eps)
-        except TypeError:  # a list cannot be looked up; all else is refused again
-            return _layer_norm(check_axis(axis), check_eps(eps))
+        if type(axis) is int and type(eps) is float:  # nearly always
+            known = _interned.get((axis, eps))
+            if known is not None:
+                return known
+        axes, value = check_axis(axis), check_eps(eps)
+        op = _interned.setdefault((axes, value), LayerNorm(axes, value))
+        return _interned.setdefault((axis, value), op) if type(axis) is int else op
 
     def prepare_forward(
         self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
@@ -168,13 +171,8 @@ class LayerNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _layer_norm(axis: Any, eps: Any) -> LayerNorm:
-    axis, eps = check_axis(axis), check_eps(eps)
-    return _interned.setdefault((axis, eps), LayerNorm(axis, eps))
-
-
-_interned: dict[tuple[tuple[int, ...], float], LayerNorm] = {}
+# By (axes, eps), and by (axis, eps) where an int was given.
+_interned: dict[tuple[tuple[int, ...] | int, float], LayerNorm] = {}
 
 
 def _layout(view: View | None) -> Any:

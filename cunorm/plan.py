@@ -405,7 +405,7 @@ def _plan_row_split_forward(problem: ForwardProblem, device: Device, builder: _B
     deviations = builder.reserve("chunk_deviations", problem.rows * splits, 8)
     statistics: dict[str, Value] = {"mean": "mean", "rstd": "rstd"}
     if not problem.stats:
-        statistics = {name: builder.reserve(name, problem.rows, compute_itemsize) for name in statistics}
+        statistics = {name: builder.reserve(f"row_{name}", problem.rows, compute_itemsize) for name in statistics}
     statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.rows, compute_itemsize)
 
     block = (_SPLIT_THREADS, 1)
@@ -522,6 +522,8 @@ def _plan_forward(problem: ForwardProblem, device: Device, builder: _Builder) ->
 
 
 def _plan_backward(problem: BackwardProblem, device: Device, builder: _Builder) -> str:
+    if problem.dx is None and problem.dweight is None and problem.dbias is None:
+        return "empty"
     if problem.rows == 0 or problem.columns == 0:
         targets, _ = _column_sum_targets(builder, problem, 0)
         _launch_column_sums(builder, problem, targets, 0)

@@ -113,6 +113,10 @@ class NumpyRunner:
         out = poisoned(x.shape, x.dtype.name)
         return cunorm.layer_norm(x, weight, bias, axis=axis, eps=eps, return_stats=True, out=out)
 
+    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
+        result: Array = cunorm.layer_norm(x, weight, bias, axis=axis, eps=eps, out=poisoned(x.shape, x.dtype.name))
+        return result
+
     def backward(
         self, dy: Array, x: Array, weight: Any, mean: Array, rstd: Array, axis: tuple[int, ...], mask: Any
     ) -> tuple[Any, ...]:
@@ -125,6 +129,14 @@ class EmulatorRunner:
     seed = 0
 
     def forward(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> tuple[Array, ...]:
+        return self._forward(x, weight, bias, axis, eps, stats=True)
+
+    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
+        return self._forward(x, weight, bias, axis, eps, stats=False)[0]
+
+    def _forward(
+        self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float, stats: bool
+    ) -> tuple[Array, ...]:
         from cunorm.emulator.plans import run_plan
 
         axis = tuple(sorted(i % x.ndim for i in axis))
@@ -132,9 +144,11 @@ class EmulatorRunner:
         stats_dtype = "float64" if x.dtype == np.float64 else "float32"
         mean, rstd = (poisoned(kept_shape(x.shape, axis), stats_dtype) for _ in range(2))
         problem = ForwardProblem.of(
-            view_of(x), view_of(weight), view_of(bias), view_of(y), axis=axis, eps=eps, stats=True
+            view_of(x), view_of(weight), view_of(bias), view_of(y), axis=axis, eps=eps, stats=stats
         )
-        operands = {"x": x, "weight": weight, "bias": bias, "y": y, "mean": mean, "rstd": rstd}
+        operands: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "y": y, "mean": None, "rstd": None}
+        if stats:
+            operands |= {"mean": mean, "rstd": rstd}
         run_plan(plan(problem, SMALL_DEVICE), operands, seed=self.seed)
         return y, mean, rstd
 
@@ -196,10 +210,15 @@ class CupyRunner:
             results = function(*on_gpu, **options)
         for array, copy in zip(arrays, on_gpu):
             assert array is None or cupy.asnumpy(copy).tobytes() == array.tobytes(), "an input was modified"
+        results = results if isinstance(results, tuple) else (results,)
         return tuple(None if result is None else cupy.asnumpy(result) for result in results)
 
     def forward(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> tuple[Array, ...]:
         return self._run(cunorm.layer_norm, [x, weight, bias], axis=axis, eps=eps, return_stats=True)
+
+    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
+        result: Array = self._run(cunorm.layer_norm, [x, weight, bias], axis=axis, eps=eps)[0]
+        return result
 
     def backward(
         self, dy: Array, x: Array, weight: Any, mean: Array, rstd: Array, axis: tuple[int, ...], mask: Any

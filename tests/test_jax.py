@@ -38,7 +38,7 @@ def to_jax(array: Any, device: str) -> Any:
     try:
         return None if array is None else jax.device_put(array, jax.devices(device)[0])
     except RuntimeError as error:
-        pytest.skip(f"JAX sees no {device} device: {error}")
+        pytest.skip(f"needs an NVIDIA GPU that JAX sees: {error}")
 
 
 def problem(shape: tuple[int, ...], dtype: str, axis: tuple[int, ...], affine: str) -> tuple[Any, Any, Any]:

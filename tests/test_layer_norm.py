@@ -207,6 +207,14 @@ def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: 
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 70000), (-1,)), ((300, 20), (0,))], ids=str)
+def test_without_statistics_y_is_the_same(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+    x, weight = data(0, shape), data(1, columns_shape(shape, axis))
+    y, _, _ = runner.forward(x, weight, weight, axis, EPS)
+    assert runner.without_stats(x, weight, weight, axis, EPS).tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("columns", [64, 1000, 4096, 70000])
 def test_rows_far_from_zero(runner: Any, columns: int) -> None:
     """|mean| / std = 10,000 in float32: the mean's own rounding would show at 3e-4."""

@@ -164,6 +164,37 @@ def test_errors() -> None:
         cunorm.layer_norm(torch.arange(4))
 
 
+def test_tensors_whose_memory_is_not_their_value_are_refused() -> None:
+    x = torch.randn(2, 8, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="x is a view whose numbers are negated"):
+        cunorm.layer_norm(torch.imag(x.conj()))
+    zeros = torch._efficientzerotensor((2, 8))
+    with pytest.raises(RuntimeError, match="x is a Tensor without memory"):
+        cunorm.layer_norm(zeros)
+    cunorm.layer_norm(torch.randn(2, 8))  # the same kind of call, and prepared
+    with pytest.raises(RuntimeError, match="negated"):
+        cunorm.layer_norm(torch.imag(x.conj()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_writing_out_is_seen_by_autograd(device: str) -> None:
+    weight, buffer = torch.randn(2, 8, device=device, requires_grad=True), torch.randn(2, 8, device=device)
+    product = weight * buffer
+    with torch.no_grad():
+        cunorm.layer_norm(torch.randn(2, 8, device=device), out=buffer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_forward_mode_is_refused() -> None:
+    from torch.autograd import forward_ad
+
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(2, 8), torch.randn(2, 8))
+        with pytest.raises(RuntimeError, match="forward mode AD"):
+            cunorm.layer_norm(x)
+
+
 @pytest.mark.gpu
 def test_tensors_on_different_devices() -> None:
     with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):

@@ -18,7 +18,10 @@ def run(op: str, shape: tuple[int, ...], dtype: str, axis: list[int], backward: 
     """Print the plan for C-contiguous tensors of ``shape``, with weight and bias of the same dtype."""
     name, device, rate, rate_is = _target(arch)
     problem = _problem(shape, dtype, _axes(axis, len(shape)), backward)
-    chosen = plan(problem, device)
+    try:
+        chosen = plan(problem, device)
+    except ValueError as error:
+        raise UsageError(f"--shape: {error}") from error
 
     op_name = f"{op}_backward" if backward else op
     output.line(f"{op_name} of {'x'.join(map(str, shape))} {dtype} on {name}", "bold")

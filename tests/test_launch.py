@@ -1,0 +1,174 @@
+"""What a call gives the driver, seen by a driver that only writes it down. Needs no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cunorm import launch
+from cunorm.plan import Device, Launch, Plan, plan
+from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Vector
+
+FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
+BACKWARD = ("dy", "x", "weight", "mean", "rstd", "dx", "dweight", "dbias")
+WORKSPACE, STREAM = 0x5000_0000, 0x77
+
+
+class CompileException(Exception):
+    """CuPy's exception of that name: not a RuntimeError."""
+
+
+class Driver:
+    """Stands in for the cupy module, and keeps the bytes of every argument struct."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.context = {threading.get_ident(): 1}
+        self.entered: list[int] = []
+        driver = SimpleNamespace(ctxGetCurrent=self._current, launchKernel=self._launch)
+        runtime = SimpleNamespace(free=self._make_context)
+        compiler = SimpleNamespace(CompileException=CompileException)
+        self.cuda = SimpleNamespace(driver=driver, runtime=runtime, compiler=compiler, Device=self._device)
+        self.sizes: dict[str, int] = {}
+
+    def _current(self) -> int:
+        return self.context.get(threading.get_ident(), 0)
+
+    def _make_context(self, _: int) -> None:
+        self.context[threading.get_ident()] = 1
+
+    @contextlib.contextmanager
+    def _device(self, index: int) -> Any:
+        self.entered.append(index)
+        yield
+
+    def _launch(self, function: Any, *arguments: Any) -> None:
+        *dimensions, shared, stream, parameters, extra = arguments
+        assert shared == 0 and extra == 0
+        address = ctypes.c_void_p.from_address(parameters).value
+        assert address
+        self.launched.append((function, dimensions, stream, ctypes.string_at(address, self.sizes[function])))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(launch, "cupy", lambda: fake)
+    monkeypatch.setattr(launch, "_function", lambda kernel, constants, device: SimpleNamespace(ptr=kernel))
+    return fake
+
+
+def matrix(rows: int, columns: int, dtype: str = "float32") -> Matrix:
+    return Matrix(dtype, (columns if rows > 1 else 0,), (1,))
+
+
+def forward(rows: int, columns: int, stats: bool) -> Plan:
+    x, vector = matrix(rows, columns), Vector("float32")
+    return plan(ForwardProblem((rows,), (columns,), x, x, vector, None, stats, 1e-5), Device())
+
+
+def backward(rows: int, columns: int, wants: bool) -> Plan:
+    x = matrix(rows, columns)
+    problem = BackwardProblem((rows,), (columns,), x, x, x, Vector("float32"), "float32", "float32" if wants else None)
+    return plan(problem, Device())
+
+
+def decoded(item: Launch, packed: bytes) -> dict[str, Any]:
+    """The struct's fields by name, as numbers; a pointer that the plan wants null must be so."""
+    values = launch.argument_values(item)
+    numbers = struct.unpack("<" + "".join("Q" if code == "P" else code for code, _ in values), packed)
+    return {f"{place} {code}": (value, number) for place, ((code, value), number) in enumerate(zip(values, numbers))}
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize("shape", [(1000, 8), (1000, 4096), (8, 200_000), (4096, 70_000)], ids=str)
+def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, int], make: Any, flag: bool) -> None:
+    chosen: Plan = make(*shape, flag)
+    operands = FORWARD if make is forward else BACKWARD
+    pointers = {name: 0x1000 * (place + 1) for place, name in enumerate(operands)}
+    scratch = {item.name: WORKSPACE + item.offset for item in chosen.scratch}
+    assert not set(scratch) & set(operands), "a name must mean one buffer"
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item)) for item in chosen.launches}
+    call = launch.Call(chosen, operands, 0)
+    for _ in range(2):
+        call(list(pointers.values()), WORKSPACE, STREAM)
+
+    assert len(driver.launched) == 2 * len(chosen.launches)
+    for item, (function, dimensions, stream, packed) in zip(chosen.launches * 2, driver.launched):
+        assert (function, dimensions, stream) == (item.kernel, [item.grid, 1, 1, *item.block, 1], STREAM)
+        for value, number in decoded(item, packed).values():
+            if value is None:
+                assert number == 0
+            elif isinstance(value, str):
+                assert number == (pointers | scratch)[value]
+            else:
+                assert number == value
+
+
+def test_null_operands_stay_null(driver: Driver) -> None:
+    chosen = forward(1000, 4096, False)
+    (item,) = chosen.launches
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item))}
+    launch.Call(chosen, FORWARD, 0)([0x1000, 0x2000, 0, 0x4000, 0, 0], 0, STREAM)
+    pointers = struct.unpack_from("<6Q", driver.launched[0][3])
+    assert pointers == (0x1000, 0x2000, 0, 0x4000, 0, 0)
+
+
+def test_another_device_is_made_current_for_the_launch(driver: Driver) -> None:
+    chosen = forward(1000, 4096, False)
+    driver.sizes = {chosen.launches[0].kernel: 8 * len(launch.argument_values(chosen.launches[0]))}
+    call = launch.Call(chosen, FORWARD, 3)
+    driver.entered.clear()
+    call([1, 2, 3, 4, 5, 6], 0, STREAM)
+    assert driver.entered == []
+    driver.context[threading.get_ident()] = 2  # that of another device
+    call([1, 2, 3, 4, 5, 6], 0, STREAM)
+    assert driver.entered == [3] and len(driver.launched) == 2
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
+    chosen = forward(1000, 4096, False)
+    driver.sizes = {chosen.launches[0].kernel: 8 * len(launch.argument_values(chosen.launches[0]))}
+    call = launch.Call(chosen, FORWARD, 0)
+    thread = threading.Thread(target=call, args=([1, 2, 3, 4, 5, 6], 0, STREAM))
+    thread.start()
+    thread.join()
+    assert len(driver.launched) == 1 and len(driver.context) == 2
+
+
+def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Driver()
+
+    def refuse(**_: Any) -> None:
+        raise CompileException("no cuda_fp16.h here")
+
+    fake.RawModule = refuse  # type: ignore[attr-defined]
+    monkeypatch.setattr(launch, "cupy", lambda: fake)
+    chosen = forward(1000, 4096, False)
+    message = "kernel row_block_forward does not compile for CUDA device 0: no cuda_fp16.h here"
+    with pytest.raises(RuntimeError, match=message):
+        launch.Call(chosen, FORWARD, 0)
+
+
+@pytest.mark.parametrize(("major", "minor", "fine"), [(7, 0, False), (6, 1, False), (7, 5, True), (12, 0, True)])
+def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: int, minor: int, fine: bool) -> None:
+    properties = {"major": major, "minor": minor, "multiProcessorCount": 10, "maxThreadsPerMultiProcessor": 1024}
+    runtime = SimpleNamespace(getDeviceProperties=lambda index: properties, CUDARuntimeError=RuntimeError)
+    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    launch.device.cache_clear()
+    try:
+        if fine:
+            assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024)
+        else:
+            message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
+            with pytest.raises(RuntimeError, match=message):
+                launch.device(0)
+    finally:
+        launch.device.cache_clear()
