@@ -25,6 +25,13 @@ class Device:
     multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
 
+    @property
+    def asynchronous_shared_bytes(self) -> int:
+        """The most shared memory of a block, where copies into it can be asynchronous (from sm_80 on); 0 elsewhere."""
+        capability = int(self.arch.removeprefix("sm_"))
+        # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least of them.
+        return {75: 0, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -34,6 +41,7 @@ class Launch:
     constants: tuple[tuple[str, int | str], ...]
     grid: int
     block: tuple[int, int]
+    shared_bytes: int  # dynamic
     arguments: tuple[tuple[str, Value], ...]
 
 
@@ -83,12 +91,20 @@ class _Builder:
         return name
 
     def launch(
-        self, kernel: str, constants: dict[str, int | str], grid: int, block: tuple[int, int], **arguments: Value
+        self,
+        kernel: str,
+        constants: dict[str, int | str],
+        grid: int,
+        block: tuple[int, int],
+        shared_bytes: int = 0,
+        **arguments: Value,
     ) -> None:
         if grid > _MOST_BLOCKS:
             raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
         if grid > 0:
-            self.launches.append(Launch(kernel, tuple(constants.items()), grid, block, tuple(arguments.items())))
+            self.launches.append(
+                Launch(kernel, tuple(constants.items()), grid, block, shared_bytes, tuple(arguments.items()))
+            )
 
 
 # ---- What the plans below share.
@@ -230,9 +246,14 @@ class _RowBlockTuning:
 # beat 256 of 4 by 4 %, and blocks of more than one such row lose 10 %. At 257 columns (no vectors) 32 threads of 9
 # numbers take 1.67, 128 of 3 2.98.
 _FORWARD_TUNING = _RowBlockTuning(16, 128, 64, ((256, 36), (512, 32), (1024, 20)))
-# Backward: at 1000 columns of float32, 64 threads of 4 vectors take 1.05, 128 of 2 vectors 1.24; bfloat16 has twice the
-# sums a vector, and two vectors a thread are best from 256 to 8192 columns.
+# Backward: at 1000 columns of float32, 64 threads of 4 vectors take 1.05, 128 of 2 vectors 1.24. Sixteen-bit data has
+# twice the sums a vector: two vectors a thread are best up to 512 columns; from 1024 on four, in blocks of 512 threads
+# (at 4096 columns 1.31 where two vectors take 1.52).
 _BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 76), (512, 100)))
+_LONG_ROW_BACKWARD_TUNING = _RowBlockTuning(96, 512, 512, ((512, 100),))
+_LONG_ROW = 1024
+# What row_block_backward declares itself, at most.
+_STATIC_SHARED_BYTES = 18 * 1024
 # Persistent blocks for 512 threads a multiprocessor: 6 % faster at 4096 columns than for 1024, which leave more partial
 # sums.
 _PERSISTENT_THREADS = 512
@@ -301,14 +322,30 @@ def _plan_row_block_forward(problem: ForwardProblem, rows: _RowBlock, builder: _
     return "row_block"
 
 
+def _stage_bytes(problem: BackwardProblem, device: Device, rows: _RowBlock) -> int:
+    """Shared memory for the next row of x and dy, or 0 where a block does without.
+
+    It pays for sixteen-bit data in long rows, whose arithmetic takes long enough for memory to fall idle: at 4096
+    columns of bfloat16 1.16 of a copy's time with it and 1.31 without, at 8192 1.13 and 1.27 (H200, 32768 rows). For
+    float32 at 10,000 columns it is 1.17 with it and 1.11 without.
+    """
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    stage_bytes = 2 * rows.threads_per_row * rows.rows_per_block * rows.vectors * rows.width * itemsize
+    long_enough = itemsize == 2 and rows.width == 8 and problem.columns >= _LONG_ROW
+    fits = stage_bytes + _STATIC_SHARED_BYTES <= device.asynchronous_shared_bytes
+    return stage_bytes if long_enough and fits else 0
+
+
 def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _RowBlock, builder: _Builder) -> str:
     threads = rows.threads_per_row * rows.rows_per_block
     row_groups = -(-problem.rows // rows.rows_per_block)
     blocks = min(row_groups, device.multiprocessors * max(1, _PERSISTENT_THREADS // threads))
     targets, target_constants = _column_sum_targets(builder, problem, blocks)
+    stage_bytes = _stage_bytes(problem, device, rows)
     constants = (
         _dtype_constants(problem)
         | rows.constants
+        | {"STAGED": int(stage_bytes > 0)}
         | _vector_constants("WEIGHT", problem.weight, rows.width)
         | {"WANTS_DX": int(problem.dx is not None)}
         | target_constants
@@ -329,6 +366,7 @@ def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _Ro
         x_stride=problem.x.row_strides[0],
         dy_stride=problem.dy.row_strides[0],
         dx_stride=problem.dx.row_strides[0] if problem.dx else 0,
+        shared_bytes=stage_bytes,
         **targets,
     )
     _launch_column_sums(builder, problem, targets, blocks)
@@ -528,7 +566,8 @@ def _plan_backward(problem: BackwardProblem, device: Device, builder: _Builder) 
         targets, _ = _column_sum_targets(builder, problem, 0)
         _launch_column_sums(builder, problem, targets, 0)
         return "empty"
-    rows = _row_block(problem, _BACKWARD_TUNING)
+    long_rows = DTYPES[problem.x.dtype].itemsize == 2 and _vector_width(problem) == 8 and problem.columns >= _LONG_ROW
+    rows = _row_block(problem, _LONG_ROW_BACKWARD_TUNING if long_rows else _BACKWARD_TUNING)
     if rows is not None:
         return _plan_row_block_backward(problem, device, rows, builder)
     return _plan_row_split_backward(problem, device, builder)

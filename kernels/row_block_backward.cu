@@ -6,6 +6,7 @@
 // column_sums adds up in a fixed order.
 #include "types.cuh"
 #include "reduce.cuh"
+#include "async_copy.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -34,24 +35,50 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
   const auto column_of = [](int i) { return (i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)) * VECTOR; };
   Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
 
+  // Where STAGED, a thread fetches its vectors of the next row while it works on this one, into shared memory that no
+  // other thread reads: the bytes in flight are what keeps the memory busy while a block waits for its sums.
+  extern __shared__ __align__(16) X_TYPE stage[];
+  const auto stage_of = [&](int tensor, int i) {
+    const int thread = threadIdx.y * THREADS_PER_ROW + threadIdx.x;
+    return stage + ((tensor * VECTORS + i) * THREADS_PER_ROW * ROWS_PER_BLOCK + thread) * VECTOR;
+  };
+  const auto fetch = [&](long long row) {
+    if (row < arguments.rows) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if (column_of(i) < columns) {
+          copy_async<VECTOR>(stage_of(0, i), arguments.x + row * arguments.x_stride + column_of(i));
+          copy_async<VECTOR>(stage_of(1, i), arguments.dy + row * arguments.dy_stride + column_of(i));
+        }
+      }
+    }
+  };
+  const long long rows_per_step = static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK;
+  const long long own_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.y;
+  if constexpr (STAGED) fetch(own_row);
+  Compute next_mean = own_row < arguments.rows ? arguments.mean[own_row] : 0;
+  Compute next_rstd = own_row < arguments.rows ? arguments.rstd[own_row] : 0;
+
   int turn = 0;
   for (long long first_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK; first_row < arguments.rows;
-       first_row += static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK) {
-    const long long row = first_row + threadIdx.y;
+       first_row += rows_per_step) {
+    const long long row = first_row + threadIdx.y, next_row = row + rows_per_step;
     // Threads past the last row or column go along with nothing to add: the sums need every lane.
     const int end = row < arguments.rows ? columns : 0;
 
     // Load.
+    const Compute mean = next_mean, rstd = next_rstd;
+    next_mean = next_row < arguments.rows ? arguments.mean[next_row] : 0;
+    next_rstd = next_row < arguments.rows ? arguments.rstd[next_row] : 0;
+    if constexpr (STAGED) copy_async_wait();
     const X_TYPE* x = arguments.x + row * arguments.x_stride;
     const X_TYPE* dy = arguments.dy + row * arguments.dy_stride;
-    const Compute mean = end > 0 ? arguments.mean[row] : 0;
-    const Compute rstd = end > 0 ? arguments.rstd[row] : 0;
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (column_of(i) < end) {
-        x_values[i] = load<X_TYPE, VECTOR>(x + column_of(i));
-        dy_values[i] = load<X_TYPE, VECTOR>(dy + column_of(i));
+        x_values[i] = load<X_TYPE, VECTOR>(STAGED ? stage_of(0, i) : x + column_of(i));
+        dy_values[i] = load<X_TYPE, VECTOR>(STAGED ? stage_of(1, i) : dy + column_of(i));
       }
     }
 
@@ -77,10 +104,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
         sums[1] += part_with_xhat;
       }
     }
+    if constexpr (STAGED) fetch(next_row);
     if constexpr (!WANTS_DX) continue;
     row_sum<THREADS_PER_ROW>(sums, scratch + turn * SCRATCH);
     turn ^= 1;  // the other scratch next time, so that one barrier a row is enough
-    const Compute mean_g = sums[0] / columns, mean_gx = sums[1] / columns;
+    // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with all that is the same along the row put together.
+    const Compute offset = -sums[0] / columns * rstd, slope = -sums[1] / columns * rstd * rstd;
 
     // Finish and store.
 #pragma unroll
@@ -97,10 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
         Vector<X_TYPE, VECTOR> result;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
-          const Compute gradient = widen(dy_values[i].lane[j]);
+          const Compute difference = widen(x_values[i].lane[j]) - mean, gradient = widen(dy_values[i].lane[j]);
           const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
-          narrow((g - mean_g - xhat * mean_gx) * rstd, result.lane[j]);
+          narrow(g * rstd + (difference * slope + offset), result.lane[j]);
         }
         store(dx + column_of(i), result);
       }

@@ -690,3 +690,33 @@ def test_buffers_must_be_contiguous_and_apart() -> None:
         launch("", [x[::2]], [0], arguments="float* x; long long n;")
     with pytest.raises(ValueError, match="buffer 1 overlaps"):
         launch("", [x, x[32:]], [0])
+
+
+ASYNC = """
+__shared__ float stage[32];
+cunorm_emulator::copy_async(stage + threadIdx.x, arguments.x + threadIdx.x, 4);
+{wait}
+arguments.y[threadIdx.x] = stage[threadIdx.x];
+{end}
+"""
+
+
+def test_asynchronous_copies_arrive_when_they_are_waited_for() -> None:
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    wait = "cunorm_emulator::copy_async_wait();"
+    launch(ASYNC.format(wait=wait, end=""), [x, y], [32])
+    np.testing.assert_array_equal(y, x)
+    launch(ASYNC.format(wait="", end=wait), [x, y], [32])
+    assert np.isnan(y).all(), "they were read before"
+
+
+def test_asynchronous_copies_that_nobody_waits_for() -> None:
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    with pytest.raises(EmulatorError, match="asynchronous copies that it did not wait for"):
+        launch(ASYNC.format(wait="", end=""), [x, y], [32])
+
+
+def test_an_asynchronous_copy_from_outside_a_buffer() -> None:
+    x, y = np.arange(31, dtype=np.float32), np.zeros(32, np.float32)
+    with pytest.raises(EmulatorError, match="buffer 0"):
+        launch(ASYNC.format(wait="cunorm_emulator::copy_async_wait();", end=""), [x, y], [32])

@@ -58,6 +58,7 @@ def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], se
             launch.kernel,
             grid=(launch.grid, 1, 1),
             block=(*launch.block, 1),
+            shared_bytes=launch.shared_bytes,
             fields=fields,
             buffers=arrays,
             seed=seed,

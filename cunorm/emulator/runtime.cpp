@@ -152,6 +152,21 @@ std::vector<uint64_t> arguments;
 std::vector<Fiber> fibers;
 std::vector<Fiber*> ready;
 Fiber* current = nullptr;
+struct AsyncCopy {
+  const Fiber* fiber;
+  void* shared;
+  const void* global;
+  unsigned bytes;
+};
+std::vector<AsyncCopy> copies_under_way;
+
+bool has_copies_under_way(const Fiber* fiber) {
+  for (const AsyncCopy& copy : copies_under_way) {
+    if (copy.fiber == fiber) return true;
+  }
+  return false;
+}
+
 Fiber main_fiber;  // only its context is used
 const void* main_stack = nullptr;
 size_t main_stack_bytes = 0;
@@ -406,6 +421,7 @@ SharedVariable& find_shared(Block* block, const char* name, const void* key, siz
   cunorm_emulator_kernel(arguments.data());
   Fiber* self = current;
   if (self->arrived_at_cluster) fail({"", 0}, "a thread exits between cluster arrive and cluster wait");
+  if (has_copies_under_way(self)) fail({"", 0}, "the thread ends with asynchronous copies that it did not wait for");
   self->state = State::exited;
   Block* block = self->block;
   --block->alive;
@@ -673,6 +689,25 @@ void* cluster_map(const void* address, unsigned rank, Site site) {
     return find_shared(other, variable.name.c_str(), variable.key, variable.bytes).data + offset;
   }
   fail(site, "%p is not an address in this block's shared memory", address);
+}
+
+void copy_async(void* shared, const void* global, unsigned bytes, Site site) {
+  check_aligned(shared, bytes, site);
+  check_aligned(global, bytes, site);
+  memset(shared, 0xFF, bytes);
+  copies_under_way.push_back({current, shared, global, bytes});
+}
+
+void copy_async_wait() {
+  std::vector<AsyncCopy> others;
+  for (const AsyncCopy& copy : copies_under_way) {
+    if (copy.fiber == current) {
+      memcpy(copy.shared, copy.global, copy.bytes);
+    } else {
+      others.push_back(copy);
+    }
+  }
+  copies_under_way.swap(others);
 }
 
 unsigned long long clock() {

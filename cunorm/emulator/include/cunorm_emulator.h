@@ -379,5 +379,6 @@ extern "C" int printf(const char* format, ...);
 //   %cluster_ctarank, _nctarank      cunorm_emulator::cluster_rank(), cluster_blocks()
 //   mapa.shared::cluster             cunorm_emulator::cluster_map(address, rank, site)
 //   a loop on ld.acquire             cunorm_emulator::yield() in its body
+//   cp.async, cp.async.wait_all      cunorm_emulator::copy_async(shared, global, bytes), copy_async_wait()
 //
-// New ones (cp.async, mbarrier) are declared in runtime.h, defined at the end of runtime.cpp, and listed here.
+// New ones (mbarrier) are declared in runtime.h, defined at the end of runtime.cpp, and listed here.

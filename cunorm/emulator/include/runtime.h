@@ -56,6 +56,10 @@ void cluster_wait(Site site);
 // The address in the shared memory of block `rank` that `address` has in this block's.
 void* cluster_map(const void* address, unsigned rank, Site site);
 
+// Copies to shared memory that arrive when the thread waits, not before: until then there is what poison leaves.
+void copy_async(void* shared, const void* global, unsigned bytes, Site site = Site::here());
+void copy_async_wait();
+
 unsigned long long clock();
 
 // For accesses in the emulator's own headers, where a sanitizer would name the wrong line.
