@@ -26,11 +26,15 @@ class Device:
     threads_per_multiprocessor: int = 2048
 
     @property
+    def capability(self) -> int:
+        """The compute capability as the architecture has it: 90 for sm_90."""
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
     def asynchronous_shared_bytes(self) -> int:
         """The most shared memory of a block, where copies into it can be asynchronous (from sm_80 on); 0 elsewhere."""
-        capability = int(self.arch.removeprefix("sm_"))
         # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least of them.
-        return {75: 0, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
+        return {75: 0, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,10 @@ class _Builder:
         constants: dict[str, int | str],
         grid: int,
         block: tuple[int, int],
-        shared_bytes: int = 0,
+        shared_bytes: Value = 0,
         **arguments: Value,
     ) -> None:
+        assert isinstance(shared_bytes, int)
         if grid > _MOST_BLOCKS:
             raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
         if grid > 0:
@@ -249,9 +254,8 @@ _FORWARD_TUNING = _RowBlockTuning(16, 128, 64, ((256, 36), (512, 32), (1024, 20)
 # Backward: at 1000 columns of float32, 64 threads of 4 vectors take 1.05, 128 of 2 vectors 1.24. Sixteen-bit data has
 # twice the sums a vector: two vectors a thread are best up to 512 columns; from 1024 on four, in blocks of 512 threads
 # (at 4096 columns 1.31 where two vectors take 1.52).
-_BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 76), (512, 100)))
-_LONG_ROW_BACKWARD_TUNING = _RowBlockTuning(96, 512, 512, ((512, 100),))
-_LONG_ROW = 1024
+_BACKWARD_TUNING = _RowBlockTuning(64, 256, 256, ((256, 80), (512, 100)))
+_LONG_ROW_BACKWARD_TUNING = _RowBlockTuning(100, 512, 512, ((512, 108),))
 # What row_block_backward declares itself, at most.
 _STATIC_SHARED_BYTES = 18 * 1024
 # Persistent blocks for 512 threads a multiprocessor: 6 % faster at 4096 columns than for 1024, which leave more partial
@@ -262,8 +266,9 @@ _PERSISTENT_THREADS = 512
 def _row_registers(problem: ForwardProblem | BackwardProblem, width: int) -> tuple[int, int]:
     """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
 
-    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. Once a
-    thread counts the weight, and that intermediate results in double take twice as much.
+    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
+    one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, and that intermediate results in
+    double take twice as much.
     """
     loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
     loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
@@ -271,7 +276,8 @@ def _row_registers(problem: ForwardProblem | BackwardProblem, width: int) -> tup
         return loaded + narrow, 0
     weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
     sums = 2 * width * _compute_itemsize(problem) // 4
-    return 2 * loaded + sums + 4 * narrow, weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
+    unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
+    return 2 * loaded + sums + 4 * narrow + unpacked, weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
 
 
 def _row_block(problem: ForwardProblem | BackwardProblem, tuning: _RowBlockTuning) -> _RowBlock | None:
@@ -322,6 +328,12 @@ def _plan_row_block_forward(problem: ForwardProblem, rows: _RowBlock, builder: _
     return "row_block"
 
 
+def _is_long_sixteen_bit(problem: BackwardProblem, device: Device) -> bool:
+    """Whether ``_LONG_ROW_BACKWARD_TUNING`` is for this problem. From sm_100 on the compiler would spill."""
+    sixteen_bits = DTYPES[problem.x.dtype].itemsize == 2 and _vector_width(problem) == 8
+    return sixteen_bits and problem.columns >= 1024 and device.capability < 100
+
+
 def _stage_bytes(problem: BackwardProblem, device: Device, rows: _RowBlock) -> int:
     """Shared memory for the next row of x and dy, or 0 where a block does without.
 
@@ -329,11 +341,10 @@ def _stage_bytes(problem: BackwardProblem, device: Device, rows: _RowBlock) -> i
     columns of bfloat16 1.16 of a copy's time with it and 1.31 without, at 8192 1.13 and 1.27 (H200, 32768 rows). For
     float32 at 10,000 columns it is 1.17 with it and 1.11 without.
     """
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    stage_bytes = 2 * rows.threads_per_row * rows.rows_per_block * rows.vectors * rows.width * itemsize
-    long_enough = itemsize == 2 and rows.width == 8 and problem.columns >= _LONG_ROW
-    fits = stage_bytes + _STATIC_SHARED_BYTES <= device.asynchronous_shared_bytes
-    return stage_bytes if long_enough and fits else 0
+    if not _is_long_sixteen_bit(problem, device):
+        return 0
+    stage_bytes = 2 * rows.threads_per_row * rows.rows_per_block * rows.vectors * 16
+    return stage_bytes if stage_bytes + _STATIC_SHARED_BYTES <= device.asynchronous_shared_bytes else 0
 
 
 def _plan_row_block_backward(problem: BackwardProblem, device: Device, rows: _RowBlock, builder: _Builder) -> str:
@@ -566,7 +577,7 @@ def _plan_backward(problem: BackwardProblem, device: Device, builder: _Builder) 
         targets, _ = _column_sum_targets(builder, problem, 0)
         _launch_column_sums(builder, problem, targets, 0)
         return "empty"
-    long_rows = DTYPES[problem.x.dtype].itemsize == 2 and _vector_width(problem) == 8 and problem.columns >= _LONG_ROW
+    long_rows = _is_long_sixteen_bit(problem, device)
     rows = _row_block(problem, _LONG_ROW_BACKWARD_TUNING if long_rows else _BACKWARD_TUNING)
     if rows is not None:
         return _plan_row_block_backward(problem, device, rows, builder)

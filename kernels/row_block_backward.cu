@@ -6,7 +6,6 @@
 // column_sums adds up in a fixed order.
 #include "types.cuh"
 #include "reduce.cuh"
-#include "async_copy.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -23,6 +22,35 @@ struct Arguments {
   long long dy_stride;
   long long dx_stride;
 };
+
+// ---- Copies to shared memory that a thread starts and does not wait for (cp.async, from sm_80 on).
+
+// COUNT elements, together 4, 8 or 16 bytes, aligned to their size. What was in `shared` must have been read already.
+template <int COUNT, typename T>
+__device__ __forceinline__ void copy_async(T* shared, const T* global) {
+  constexpr int BYTES = sizeof(T) * COUNT;
+#ifdef CUNORM_EMULATOR
+  cunorm_emulator::copy_async(shared, global, BYTES);
+#else
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(BYTES) : "memory");
+  }
+#endif
+}
+
+// Waits for all copies that this thread has started. Until the next __syncthreads() it alone may read what arrived.
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef CUNORM_EMULATOR
+  cunorm_emulator::copy_async_wait();
+#else
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// ---- The kernel.
 
 extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
     row_block_backward(const Arguments arguments) {
@@ -55,9 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
   };
   const long long rows_per_step = static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK;
   const long long own_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.y;
-  if constexpr (STAGED) fetch(own_row);
-  Compute next_mean = own_row < arguments.rows ? arguments.mean[own_row] : 0;
-  Compute next_rstd = own_row < arguments.rows ? arguments.rstd[own_row] : 0;
+  Compute mean = 0, rstd = 0, next_mean = 0, next_rstd = 0;
+  const auto fetch_statistics = [&](long long row, Compute& mean, Compute& rstd) {
+    mean = row < arguments.rows ? arguments.mean[row] : 0;
+    rstd = row < arguments.rows ? arguments.rstd[row] : 0;
+  };
+  if constexpr (STAGED) {
+    fetch(own_row);
+    fetch_statistics(own_row, next_mean, next_rstd);
+  }
 
   int turn = 0;
   for (long long first_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK; first_row < arguments.rows;
@@ -67,10 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
     const int end = row < arguments.rows ? columns : 0;
 
     // Load.
-    const Compute mean = next_mean, rstd = next_rstd;
-    next_mean = next_row < arguments.rows ? arguments.mean[next_row] : 0;
-    next_rstd = next_row < arguments.rows ? arguments.rstd[next_row] : 0;
-    if constexpr (STAGED) copy_async_wait();
+    if constexpr (STAGED) {
+      mean = next_mean;
+      rstd = next_rstd;
+      fetch_statistics(next_row, next_mean, next_rstd);
+      copy_async_wait();
+    } else {
+      fetch_statistics(row, mean, rstd);
+    }
     const X_TYPE* x = arguments.x + row * arguments.x_stride;
     const X_TYPE* dy = arguments.dy + row * arguments.dy_stride;
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];

@@ -49,8 +49,8 @@ class Driver:
         yield
 
     def _launch(self, function: Any, *arguments: Any) -> None:
-        *dimensions, shared, stream, parameters, extra = arguments
-        assert shared == 0 and extra == 0
+        *dimensions, stream, parameters, extra = arguments
+        assert extra == 0
         address = ctypes.c_void_p.from_address(parameters).value
         assert address
         self.launched.append((function, dimensions, stream, ctypes.string_at(address, self.sizes[function])))
@@ -60,7 +60,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "_function", lambda kernel, constants, device: SimpleNamespace(ptr=kernel))
+    monkeypatch.setattr(launch, "_function", lambda kernel, constants, shared, device: SimpleNamespace(ptr=kernel))
     return fake
 
 
@@ -102,7 +102,11 @@ def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, i
 
     assert len(driver.launched) == 2 * len(chosen.launches)
     for item, (function, dimensions, stream, packed) in zip(chosen.launches * 2, driver.launched):
-        assert (function, dimensions, stream) == (item.kernel, [item.grid, 1, 1, *item.block, 1], STREAM)
+        assert (function, dimensions, stream) == (
+            item.kernel,
+            [item.grid, 1, 1, *item.block, 1, item.shared_bytes],
+            STREAM,
+        )
         for value, number in decoded(item, packed).values():
             if value is None:
                 assert number == 0
