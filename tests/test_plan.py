@@ -521,7 +521,6 @@ STRATEGIES = [
     ("bfloat16", 64, "row_block", "row_block"),
     ("bfloat16", 1024, "row_block", "row_block"),
     ("bfloat16", 8192, "row_block", "row_block"),
-    ("bfloat16", 16384, "row_block", "row_block"),
     ("bfloat16", 100_000, "row_split", "row_split"),
     ("bfloat16", 10_000_000, "row_split", "row_split"),
     ("float32", 64, "row_block", "row_block"),
@@ -540,6 +539,20 @@ def test_strategies(rows: int, dtype: str, columns: int, forward: str, backward:
     for device in DEVICES.values():
         assert plan(plain_forward(rows, columns, dtype), device).strategy == forward
         assert plan(plain_backward(rows, columns, dtype), device).strategy == backward
+
+
+@pytest.mark.parametrize("arch", list(DEVICES))
+def test_long_sixteen_bit_rows_backward(arch: str) -> None:
+    """They stay in registers, and the next row is fetched ahead, where the compiler has the registers for it."""
+    early, copies = int(arch[3:]) < 100, int(arch[3:]) >= 80
+    chosen = plan(plain_backward(4096, 16384, "bfloat16"), DEVICES[arch])
+    assert chosen.strategy == ("row_block" if early else "row_split")
+    for columns, long in ((768, False), (4096, True)):
+        (item,) = (x for x in plan(plain_backward(4096, columns, "float16"), DEVICES[arch]).launches
+                   if x.kernel == "row_block_backward")  # fmt: skip
+        staged = long and early and copies
+        assert dict(item.constants)["STAGED"] == staged
+        assert item.shared_bytes == (2 * 2 * item.block[0] * item.block[1] * 4 * 8 if staged else 0)
 
 
 @pytest.mark.parametrize(
