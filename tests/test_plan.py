@@ -541,14 +541,14 @@ def test_strategies(rows: int, dtype: str, columns: int, forward: str, backward:
         assert plan(plain_backward(rows, columns, dtype), device).strategy == backward
 
 
-@pytest.mark.parametrize("arch", list(DEVICES))
-def test_long_sixteen_bit_rows_backward(arch: str) -> None:
+@pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))
+def test_long_sixteen_bit_rows_backward(device: Device) -> None:
     """They stay in registers, and the next row is fetched ahead, where the compiler has the registers for it."""
-    early, copies = int(arch[3:]) < 100, int(arch[3:]) >= 80
-    chosen = plan(plain_backward(4096, 16384, "bfloat16"), DEVICES[arch])
+    early, copies = device.capability < 100, device.capability >= 80
+    chosen = plan(plain_backward(4096, 16384, "bfloat16"), device)
     assert chosen.strategy == ("row_block" if early else "row_split")
     for columns, long in ((768, False), (4096, True)):
-        (item,) = (x for x in plan(plain_backward(4096, columns, "float16"), DEVICES[arch]).launches
+        (item,) = (x for x in plan(plain_backward(4096, columns, "float16"), device).launches
                    if x.kernel == "row_block_backward")  # fmt: skip
         staged = long and early and copies
         assert dict(item.constants)["STAGED"] == staged
