@@ -3,7 +3,7 @@
 //
 // Moves x and dy once in and dx once out. Blocks are persistent: each takes every gridDim.x-th group of ROWS_PER_BLOCK
 // rows and keeps the sums of its columns in registers, so dweight and dbias cost one row of partial sums a block, which
-// column_sums adds up in a fixed order.
+// column_sums adds up in a fixed order. Where STAGED, the next row is on its way into shared memory meanwhile.
 #include "types.cuh"
 #include "reduce.cuh"
 

@@ -89,7 +89,7 @@ def _print_launches(chosen: Plan, device: Device) -> None:
             registers = spills = shared = "unknown"
         else:
             registers, spills = str(resources.registers), output.byte_count(resources.spill_bytes)
-            shared = output.byte_count(resources.shared_bytes)
+            shared = output.byte_count(resources.shared_bytes + item.shared_bytes)
         rows.append((item.kernel, str(item.grid), _block(item), registers, spills, shared))
     columns = ("kernel", "grid", "block", "registers", "spills", "shared memory")
     output.table(columns, rows, numbers=("grid", "registers", "spills", "shared memory"))
