@@ -146,8 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
     if constexpr (!WANTS_DX) continue;
     row_sum<THREADS_PER_ROW>(sums, scratch + turn * SCRATCH);
     turn ^= 1;  // the other scratch next time, so that one barrier a row is enough
-    // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with all that is the same along the row put together.
-    const Compute offset = -sums[0] / columns * rstd, slope = -sums[1] / columns * rstd * rstd;
+    // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with what is the same along the row put together: but for the
+    // rstd in xhat, whose square could leave the range of float.
+    const Compute offset = -sums[0] / columns * rstd, slope = -sums[1] / columns * rstd;
 
     // Finish and store.
 #pragma unroll
@@ -164,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1
         Vector<X_TYPE, VECTOR> result;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Compute difference = widen(x_values[i].lane[j]) - mean, gradient = widen(dy_values[i].lane[j]);
+          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd, gradient = widen(dy_values[i].lane[j]);
           const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
-          narrow(g * rstd + (difference * slope + offset), result.lane[j]);
+          narrow(g * rstd + (xhat * slope + offset), result.lane[j]);
         }
         store(dx + column_of(i), result);
       }

@@ -246,6 +246,20 @@ def test_eps(runner: Any, eps: float) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("scale", [1e-18, 1e17])
+def test_gradients_of_very_small_and_very_large_numbers(runner: Any, scale: float) -> None:
+    """rstd times itself and a gradient would leave the range of float32 where numbers are small; rstd does not."""
+    x, dy = (data(seed, (3, 256), outliers=False) for seed in (0, 1))
+    x = (x * scale).astype(np.float32)
+    _, mean, rstd = runner.forward(x, None, None, (-1,), 0.0)
+    dx, _, _ = runner.backward((dy * 1e4).astype(np.float32), x, None, mean, rstd, (-1,), (True, False, False))
+    expected, _, _ = reference.layer_norm_backward(
+        float64((dy * 1e4).astype(np.float32)), float64(x), None, float64(mean), float64(rstd), axis=(1,)
+    )
+    assert relative_error(dx, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("columns", [5, 20000])
 def test_constant_rows_give_the_bias(runner: Any, columns: int) -> None:
     x = np.full((2, columns), 3.7, np.float32)
