@@ -11,9 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["DTYPES", "BackwardProblem", "Dtype", "ForwardProblem", "Matrix", "Vector", "View", "contiguous_strides"]
+__all__ = [
+    "ACTIVATIONS",
+    "DTYPES",
+    "BackwardProblem",
+    "Dtype",
+    "ForwardProblem",
+    "Matrix",
+    "Norm",
+    "Vector",
+    "View",
+    "contiguous_strides",
+]
+
+# gelu is the exact one, x * Phi(x); gelu_tanh its approximation.
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class Dtype(NamedTuple):
@@ -72,6 +86,19 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """What is done to each row, whatever its size: the attributes of an op that change what a kernel computes.
+
+    With xhat = (x - mean) * rstd (x * rstd where not ``centered``: RMS norm, whose rstd is that of the mean square),
+    y = activation(xhat * (weight_offset + weight) + bias). ``activation`` is one of ACTIVATIONS, or None.
+    """
+
+    centered: bool = True
+    weight_offset: float = 0.0
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
 class _RowProblem:
     row_sizes: tuple[int, ...]
     column_sizes: tuple[int, ...]
@@ -87,50 +114,73 @@ class _RowProblem:
 
 @dataclass(frozen=True)
 class ForwardProblem(_RowProblem):
-    """y = (x - mean) * rstd * weight + bias for every row, with the statistics stored if ``stats``."""
+    """y = norm(x) for every row, with the statistics stored if ``stats``.
+
+    With ``residual``, what is normalized is residual_out = x + residual, rounded to x's dtype.
+    """
 
     x: Matrix
+    residual: Matrix | None
     y: Matrix
+    residual_out: Matrix | None
     weight: Vector | None
     bias: Vector | None
     stats: bool
     eps: float
+    norm: Norm = Norm()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (self.x, self.y)
+        return _present(self.x, self.y, self.residual, self.residual_out)
 
     @property
     def bytes_moved(self) -> int:
-        """The bytes that must move: x read once, y written once."""
-        return 2 * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
+        """The bytes that must move: x and residual read once, y and residual_out written once."""
+        return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
 
     @staticmethod
     def of(
-        x: View, weight: View | None, bias: View | None, y: View, *, axis: tuple[int, ...], eps: float, stats: bool
+        x: View,
+        weight: View | None,
+        bias: View | None,
+        y: View,
+        *,
+        axis: tuple[int, ...],
+        eps: float,
+        stats: bool,
+        norm: Norm = Norm(),
+        residual: View | None = None,
+        residual_out: View | None = None,
     ) -> ForwardProblem:
-        rows, columns, (x_matrix, y_matrix) = _matrices((x, y), axis)
-        return ForwardProblem(rows, columns, x_matrix, y_matrix, _vector(weight), _vector(bias), stats, eps)
+        rows, columns, matrices = _matrices((x, residual, y, residual_out), axis)
+        return ForwardProblem(rows, columns, *matrices, _vector(weight), _vector(bias), stats, eps, norm)
 
 
 @dataclass(frozen=True)
 class BackwardProblem(_RowProblem):
-    """The gradients of ForwardProblem: those of x (if dx), weight and bias (dtypes; None where not wanted)."""
+    """The gradients of ForwardProblem: those of x (if dx), weight and bias (dtypes; None where not wanted).
+
+    ``x`` is what was normalized: residual_out, where there was a residual. dx is the gradient of x and of the residual
+    alike; ``dresidual_out``, the gradient of residual_out, is added to it. ``bias`` counts only under an activation.
+    """
 
     x: Matrix
     dy: Matrix
+    dresidual_out: Matrix | None
     dx: Matrix | None
     weight: Vector | None
+    bias: Vector | None
     dweight: str | None
     dbias: str | None
+    norm: Norm = Norm()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (self.x, self.dy) if self.dx is None else (self.x, self.dy, self.dx)
+        return _present(self.x, self.dy, self.dresidual_out, self.dx)
 
     @property
     def bytes_moved(self) -> int:
-        """The bytes that must move: x and dy read once, dx written once."""
+        """The bytes that must move: x, dy and dresidual_out read once, dx written once."""
         return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
 
     @staticmethod
@@ -143,10 +193,20 @@ class BackwardProblem(_RowProblem):
         axis: tuple[int, ...],
         dweight: str | None,
         dbias: str | None,
+        norm: Norm = Norm(),
+        bias: View | None = None,
+        dresidual_out: View | None = None,
     ) -> BackwardProblem:
-        rows, columns, matrices = _matrices((x, dy) if dx is None else (x, dy, dx), axis)
-        dx_matrix = matrices[2] if dx is not None else None
-        return BackwardProblem(rows, columns, matrices[0], matrices[1], dx_matrix, _vector(weight), dweight, dbias)
+        if dx is None:
+            dresidual_out = None  # which is all that it goes into
+        if norm.activation is None:
+            bias = None
+        rows, columns, matrices = _matrices((x, dy, dresidual_out, dx), axis)
+        return BackwardProblem(rows, columns, *matrices, _vector(weight), _vector(bias), dweight, dbias, norm)
+
+
+def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:
+    return tuple(matrix for matrix in matrices if matrix is not None)
 
 
 def _alignment(pointer: int) -> int:
@@ -157,15 +217,18 @@ def _vector(view: View | None) -> Vector | None:
     return None if view is None else Vector(view.dtype, _alignment(view.pointer))
 
 
-def _matrices(views: tuple[View, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[Matrix]]:
-    shape = views[0].shape
+def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """The sizes of rows and of columns, and a Matrix for each view (None for None)."""
+    present = [view for view in views if view is not None]
+    shape = present[0].shape
     kept = [i for i in range(len(shape)) if i not in axis]
-    row_sizes, row_strides = _merge(shape, [view.strides for view in views], kept)
-    column_sizes, column_strides = _merge(shape, [view.strides for view in views], axis)
-    matrices = [
-        Matrix(view.dtype, row_strides[i], column_strides[i], _alignment(view.pointer)) for i, view in enumerate(views)
-    ]
-    return row_sizes, column_sizes, matrices
+    row_sizes, row_strides = _merge(shape, [view.strides for view in present], kept)
+    column_sizes, column_strides = _merge(shape, [view.strides for view in present], axis)
+    matrices = iter(
+        Matrix(view.dtype, row_strides[i], column_strides[i], _alignment(view.pointer))
+        for i, view in enumerate(present)
+    )
+    return row_sizes, column_sizes, [None if view is None else next(matrices) for view in views]
 
 
 def _merge(
