@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 
 from cunorm import execute
-from cunorm.execute import Adapter, Op, Output
+from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import DTYPES, View
 
 __all__ = ["ADAPTER"]
@@ -67,8 +67,8 @@ class CupyAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return int(cupy.cuda.get_current_stream(device[1]).ptr)
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
-        return execute.forward(self, op, x, weight, bias, out, stats)
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+        return execute.forward(self, op, x, residual, weight, bias, out, stats)
 
 
 ADAPTER: Adapter = CupyAdapter()

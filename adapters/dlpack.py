@@ -16,16 +16,17 @@ from typing import Any
 import tvm_ffi
 
 from cunorm import execute, launch
-from cunorm.execute import Adapter, Op, Output
+from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
 
-Arrays = tuple[Any, Any, Any]
-
 # DLPack's device types and type codes.
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _BFLOAT = 4
+
+# Arguments that are what was returned, or as it was: they may be of the library that the results are in.
+_RETURNED = ("dy", "dresidual_out", "mean", "rstd")
 
 # What running kernels read: (event behind them, exported tensors). A producer may reuse memory when its export goes.
 _in_use: list[tuple[Any, list[Any]]] = []
@@ -82,8 +83,8 @@ class DlpackAdapter(Adapter):
         if not hasattr(tensor, "__dlpack__"):
             return False
         library = _library(tensor)
-        if name in ("dy", "mean", "rstd") and self._from_dlpack is None and library == self._result_library:
-            return True  # it is what was returned
+        if name in _RETURNED and self._from_dlpack is None and library == self._result_library:
+            return True
         return library == _library(self._x) or isinstance(tensor, type(self._x))
 
     def empty(self, output: Output, like: Any) -> Any:
@@ -96,25 +97,30 @@ class DlpackAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return self._memory.stream(device)
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         call = DlpackAdapter(x)
-        y, mean, rstd = execute.forward(call, op, x, weight, bias, out, stats)
+        y, *others = execute.forward(call, op, x, residual, weight, bias, out, stats)
         call._keep_while_running(wait=out is not None)
-        return y if out is not None else call._own(y), call._own(mean), call._own(rstd)
+        residual_out, mean, rstd = map(call._own, others)
+        return y if out is not None else call._own(y), residual_out, mean, rstd
 
     def backward(
         self,
         op: Op,
         dy: Any,
+        dresidual_out: Any,
         x: Any,
         weight: Any,
+        bias: Any,
         mean: Any,
         rstd: Any,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
-    ) -> Arrays:
+    ) -> Gradients:
         call = DlpackAdapter(x)
-        dx, dweight, dbias = execute.backward(call, op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+        dx, dweight, dbias = execute.backward(
+            call, op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, bias_dtype
+        )
         call._keep_while_running()
         return call._own(dx), call._own(dweight), call._own(dbias)
 

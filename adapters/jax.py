@@ -23,15 +23,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from cunorm import execute
-from cunorm.execute import Adapter, Op, Output, Prepared
+from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
 from cunorm.problem import View, contiguous_strides
 
 __all__ = ["ADAPTER"]
 
 _TARGET = "cunorm"
 _DLPACK_CPU = 1
-
-Arrays = tuple[Any, Any, Any]
 
 _shape_dtype: Any = jax.ShapeDtypeStruct
 
@@ -50,35 +48,41 @@ class JaxAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         raise NotImplementedError("XLA passes its stream to a custom call")
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Arrays:
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for JAX arrays: they are immutable")
-        return _checked(_apply, op, stats, x=x, weight=weight, bias=bias)
+        results: Results = _checked(_apply, op, stats, x=x, residual=residual, weight=weight, bias=bias)
+        return results
 
     def backward(
         self,
         op: Op,
         dy: Any,
+        dresidual_out: Any,
         x: Any,
         weight: Any,
+        bias: Any,
         mean: Any,
         rstd: Any,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
-    ) -> Arrays:
-        return _checked(_backward, op, (output_mask, bias_dtype), x=x, dy=dy, weight=weight, mean=mean, rstd=rstd)
+    ) -> Gradients:
+        arrays = {"x": x, "dy": dy, "dresidual_out": dresidual_out, "weight": weight, "bias": bias}
+        options = (output_mask, bias_dtype)
+        gradients: Gradients = _checked(_backward, op, options, **arrays, mean=mean, rstd=rstd)
+        return gradients
 
 
 ADAPTER: Adapter = JaxAdapter()
 
 
-def _checked(function: Any, op: Op, static: Any, **arrays: Any) -> Arrays:
+def _checked(function: Any, op: Op, static: Any, **arrays: Any) -> Any:
     """``function(op, static, **arrays)``, with errors that speak of the arguments."""
     for name, array in arrays.items():
         if array is not None and not isinstance(array, jax.Array):
             raise TypeError(f"{name} is a {type(array).__qualname__}; beside a JAX x it must be a JAX array")
     try:
-        return function(op, static, **arrays)  # type: ignore[no-any-return]
+        return function(op, static, **arrays)
     except ValueError:
         # JAX's own message about devices counts its arguments. Looked into only here: it costs more than the call.
         concrete = {
@@ -102,43 +106,69 @@ def _names(devices: set[Any]) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
-    return _norm(op, stats, x, weight, bias)
+def _apply(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+    return _norm(op, stats, x, residual, weight, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(op: Op, options: tuple[Any, ...], dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Arrays:
-    return _custom_call(op, "backward", (dy, x, weight, mean, rstd), output_mask=options[0], bias_dtype=options[1])
+def _backward(
+    op: Op,
+    options: tuple[Any, ...],
+    dy: Any,
+    dresidual_out: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
+) -> Gradients:
+    arrays = (dy, dresidual_out, x, weight, bias, mean, rstd)
+    return _gradients(op, arrays, options[0], options[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(op: Op, stats: bool, x: Any, weight: Any, bias: Any) -> Arrays:
-    return _custom_call(op, "forward", (x, weight, bias), stats=stats)
+def _norm(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+    return _results(op, (x, residual, weight, bias), stats)
 
 
-def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Arrays, Any]:
-    x, weight, bias = (None if primal is None else primal.value for primal in primals)
-    y, mean, rstd = _custom_call(op, "forward", (x, weight, bias), stats=True)
+def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Results, Any]:
+    x, residual, weight, bias = (None if primal is None else primal.value for primal in primals)
+    y, residual_out, mean, rstd = _results(op, (x, residual, weight, bias), True)
     # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
     wanted = tuple(() if primal is not None and primal.perturbed else None for primal in primals)
-    return (y, mean, rstd) if stats else (y, None, None), (x, weight, bias, mean, rstd, wanted)
+    kept = (x if residual is None else residual_out, weight, bias, mean, rstd, wanted)
+    return (y, residual_out, mean if stats else None, rstd if stats else None), kept
 
 
-def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Arrays) -> Arrays:
-    # The statistics are constants to differentiation, so only y's cotangent counts.
+def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Results) -> Results:
+    # The statistics are constants to differentiation, so their cotangents do not count.
     x, weight, bias, mean, rstd, wanted = residuals
-    dy = cotangents[0]
-    if isinstance(dy, SymbolicZero):
-        return None, None, None
-    mask = tuple(item is not None for item in wanted)
-    bias_dtype = None if bias is None else bias.dtype.name
-    return _custom_call(op, "backward", (dy, x, weight, mean, rstd), output_mask=mask, bias_dtype=bias_dtype)
+    dy, dresidual_out = (None if isinstance(item, SymbolicZero) else item for item in cotangents[:2])
+    wants_x, wants_residual, wants_weight, wants_bias = (item is not None for item in wanted)
+    if dy is None:  # y was not used
+        dx, dweight, dbias = dresidual_out, None, None
+    else:
+        mask = (wants_x or wants_residual, wants_weight, wants_bias)
+        arrays = (dy, dresidual_out, x, weight, bias if op.keeps_bias else None, mean, rstd)
+        dx, dweight, dbias = _gradients(op, arrays, mask, None if bias is None else bias.dtype.name)
+    return dx if wants_x else None, dx if wants_residual else None, dweight, dbias
 
 
 _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) -> Arrays:
+def _results(op: Op, arrays: Sequence[Any], stats: bool) -> Results:
+    y, residual_out, mean, rstd = _custom_call(op, "forward", arrays, stats=stats)
+    return y, residual_out, mean, rstd
+
+
+def _gradients(op: Op, arrays: Sequence[Any], mask: tuple[bool, bool, bool], bias_dtype: str | None) -> Gradients:
+    dx, dweight, dbias = _custom_call(op, "backward", arrays, output_mask=mask, bias_dtype=bias_dtype)
+    return dx, dweight, dbias
+
+
+def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) -> list[Any]:
+    """What the op's prepare_forward or prepare_backward has for outputs; None for those that it does not have."""
     views = [None if array is None else ADAPTER.view(array, "") for array in arrays]
     call = _Call(op, direction, tuple(options.items()), tuple(view and (view.shape, view.dtype) for view in views))
     outputs = call.prepare(("cpu", 0)).outputs
@@ -155,12 +185,11 @@ def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) 
     if workspace:
         results.append(_shape_dtype((workspace,), jnp.uint8))
     if not results:
-        return None, None, None
+        return [None] * len(outputs)
     _register()
     given = [array for array in arrays if array is not None]
     computed = iter(jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(*given, call=_key(call)))
-    first, second, third = (None if output is None else next(computed) for output in outputs)
-    return first, second, third
+    return [None if output is None else next(computed) for output in outputs]
 
 
 @functools.cache

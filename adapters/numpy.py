@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cunorm import execute
-from cunorm.execute import Adapter, Op, Output
+from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
@@ -36,10 +36,10 @@ class NumpyAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return 0
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out is read-only")
-        return execute.forward(self, op, x, weight, bias, out, stats)
+        return execute.forward(self, op, x, residual, weight, bias, out, stats)
 
 
 ADAPTER: Adapter = NumpyAdapter()

@@ -21,12 +21,10 @@ from typing import Any
 import tensorflow as tf
 
 from cunorm import execute, launch
-from cunorm.execute import Adapter, Op, Output, Prepared
+from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = ["ADAPTER"]
-
-Tensors = tuple[Any, Any, Any]
 
 _DLPACK_CPU = 1
 _INT32_MAX = 2**31 - 1
@@ -78,42 +76,54 @@ class TensorFlowAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return int(launch.cupy().cuda.get_current_stream(device[1]).ptr) if device[0] == "cuda" else 0
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Tensors:
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for TensorFlow tensors: they are immutable")
-        tensors = _tensors(x=x, weight=weight, bias=bias)
+        tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias)
+        computed: list[Any] = []
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def norm(*given: Any) -> Any:
-            x, weight, bias = _scatter(given, tensors)
-            y, mean, rstd = _forward(op, x, weight, bias)
+            x, residual, weight, bias = _scatter(given, tensors)
+            results = _forward(op, x, residual, weight, bias)
+            _, residual_out, mean, rstd = computed[:] = results
+            normalized = x if residual is None else residual_out
             mask = (True, weight is not None, bias is not None)
 
-            def gradient(dy: Any, _dmean: Any, _drstd: Any) -> Any:
+            def gradient(*cotangents: Any) -> Any:
                 bias_dtype = None if bias is None else bias.dtype.name
-                # dy can be tf.IndexedSlices, where y was gathered from.
+                # They can be tf.IndexedSlices, where a result was gathered from; zeros where it was not used.
+                dy, dresidual_out, *_ = _scatter(cotangents, results)
                 dy = tf.convert_to_tensor(dy)
-                return _gather(_backward(op, dy, x, weight, mean, rstd, mask, bias_dtype))
+                dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
+                kept = (normalized, weight, bias if op.keeps_bias else None, mean, rstd)
+                dx, dweight, dbias = _backward(op, dy, dresidual_out, *kept, mask, bias_dtype)
+                return _gather((dx, None if residual is None else dx, dweight, dbias))
 
-            return (y, mean, rstd), gradient
+            return _gather(results), gradient
 
-        y, mean, rstd = norm(*_gather(tensors))
-        return (y, tf.stop_gradient(mean), tf.stop_gradient(rstd)) if stats else (y, None, None)
+        results = norm(*_gather(tensors))
+        y, residual_out, mean, rstd = _scatter(results, computed)
+        if not stats:
+            return y, residual_out, None, None
+        return y, residual_out, None if mean is None else tf.stop_gradient(mean), tf.stop_gradient(rstd)
 
     def backward(
         self,
         op: Op,
         dy: Any,
+        dresidual_out: Any,
         x: Any,
         weight: Any,
+        bias: Any,
         mean: Any,
         rstd: Any,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
-    ) -> Tensors:
-        tensors = _tensors(x=x, dy=dy, weight=weight, mean=mean, rstd=rstd)
-        x, dy, weight, mean, rstd = tensors
-        return _backward(op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+    ) -> Gradients:
+        arguments = {"dresidual_out": dresidual_out, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
+        x, dy, dresidual_out, weight, bias, mean, rstd = _tensors(x=x, dy=dy, **arguments)
+        return _backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, bias_dtype)
 
 
 ADAPTER: Adapter = TensorFlowAdapter()
@@ -144,28 +154,47 @@ def _scatter(given: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [None if value is None else next(rest) for value in values]
 
 
-def _forward(op: Op, *inputs: Any) -> Tensors:
-    def prepare(x: View, weight: View | None, bias: View | None) -> Prepared:
-        return op.prepare_forward(x, weight, bias, None, True)
+def _forward(op: Op, *inputs: Any) -> Results:
+    def prepare(x: View, residual: View | None, weight: View | None, bias: View | None) -> Prepared:
+        return op.prepare_forward(x, residual, weight, bias, None, True)
 
-    def run(x: Any, weight: Any, bias: Any) -> Tensors:
-        results = execute.forward(ADAPTER, op, x, weight, bias, None, True)
+    def run(x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+        results = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
         _wait(x)
         return results
 
-    return _call(prepare, run, inputs)
+    y, residual_out, mean, rstd = _call(prepare, run, inputs)
+    return y, residual_out, mean, rstd
 
 
 def _backward(
-    op: Op, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, mask: tuple[bool, bool, bool], bias_dtype: str | None
-) -> Tensors:
-    inputs = (dy, x, weight, mean, rstd)
+    op: Op,
+    dy: Any,
+    dresidual_out: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
+    mask: tuple[bool, bool, bool],
+    bias_dtype: str | None,
+) -> Gradients:
+    inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
 
-    def prepare(dy: View, x: View, weight: View | None, mean: View, rstd: View) -> Prepared:
-        return op.prepare_backward(dy, x, weight, mean, rstd, mask, bias_dtype)
+    def prepare(
+        dy: View,
+        dresidual_out: View | None,
+        x: View,
+        weight: View | None,
+        bias: View | None,
+        mean: View | None,
+        rstd: View,
+    ) -> Prepared:
+        return op.prepare_backward(dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
 
-    def run(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any) -> Tensors:
-        results = execute.backward(ADAPTER, op, dy, x, weight, mean, rstd, mask, bias_dtype)
+    def run(*inputs: Any) -> Gradients:
+        dy, dresidual_out, x, weight, bias, mean, rstd = inputs
+        results = execute.backward(ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
         _wait(x)
         return results
 
@@ -219,7 +248,7 @@ def _static_view(tensor: Any, name: str) -> View:
     return View(0, shape, contiguous_strides(shape), tensor.dtype.name, ("cpu", 0))
 
 
-def _call(prepare: Callable[..., Prepared], run: Callable[..., Tensors], inputs: Sequence[Any]) -> Tensors:
+def _call(prepare: Callable[..., Prepared], run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Sequence[Any]:
     """``run`` eagerly; in a graph check what is known now, and run later."""
     if all(tensor is None or hasattr(tensor, "backing_device") for tensor in inputs):
         return run(*inputs)
@@ -233,5 +262,4 @@ def _call(prepare: Callable[..., Prepared], run: Callable[..., Tensors], inputs:
     )
     for result, output in zip(results, _gather(outputs)):
         result.set_shape([None if isinstance(size, _Unknown) else size for size in output.shape])
-    first, second, third = _scatter(results, outputs)
-    return first, second, third
+    return _scatter(results, outputs)

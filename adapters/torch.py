@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cunorm import execute
-from cunorm.execute import Adapter, Op, Output
+from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
@@ -82,16 +82,18 @@ class TorchAdapter(Adapter):
         # The raw handle costs a fortieth of torch.cuda.current_stream(), which makes a Python object of it.
         return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         # Forward-mode differentiation goes to `_Norm` too, where PyTorch says that there is none.
-        if (torch.is_grad_enabled() and _requires_grad(x, weight, bias, out)) or forward_ad._current_level >= 0:
+        if (
+            torch.is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)
+        ) or forward_ad._current_level >= 0:
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            y, mean, rstd = _Norm.apply(op, x, weight, bias)  # type: ignore[no-untyped-call]
-            return (y, mean, rstd) if stats else (y, None, None)
-        results = execute.forward(self, op, x, weight, bias, out, stats)
+            y, residual_out, mean, rstd = _Norm.apply(op, x, residual, weight, bias)  # type: ignore[no-untyped-call]
+            return (y, residual_out, mean, rstd) if stats else (y, residual_out, None, None)
+        results = execute.forward(self, op, x, residual, weight, bias, out, stats)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
         return results
@@ -104,21 +106,28 @@ class _Norm(torch.autograd.Function):
     """Any op of ``cunorm.execute.Op``. The statistics are kept for the gradient and are not differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, x: Any, weight: Any, bias: Any) -> Any:
-        y, mean, rstd = execute.forward(ADAPTER, op, x, weight, bias, None, True)
+    def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
         ctx.op = op
         ctx.bias_dtype = None if bias is None else _NAMES[bias.dtype]
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)  # there would be zeros for mean and rstd
-        return y, mean, rstd
+        normalized = x if residual_out is None else residual_out
+        ctx.save_for_backward(normalized, weight, bias if op.keeps_bias else None, mean, rstd)
+        if mean is None:
+            ctx.mark_non_differentiable(rstd)
+        else:
+            ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
+        return y, residual_out, mean, rstd
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any, _dmean: Any, _drstd: Any) -> Any:
-        if dy is None:
-            return None, None, None, None
-        x, weight, mean, rstd = ctx.saved_tensors
-        _, *needed = ctx.needs_input_grad
-        mask = (needed[0], needed[1], needed[2])
-        return None, *execute.backward(ADAPTER, ctx.op, dy, x, weight, mean, rstd, mask, ctx.bias_dtype)
+    def backward(ctx: Any, dy: Any, dresidual_out: Any, _dmean: Any, _drstd: Any) -> Any:
+        if dy is None:  # y was not used
+            return None, dresidual_out, dresidual_out, None, None
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        _, needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad
+        mask = (needs_x or needs_residual, needs_weight, needs_bias)
+        dx, dweight, dbias = execute.backward(
+            ADAPTER, ctx.op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, ctx.bias_dtype
+        )
+        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias

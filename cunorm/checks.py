@@ -11,9 +11,18 @@ from typing import Any
 import numpy as np
 
 from cunorm.execute import Output
-from cunorm.problem import DTYPES, View, contiguous_strides
+from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
 
-__all__ = ["check_axis", "check_eps", "check_like", "check_mask", "check_vector", "check_x"]
+__all__ = [
+    "check_activation",
+    "check_axis",
+    "check_eps",
+    "check_like",
+    "check_mask",
+    "check_vector",
+    "check_weight_offset",
+    "check_x",
+]
 
 
 def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
@@ -35,6 +44,28 @@ def check_eps(eps: Any) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"eps must be finite and not negative; got {value}")
     return value
+
+
+def check_weight_offset(weight_offset: Any) -> float:
+    """The weight_offset of a user's call."""
+    if not isinstance(weight_offset, numbers.Real):
+        raise TypeError(f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number")
+    value = float(weight_offset)
+    if not math.isfinite(value):
+        raise ValueError(f"weight_offset must be finite; got {value}")
+    return value
+
+
+def check_activation(activation: Any) -> str | None:
+    """The activation of a user's call."""
+    if activation is None:
+        return None
+    must = f"it must be None or one of {', '.join(map(repr, ACTIVATIONS))}"
+    if not isinstance(activation, str):
+        raise TypeError(f"activation is a {type(activation).__qualname__}; {must}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; {must}")
+    return str(activation)
 
 
 def check_axis(axis: Any) -> tuple[int, ...]:
@@ -70,9 +101,11 @@ def _check_dtype(view: View, name: str) -> None:
         raise ValueError(f"{name} lies at an address that is no multiple of its element size, {itemsize} bytes")
 
 
-def check_vector(view: View | None, name: str, shape: tuple[int, ...], x: View) -> None:
-    """Check a weight or bias, which may be None: the shape of the normalized axes, any dtype, x's device."""
+def check_vector(view: View | None, name: str, shape: tuple[int, ...], x: View, offset: float = 0.0) -> None:
+    """Check a weight or bias: the shape of the normalized axes, any dtype, x's device. None is fine without offset."""
     if view is None:
+        if offset:
+            raise ValueError(f"{name}_offset is {offset} and {name} is None; without a {name} it must be 0")
         return
     _check_dtype(view, name)
     check_like(view, name, shape, view.dtype, x, contiguous=True)

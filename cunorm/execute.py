@@ -18,9 +18,11 @@ from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = [
     "Adapter",
+    "Gradients",
     "Op",
     "Output",
     "Prepared",
+    "Results",
     "as_numpy",
     "backward",
     "forward",
@@ -59,22 +61,42 @@ class Prepared:
 class Op(Protocol):
     """An op with its attributes (axis, eps, ...): hashable, and all that an adapter needs to differentiate it."""
 
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether the gradients need the bias: under an activation, which was taken of what the bias was added to."""
+
     def prepare_forward(
-        self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
+        self,
+        x: View,
+        residual: View | None,
+        weight: View | None,
+        bias: View | None,
+        out: View | None,
+        stats: bool,
     ) -> Prepared:
-        """Inputs x, weight, bias; outputs y, mean, rstd."""
+        """Inputs x, residual, weight, bias; outputs y, residual_out, mean, rstd.
+
+        What a call does not give is None among the outputs: residual_out without a residual, mean and rstd without
+        ``stats``, mean for an op that has none, and y where there is an ``out`` (which has y's place then).
+        """
 
     def prepare_backward(
         self,
         dy: View,
+        dresidual_out: View | None,
         x: View,
         weight: View | None,
-        mean: View,
+        bias: View | None,
+        mean: View | None,
         rstd: View,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        """Inputs dy, x, weight, mean, rstd; outputs dx, dweight, dbias."""
+        """Inputs dy, dresidual_out, x, weight, bias, mean, rstd; outputs dx, dweight, dbias.
+
+        ``x`` is what was normalized: residual_out, where there was a residual. dx is the gradient of both summands.
+        ``bias_dtype`` is dbias's, where the bias itself is not given.
+        """
 
 
 class Adapter(Protocol):
@@ -102,38 +124,46 @@ class Adapter(Protocol):
     def stream(self, device: tuple[str, int]) -> int:
         """The raw handle of the framework's current stream on a CUDA device; 0 on the CPU."""
 
-    def apply(self, op: Op, x: Any, weight: Any, bias: Any, out: Any, stats: bool) -> tuple[Any, Any, Any]:
-        """y, mean, rstd (the last two None unless ``stats``), differentiable where the framework differentiates."""
+    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+        """y, residual_out, mean, rstd, differentiable where the framework differentiates.
+
+        residual_out is None without a residual; mean and rstd unless ``stats``, and mean for an op that has none.
+        """
 
     def backward(
         self,
         op: Op,
         dy: Any,
+        dresidual_out: Any,
         x: Any,
         weight: Any,
+        bias: Any,
         mean: Any,
         rstd: Any,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
-    ) -> tuple[Any, Any, Any]:
+    ) -> Gradients:
         """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
-        return backward(self, op, dy, x, weight, mean, rstd, output_mask, bias_dtype)
+        return backward(self, op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, bias_dtype)
 
 
-_FORWARD_NAMES = ("x", "weight", "bias", "out")
-_BACKWARD_NAMES = ("dy", "x", "weight", "mean", "rstd")
-_OPTIONAL = ("weight", "bias", "out")
+Results = tuple[Any, Any, Any, Any]
+Gradients = tuple[Any, Any, Any]
+
+_FORWARD_NAMES = ("x", "residual", "weight", "bias", "out")
+_BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+# The op says whether it needs a mean.
+_OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean")
 
 # The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch.
 _calls: dict[Any, Prepared] = {}
 _MOST_CALLS = 4096
 
 
-def _remember(key: Any, prepared: Prepared) -> Prepared:
+def _remember(key: Any, prepared: Prepared) -> None:
     if len(_calls) >= _MOST_CALLS:
         _calls.pop(next(iter(_calls)), None)  # the oldest
     _calls[key] = prepared
-    return prepared
 
 
 def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -141,15 +171,6 @@ def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> li
         None if tensor is None and name in _OPTIONAL else adapter.view(tensor, name)
         for tensor, name in zip(tensors, names)
     ]
-
-
-def _allocate(adapter: Adapter, output: Output | None, like: Any, pointers: list[int]) -> Any:
-    if output is None:
-        pointers.append(0)
-        return None
-    result = adapter.empty(output, like)
-    pointers.append(adapter.pointer(result))
-    return result
 
 
 def _run(adapter: Adapter, prepared: Prepared, pointers: list[int], like: Any) -> None:
@@ -162,48 +183,77 @@ def _run(adapter: Adapter, prepared: Prepared, pointers: list[int], like: Any) -
 
 
 def forward(
-    adapter: Adapter, op: Op, x: Any, weight: Any, bias: Any, out: Any = None, stats: bool = False
-) -> tuple[Any, Any, Any]:
-    """Run an op on tensors of one framework, without differentiation."""
-    tensors = (x, weight, bias, out)
+    adapter: Adapter, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any = None, stats: bool = False
+) -> Results:
+    """Run an op on tensors of one framework, without differentiation: y, residual_out, mean, rstd."""
+    tensors = (x, residual, weight, bias, out)
     kind, pointers = adapter.describe(tensors, _FORWARD_NAMES)
     key = (type(adapter), op, stats, kind)
     prepared = _calls.get(key)
     if prepared is None:
-        x_view, weight_view, bias_view, out_view = _views(adapter, tensors, _FORWARD_NAMES)
-        prepared = _remember(key, op.prepare_forward(x_view, weight_view, bias_view, out_view, stats))
-    y, mean, rstd = prepared.outputs
-    if out is None:
-        pointers.pop()
-        out = _allocate(adapter, y, x, pointers)
-    results = out, _allocate(adapter, mean, x, pointers), _allocate(adapter, rstd, x, pointers)
+        x_view, residual_view, weight_view, bias_view, out_view = _views(adapter, tensors, _FORWARD_NAMES)
+        prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats)
+        _remember(key, prepared)
+    # Written out, since every call of a user comes here.
+    y, residual_out, mean, rstd = prepared.outputs
+    if y is not None:
+        out = adapter.empty(y, x)
+        pointers[4] = adapter.pointer(out)  # the place of the out that was not given
+    if residual_out is None:
+        pointers.append(0)
+    else:
+        residual_out = adapter.empty(residual_out, x)
+        pointers.append(adapter.pointer(residual_out))
+    if mean is None:
+        pointers.append(0)
+    else:
+        mean = adapter.empty(mean, x)
+        pointers.append(adapter.pointer(mean))
+    if rstd is None:
+        pointers.append(0)
+    else:
+        rstd = adapter.empty(rstd, x)
+        pointers.append(adapter.pointer(rstd))
     _run(adapter, prepared, pointers, x)
-    return results
+    return out, residual_out, mean, rstd
 
 
 def backward(
     adapter: Adapter,
     op: Op,
     dy: Any,
+    dresidual_out: Any,
     x: Any,
     weight: Any,
+    bias: Any,
     mean: Any,
     rstd: Any,
     output_mask: tuple[bool, bool, bool],
     bias_dtype: str | None,
-) -> tuple[Any, Any, Any]:
+) -> Gradients:
     """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
-    tensors = (dy, x, weight, mean, rstd)
+    tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
     kind, pointers = adapter.describe(tensors, _BACKWARD_NAMES)
     key = (type(adapter), op, output_mask, bias_dtype, kind)
     prepared = _calls.get(key)
     if prepared is None:
-        dy_view, x_view, weight_view, mean_view, rstd_view = _views(adapter, tensors, _BACKWARD_NAMES)
-        prepared = _remember(
-            key, op.prepare_backward(dy_view, x_view, weight_view, mean_view, rstd_view, output_mask, bias_dtype)
+        views = _views(adapter, tensors, _BACKWARD_NAMES)
+        dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view = views
+        prepared = op.prepare_backward(
+            dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view, output_mask, bias_dtype
         )
-    dx, dweight, dbias = (_allocate(adapter, output, x, pointers) for output in prepared.outputs)
+        _remember(key, prepared)
+    results: list[Any] = []
+    for output in prepared.outputs:
+        if output is None:
+            results.append(None)
+            pointers.append(0)
+        else:
+            result = adapter.empty(output, x)
+            results.append(result)
+            pointers.append(adapter.pointer(result))
     _run(adapter, prepared, pointers, x)
+    dx, dweight, dbias = results
     return dx, dweight, dbias
 
 

@@ -8,15 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from cunorm import adapters, execute, launch, reference
-from cunorm.checks import check_axis, check_eps, check_like, check_mask, check_vector, check_x
+from cunorm.checks import (
+    check_activation,
+    check_axis,
+    check_eps,
+    check_like,
+    check_mask,
+    check_vector,
+    check_weight_offset,
+    check_x,
+)
 from cunorm.execute import Output, Prepared
 from cunorm.plan import plan
-from cunorm.problem import BackwardProblem, ForwardProblem, View
+from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View
 
-__all__ = ["LayerNorm", "layer_norm", "layer_norm_backward"]
+__all__ = ["RowNorm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
-_FORWARD_OPERANDS = ("x", "weight", "bias", "y", "mean", "rstd")
-_BACKWARD_OPERANDS = ("dy", "x", "weight", "mean", "rstd", "dx", "dweight", "dbias")
+_FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
+_BACKWARD_OPERANDS = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
 
 
 def layer_norm(
@@ -26,6 +35,8 @@ def layer_norm(
     *,
     axis: int | Sequence[int] = -1,
     eps: float = 1e-5,
+    activation: str | None = None,
+    residual: Any = None,
     return_stats: bool = False,
     out: Any = None,
 ) -> Any:
@@ -46,16 +57,26 @@ def layer_norm(
         The axes to normalize over: last, first, middle, several, not adjacent, negative.
     eps : float
         Added to the variance. Finite and not negative.
+    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
+        Applied to the result before it is rounded. ``gelu`` is the exact one, ``z * Phi(z)``, ``gelu_tanh`` its
+        approximation (Hendrycks, Gimpel 2016, arXiv:1606.08415), ``silu`` is ``z / (1 + exp(-z))``.
+    residual : tensor, optional
+        Added to x before: with x's shape, dtype and device, and strides of its own. What is normalized is
+        ``residual_out = x + residual``, rounded to x's dtype, so y is that of ``layer_norm(x + residual)``.
     return_stats : bool
         Also return mean and rstd.
     out : tensor, optional
         Where to write y: C-contiguous, with x's shape, dtype and device. Not for JAX and TensorFlow, whose tensors are
-        immutable, and not where gradients are recorded. It may be ``x`` itself, but not overlap it otherwise.
+        immutable, and not where gradients are recorded. It may be ``x`` itself, but not overlap it otherwise, nor the
+        residual.
 
     Returns
     -------
     y : tensor
-        Of x's type, shape, dtype and device. In PyTorch, JAX and TensorFlow it is differentiable in x, weight and bias.
+        Of x's type, shape, dtype and device. In PyTorch, JAX and TensorFlow it is differentiable in x, residual, weight
+        and bias.
+    residual_out : tensor
+        Only with ``residual``: the sum, C-contiguous, differentiable in x and residual.
     mean, rstd : tensor
         Only with ``return_stats``: x's shape without the normalized axes; float32, float64 for float64 x. They are
         constants to differentiation.
@@ -63,7 +84,7 @@ def layer_norm(
     Raises
     ------
     ValueError
-        For axes, shapes, strides or eps that do not fit.
+        For axes, shapes, strides, eps or an activation that do not fit.
     TypeError
         For dtypes and tensor types that are not supported.
     RuntimeError
@@ -72,12 +93,105 @@ def layer_norm(
     Examples
     --------
     >>> import numpy as np
-    >>> cunorm.layer_norm(np.array([[1.0, 2.0, 3.0]]), eps=0.0).round(4)
+    >>> x = np.array([[1.0, 2.0, 3.0]])
+    >>> cunorm.layer_norm(x, eps=0.0).round(4)
     array([[-1.2247,  0.    ,  1.2247]])
+    >>> y, residual_out = cunorm.layer_norm(x, eps=0.0, activation="relu", residual=np.array([[0.0, 0.0, 3.0]]))
+    >>> y.round(4), residual_out
+    (array([[0.    , 0.    , 1.3887]]), array([[1., 2., 6.]]))
     """
-    adapter = adapters.adapter_of(x)
-    y, mean, rstd = adapter.apply(LayerNorm.of(axis, eps), x, weight, bias, out, bool(return_stats))
-    return (y, mean, rstd) if return_stats else y
+    op = RowNorm.of(axis, eps, activation)
+    y, residual_out, mean, rstd = adapters.adapter_of(x).apply(op, x, residual, weight, bias, out, bool(return_stats))
+    if residual is None:
+        return (y, mean, rstd) if return_stats else y
+    return (y, residual_out, mean, rstd) if return_stats else (y, residual_out)
+
+
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    axis: int | Sequence[int] = -1,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    activation: str | None = None,
+    residual: Any = None,
+    return_stats: bool = False,
+    out: Any = None,
+) -> Any:
+    """RMS normalization: ``y = x * rstd * (weight_offset + weight) + bias``, with statistics over ``axis``.
+
+    ``rstd = 1 / sqrt(mean(x^2) + eps)`` (Zhang, Sennrich 2019, arXiv:1910.07467; the same as
+    ``torch.nn.functional.rms_norm``). Statistics and sums are float32 whatever the data, float64 for float64 data.
+
+    Parameters
+    ----------
+    x : tensor
+        Any shape; float16, bfloat16, float32 or float64. A NumPy, CuPy, PyTorch, JAX or TensorFlow tensor, or anything
+        with ``__dlpack__``. It may be a strided view; it is not copied and not modified.
+    weight, bias : tensor, optional
+        Each on its own may be left out. Their shape is that of x's normalized axes, in x's order; C-contiguous; any of
+        the four dtypes, also another than x's; on x's device.
+    axis : int or sequence of int
+        The axes to normalize over: last, first, middle, several, not adjacent, negative.
+    eps : float
+        Added to the mean square. Finite and not negative. See the notes for other libraries' defaults.
+    weight_offset : float
+        Added to the weight: 1 where a model stores how much its weight differs from one, as Gemma does. Finite; 0
+        where there is no weight.
+    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
+        Applied to the result before it is rounded, as `layer_norm` says.
+    residual : tensor, optional
+        Added to x before: with x's shape, dtype and device, and strides of its own. What is normalized is
+        ``residual_out = x + residual``, rounded to x's dtype, so y is that of ``rms_norm(x + residual)``.
+    return_stats : bool
+        Also return rstd.
+    out : tensor, optional
+        Where to write y: C-contiguous, with x's shape, dtype and device. Not for JAX and TensorFlow, whose tensors are
+        immutable, and not where gradients are recorded. It may be ``x`` itself, but not overlap it otherwise, nor the
+        residual.
+
+    Returns
+    -------
+    y : tensor
+        Of x's type, shape, dtype and device. In PyTorch, JAX and TensorFlow it is differentiable in x, residual, weight
+        and bias.
+    residual_out : tensor
+        Only with ``residual``: the sum, C-contiguous, differentiable in x and residual.
+    rstd : tensor
+        Only with ``return_stats``: x's shape without the normalized axes; float32, float64 for float64 x. It is a
+        constant to differentiation.
+
+    Raises
+    ------
+    ValueError
+        For axes, shapes, strides, eps, an activation or a weight_offset that do not fit.
+    TypeError
+        For dtypes and tensor types that are not supported.
+    RuntimeError
+        For tensors on different devices, or a device, driver or compiler that cannot be used.
+
+    Notes
+    -----
+    The default eps is that of Llama 1 and most models since (``transformers``: 1e-6), of Flax and of Keras' layer.
+    ``torch.nn.functional.rms_norm`` takes the machine epsilon of the dtype that it computes in (1.2e-7 for float32 and
+    narrower, 2.2e-16 for float64); Llama 2 and 3 take 1e-5.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([[1.0, 2.0, 3.0]])
+    >>> cunorm.rms_norm(x, eps=0.0).round(4)
+    array([[0.4629, 0.9258, 1.3887]])
+    >>> cunorm.rms_norm(x, np.zeros(3), eps=0.0, weight_offset=1.0).round(4)
+    array([[0.4629, 0.9258, 1.3887]])
+    """
+    op = RowNorm.of(axis, eps, activation, False, weight_offset)
+    y, residual_out, _, rstd = adapters.adapter_of(x).apply(op, x, residual, weight, bias, out, bool(return_stats))
+    if residual is None:
+        return (y, rstd) if return_stats else y
+    return (y, residual_out, rstd) if return_stats else (y, residual_out)
 
 
 def layer_norm_backward(
@@ -88,30 +202,41 @@ def layer_norm_backward(
     rstd: Any,
     *,
     axis: int | Sequence[int] = -1,
+    bias: Any = None,
+    activation: str | None = None,
+    dresidual_out: Any = None,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Any, Any, Any]:
     """The gradients of `layer_norm`, for libraries without automatic differentiation.
 
     With ``xhat = (x - mean) * rstd`` and ``g = dy * weight``: ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))``
     over ``axis``, ``dweight = sum(dy * xhat)`` and ``dbias = sum(dy)`` over the other axes (as PyTorch's
-    ``native_layer_norm_backward``).
+    ``native_layer_norm_backward``). With an activation, ``dy * activation'(xhat * weight + bias)`` takes dy's place.
 
     Parameters
     ----------
     dy : tensor
         The gradient of y, with x's shape, dtype and device; it may be strided.
-    x, weight, axis
+    x : tensor
+        What was normalized: as `layer_norm` was given it, or the residual_out that it returned.
+    weight, axis, activation
         As `layer_norm` was given them; weight may be None.
     mean, rstd : tensor
         As `layer_norm` returned them.
+    bias : tensor, optional
+        As `layer_norm` was given it. dx and dweight depend on it only where there is an activation.
+    dresidual_out : tensor, optional
+        The gradient of residual_out, where it was used: added to dx. It has x's shape, dtype and device, and may be
+        strided.
     output_mask : tuple of three bools
         Which of dx, dweight, dbias to compute.
 
     Returns
     -------
     dx, dweight, dbias : tensor or None
-        None where not asked for. dx has x's shape and dtype; dweight and dbias have the shape of the normalized axes
-        and the dtype of weight, or of x where there is no weight.
+        None where not asked for. dx has x's shape and dtype; with a residual it is the gradient of x and of residual
+        alike. dweight and dbias have the shape of the normalized axes; dweight has the dtype of weight, or of x where
+        there is no weight; dbias has that of bias where it is given, else dweight's.
 
     Raises
     ------
@@ -127,52 +252,145 @@ def layer_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1., 0., 0.]))
     """
-    op = LayerNorm.of(axis, 0.0)
-    return adapters.adapter_of(x).backward(op, dy, x, weight, mean, rstd, check_mask(output_mask), None)
+    op = RowNorm.of(axis, 0.0, activation)
+    adapter = adapters.adapter_of(x)
+    return adapter.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, check_mask(output_mask), None)
+
+
+def rms_norm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    rstd: Any,
+    *,
+    axis: int | Sequence[int] = -1,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+    activation: str | None = None,
+    dresidual_out: Any = None,
+    output_mask: tuple[bool, bool, bool] = (True, True, False),
+) -> tuple[Any, Any, Any]:
+    """The gradients of `rms_norm`, for libraries without automatic differentiation.
+
+    With ``xhat = x * rstd`` and ``g = dy * (weight_offset + weight)``: ``dx = rstd * (g - xhat * mean(g * xhat))`` over
+    ``axis``, ``dweight = sum(dy * xhat)`` and ``dbias = sum(dy)`` over the other axes: the derivative of Zhang,
+    Sennrich 2019, arXiv:1910.07467. With an activation, ``dy * activation'(xhat * (weight_offset + weight) + bias)``
+    takes dy's place.
+
+    Parameters
+    ----------
+    dy : tensor
+        The gradient of y, with x's shape, dtype and device; it may be strided.
+    x : tensor
+        What was normalized: as `rms_norm` was given it, or the residual_out that it returned.
+    weight, axis, weight_offset, activation
+        As `rms_norm` was given them; weight may be None.
+    rstd : tensor
+        As `rms_norm` returned it.
+    bias : tensor, optional
+        As `rms_norm` was given it. dx and dweight depend on it only where there is an activation.
+    dresidual_out : tensor, optional
+        The gradient of residual_out, where it was used: added to dx. It has x's shape, dtype and device, and may be
+        strided.
+    output_mask : tuple of three bools
+        Which of dx, dweight, dbias to compute. By default not dbias, since few RMS norms have a bias.
+
+    Returns
+    -------
+    dx, dweight, dbias : tensor or None
+        None where not asked for. dx has x's shape and dtype; with a residual it is the gradient of x and of residual
+        alike. dweight and dbias have the shape of the normalized axes; dweight has the dtype of weight, or of x where
+        there is no weight; dbias has that of bias where it is given, else dweight's.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        As `rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x, dy = np.array([[3.0, 4.0]]), np.array([[1.0, 0.0]])
+    >>> y, rstd = cunorm.rms_norm(x, eps=0.0, return_stats=True)
+    >>> dx, dweight, dbias = cunorm.rms_norm_backward(dy, x, None, rstd)
+    >>> bool(abs((dx * x).sum()) < 1e-12), dweight.round(4), dbias
+    (True, array([0.8485, 0.    ]), None)
+    """
+    op = RowNorm.of(axis, 0.0, activation, False, weight_offset)
+    adapter = adapters.adapter_of(x)
+    return adapter.backward(op, dy, dresidual_out, x, weight, bias, None, rstd, check_mask(output_mask), None)
 
 
 @dataclass(frozen=True, eq=False)
-class LayerNorm:
-    """`layer_norm` with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
+class RowNorm:
+    """`layer_norm` or `rms_norm` with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
 
     There is one object for the same attributes, made by `of`: as a part of keys it is compared by identity, in no time.
     """
 
     axis: tuple[int, ...]
     eps: float
+    norm: Norm
 
     @staticmethod
-    def of(axis: int | Sequence[int], eps: float) -> LayerNorm:
+    def of(
+        axis: int | Sequence[int],
+        eps: float,
+        activation: str | None = None,
+        centered: bool = True,
+        weight_offset: float = 0.0,
+    ) -> RowNorm:
         """The op of a user's arguments."""
-        if type(axis) is int and type(eps) is float:  # nearly always
-            known = _interned.get((axis, eps))
+        # Only by arguments of the types that nearly all have: what equals them may be of a type to be refused.
+        plain = (
+            type(axis) is int
+            and type(eps) is float
+            and (activation is None or type(activation) is str)
+            and type(weight_offset) is float
+        )
+        if plain:
+            known = _interned.get((axis, eps, activation, centered, weight_offset))
             if known is not None:
                 return known
+        norm = Norm(centered, check_weight_offset(weight_offset), check_activation(activation))
         axes, value = check_axis(axis), check_eps(eps)
-        op = _interned.setdefault((axes, value), LayerNorm(axes, value))
-        return _interned.setdefault((axis, value), op) if type(axis) is int else op
+        op = _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
+        return _interned.setdefault((axis, eps, activation, centered, weight_offset), op) if plain else op
+
+    @functools.cached_property
+    def keeps_bias(self) -> bool:
+        return self.norm.activation is not None
 
     def prepare_forward(
-        self, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
+        self,
+        x: View,
+        residual: View | None,
+        weight: View | None,
+        bias: View | None,
+        out: View | None,
+        stats: bool,
     ) -> Prepared:
-        return _prepare_forward(self, _layout(x), _layout(weight), _layout(bias), _layout(out), stats)
+        layouts = (_layout(x), _layout(residual), _layout(weight), _layout(bias), _layout(out))
+        return _prepare_forward(self, *layouts, stats)
 
     def prepare_backward(
         self,
         dy: View,
+        dresidual_out: View | None,
         x: View,
         weight: View | None,
-        mean: View,
+        bias: View | None,
+        mean: View | None,
         rstd: View,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        layouts = (_layout(dy), _layout(x), _layout(weight), _layout(mean), _layout(rstd))
+        layouts = (_layout(view) for view in (dy, dresidual_out, x, weight, bias, mean, rstd))
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-# By (axes, eps), and by (axis, eps) where an int was given.
-_interned: dict[tuple[tuple[int, ...] | int, float], LayerNorm] = {}
+# By (axes, eps, norm), and by the arguments of `RowNorm.of` where axis is an int.
+_interned: dict[tuple[Any, ...], RowNorm] = {}
 
 
 def _layout(view: View | None) -> Any:
@@ -182,57 +400,95 @@ def _layout(view: View | None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_forward(
-    op: LayerNorm, x: View, weight: View | None, bias: View | None, out: View | None, stats: bool
+    op: RowNorm,
+    x: View,
+    residual: View | None,
+    weight: View | None,
+    bias: View | None,
+    out: View | None,
+    stats: bool,
 ) -> Prepared:
     axis, columns_shape, statistic = check_x(x, op.axis)
-    check_vector(weight, "weight", columns_shape, x)
+    check_vector(weight, "weight", columns_shape, x, op.norm.weight_offset)
     check_vector(bias, "bias", columns_shape, x)
+    if residual is not None:
+        check_like(residual, "residual", x.shape, x.dtype, x)
     if out is not None:
         check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
     y = Output(x.shape, x.dtype)
-    mean, rstd = (statistic, statistic) if stats else (None, None)
-    outputs = (y if out is None else None, mean, rstd)
+    residual_out = None if residual is None else y
+    mean = statistic if stats and op.norm.centered else None
+    rstd = statistic if stats else None
+    outputs = (y if out is None else None, residual_out, mean, rstd)
     y_view = out or y.view(x.device)
+    views = (x, residual, weight, bias, y_view, *_views((residual_out, mean, rstd), x.device))
 
     if x.device[0] == "cpu":
 
-        def run(x: Any, weight: Any, bias: Any, y: Any, mean: Any, rstd: Any) -> None:
-            reference.layer_norm(x, weight, bias, axis=axis, eps=op.eps, out=y, mean_out=mean, rstd_out=rstd)
+        def run(x: Any, residual: Any, weight: Any, bias: Any, y: Any, residual_out: Any, mean: Any, rstd: Any) -> None:
+            results = {"out": y, "residual_out": residual_out, "mean_out": mean, "rstd_out": rstd}
+            options = {"axis": axis, "eps": op.eps, "norm": op.norm, "residual": residual}
+            reference.row_norm(x, weight, bias, **options, **results)
 
-        return execute.prepare_on_cpu(run, (x, weight, bias, y_view, *_views((mean, rstd), x.device)), outputs)
-    problem = ForwardProblem.of(x, weight, bias, y_view, axis=axis, eps=op.eps, stats=stats)
+        return execute.prepare_on_cpu(run, views, outputs)
+    problem = ForwardProblem.of(
+        x,
+        weight,
+        bias,
+        y_view,
+        axis=axis,
+        eps=op.eps,
+        stats=stats,
+        norm=op.norm,
+        residual=residual,
+        residual_out=views[5],
+    )
     return _prepare_launches(problem, _FORWARD_OPERANDS, outputs, x.device[1])
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_backward(
-    op: LayerNorm,
+    op: RowNorm,
     dy: View,
+    dresidual_out: View | None,
     x: View,
     weight: View | None,
-    mean: View,
+    bias: View | None,
+    mean: View | None,
     rstd: View,
     output_mask: tuple[bool, bool, bool],
     bias_dtype: str | None,
 ) -> Prepared:
     axis, columns_shape, statistic = check_x(x, op.axis)
-    check_vector(weight, "weight", columns_shape, x)
+    check_vector(weight, "weight", columns_shape, x, op.norm.weight_offset)
+    check_vector(bias, "bias", columns_shape, x)
     check_like(dy, "dy", x.shape, x.dtype, x)
-    check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
+    if dresidual_out is not None:
+        check_like(dresidual_out, "dresidual_out", x.shape, x.dtype, x)
+    if op.norm.centered:
+        if mean is None:
+            raise TypeError("mean is None; it must be the mean that layer_norm returned")
+        check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
     check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
     weight_dtype = x.dtype if weight is None else weight.dtype
+    if bias_dtype is None:
+        bias_dtype = weight_dtype if bias is None else bias.dtype
     dx = Output(x.shape, x.dtype) if output_mask[0] else None
     dweight = Output(columns_shape, weight_dtype) if output_mask[1] else None
-    dbias = Output(columns_shape, bias_dtype or weight_dtype) if output_mask[2] else None
+    dbias = Output(columns_shape, bias_dtype) if output_mask[2] else None
     outputs = (dx, dweight, dbias)
 
     if x.device[0] == "cpu":
 
-        def run(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, dx: Any, dweight: Any, dbias: Any) -> None:
-            results = {"dx_out": dx, "dweight_out": dweight, "dbias_out": dbias}
-            reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis, output_mask=output_mask, **results)
+        def run(
+            dy: Any, dresidual_out: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, *results: Any
+        ) -> None:
+            options = {"axis": axis, "norm": op.norm, "bias": bias, "dresidual_out": dresidual_out}
+            outs = dict(zip(("dx_out", "dweight_out", "dbias_out"), results))
+            reference.row_norm_backward(dy, x, weight, mean, rstd, output_mask=output_mask, **options, **outs)
 
-        return execute.prepare_on_cpu(run, (dy, x, weight, mean, rstd, *_views(outputs, x.device)), outputs)
+        inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
+        return execute.prepare_on_cpu(run, (*inputs, *_views(outputs, x.device)), outputs)
     problem = BackwardProblem.of(
         dy,
         x,
@@ -241,6 +497,9 @@ def _prepare_backward(
         axis=axis,
         dweight=None if dweight is None else dweight.dtype,
         dbias=None if dbias is None else dbias.dtype,
+        norm=op.norm,
+        bias=bias,
+        dresidual_out=dresidual_out,
     )
     return _prepare_launches(problem, _BACKWARD_OPERANDS, outputs, x.device[1])
 
@@ -261,5 +520,5 @@ def _prepare_launches(
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
-for _function in (layer_norm, layer_norm_backward):
+for _function in (layer_norm, layer_norm_backward, rms_norm, rms_norm_backward):
     setattr(_function, "autograph_info__", {})  # noqa: B010

@@ -1,26 +1,34 @@
-"""Data, tolerances and runners that the tests of an op share.
+"""Data, tolerances, runners and the comparison with float64 that the tests of the norms share.
 
-A runner computes layer norm and its gradients from NumPy arrays, by one of the ways the package has: the CPU path, the
+A runner computes a norm and its gradients from NumPy arrays, by one of the ways the package has: the CPU path, the
 kernels on the emulator, the kernels on a GPU. Every output is filled with NaNs before it is computed.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import cunorm
-from cunorm import execute, reference
+from cunorm import activations, execute, reference
 from cunorm.plan import Device, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, View
+from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Norm, View
 
 Array = np.ndarray[Any, Any]
 
 # Largest relative error in the norm, ||result - float64 result|| / scale. A result in sixteen bits is rounded once: at
 # most half a unit in the last place of each number. float32 leaves room for a few roundings on the way.
 NORM_TOLERANCE = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 4e-7, "float64": 1e-14}
+LAYER_NORM, RMS_NORM = Norm(), Norm(centered=False)
+# Both norms, and each activation with one of them or with both.
+NORMS = [LAYER_NORM, RMS_NORM, Norm(False, weight_offset=1.0)]
+ACTIVATED_NORMS = [Norm(centered, 0.0, activation) for centered in (True, False) for activation in ACTIVATIONS]
+ACTIVATED_NORMS.append(Norm(False, 1.0, "silu"))
+EPS = 1e-5
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
 SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512)
 
@@ -64,9 +72,13 @@ def half_unit(values: Array, dtype: str) -> Array:
     return np.ldexp(0.5, exponent - digits + 1)
 
 
-def assert_rounded_once(result: Array, expected: Array, dtype: str) -> None:
-    """A sixteen-bit result is the float64 one rounded, but for ties that float32 arithmetic decides the other way."""
-    slack = 1e-6 * np.maximum(np.abs(expected), np.sqrt(np.mean(expected**2)))
+def assert_rounded_once(result: Array, expected: Array, dtype: str, size: Array | None = None) -> None:
+    """A sixteen-bit result is the float64 one rounded, but for ties that float32 arithmetic decides the other way.
+
+    ``size`` is that of the numbers which the arithmetic was done with, if not that of the results.
+    """
+    size = np.abs(expected if size is None else size)
+    slack = 1e-6 * np.maximum(size, np.sqrt(np.mean(size**2)))
     error = np.abs(result.astype(np.float64) - expected)
     assert np.all(error <= half_unit(expected, dtype) + slack), float(np.nanmax(error)) or "NaN"
 
@@ -84,18 +96,68 @@ def float64(array: Array | None) -> Array | None:
     return None if array is None else array.astype(np.float64)
 
 
+def sum_of(x: Array, residual: Array | None) -> Array:
+    """What is normalized: x + residual, rounded to their dtype."""
+    if residual is None:
+        return x
+    compute = np.float64 if x.dtype == np.float64 else np.float32
+    return (x.astype(compute) + residual.astype(compute)).astype(x.dtype)
+
+
 @dataclass(frozen=True)
 class Expected:
-    """Float64 results from the very numbers that were given."""
+    """Float64 results from the very numbers that were given; ``z`` is what the activation is taken of."""
 
     y: Array
-    mean: Array
+    mean: Array | None
     rstd: Array
+    z: Array
 
     @staticmethod
-    def of(x: Array, weight: Array | None, bias: Array | None, axis: tuple[int, ...], eps: float) -> Expected:
+    def of(
+        x: Array, weight: Array | None, bias: Array | None, axis: tuple[int, ...], eps: float, norm: Norm = LAYER_NORM
+    ) -> Expected:
         axis = tuple(sorted(i % x.ndim for i in axis))
-        return Expected(*reference.layer_norm(float64(x), float64(weight), float64(bias), axis=axis, eps=eps))
+        plain = Norm(norm.centered, norm.weight_offset)
+        given = float64(x), float64(weight), float64(bias)
+        z, _, mean, rstd = reference.row_norm(*given, axis=axis, eps=eps, norm=plain)
+        y = z if norm.activation is None else activations.FUNCTIONS[norm.activation].value(z)
+        return Expected(y, mean, rstd, z)
+
+
+class Results(NamedTuple):
+    """What a runner's forward gives: residual_out without a residual, and the mean of RMS norm, are None."""
+
+    y: Array
+    residual_out: Array | None
+    mean: Array | None
+    rstd: Array
+
+
+def public_forward(norm: Norm) -> Any:
+    """The public function that computes ``norm``."""
+    if norm.centered:
+        return functools.partial(cunorm.layer_norm, activation=norm.activation)
+    return functools.partial(cunorm.rms_norm, activation=norm.activation, weight_offset=norm.weight_offset)
+
+
+def public_backward(norm: Norm) -> Any:
+    """The public function of its gradients, of dy, x, weight, bias, mean, rstd, dresidual_out."""
+
+    def backward(dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, dres: Any, **options: Any) -> Any:
+        options |= {"bias": bias, "dresidual_out": dres, "activation": norm.activation}
+        if norm.centered:
+            return cunorm.layer_norm_backward(dy, x, weight, mean, rstd, **options)
+        return cunorm.rms_norm_backward(dy, x, weight, rstd, weight_offset=norm.weight_offset, **options)
+
+    return backward
+
+
+def named(results: tuple[Any, ...], norm: Norm, residual: Any) -> Results:
+    """What a public function returned with its statistics."""
+    rest = iter(results)
+    y, residual_out = next(rest), None if residual is None else next(rest)
+    return Results(y, residual_out, next(rest) if norm.centered else None, next(rest))
 
 
 def view_of(array: Array | None) -> View | None:
@@ -109,18 +171,51 @@ def view_of(array: Array | None) -> View | None:
 class NumpyRunner:
     """The CPU path, through the public functions."""
 
-    def forward(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> tuple[Array, ...]:
+    def forward(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Results:
         out = poisoned(x.shape, x.dtype.name)
-        return cunorm.layer_norm(x, weight, bias, axis=axis, eps=eps, return_stats=True, out=out)
+        options = {"axis": axis, "eps": eps, "residual": residual, "return_stats": True, "out": out}
+        return named(public_forward(norm)(x, weight, bias, **options), norm, residual)
 
-    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
-        result: Array = cunorm.layer_norm(x, weight, bias, axis=axis, eps=eps, out=poisoned(x.shape, x.dtype.name))
-        return result
+    def without_stats(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Array:
+        options = {"axis": axis, "eps": eps, "residual": residual, "out": poisoned(x.shape, x.dtype.name)}
+        result = public_forward(norm)(x, weight, bias, **options)
+        y: Array = result if residual is None else result[0]
+        return y
 
     def backward(
-        self, dy: Array, x: Array, weight: Any, mean: Array, rstd: Array, axis: tuple[int, ...], mask: Any
+        self,
+        dy: Array,
+        x: Array,
+        weight: Any,
+        mean: Any,
+        rstd: Array,
+        axis: tuple[int, ...],
+        mask: Any,
+        norm: Norm = LAYER_NORM,
+        bias: Any = None,
+        dresidual_out: Any = None,
     ) -> tuple[Any, ...]:
-        return cunorm.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis, output_mask=mask)
+        arrays = (dy, x, weight, bias, mean, rstd, dresidual_out)
+        gradients: tuple[Any, ...] = public_backward(norm)(*arrays, axis=axis, output_mask=mask)
+        return gradients
 
 
 class EmulatorRunner:
@@ -128,40 +223,89 @@ class EmulatorRunner:
 
     seed = 0
 
-    def forward(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> tuple[Array, ...]:
-        return self._forward(x, weight, bias, axis, eps, stats=True)
+    def forward(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Results:
+        return self._forward(x, weight, bias, axis, eps, norm, residual, stats=True)
 
-    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
-        return self._forward(x, weight, bias, axis, eps, stats=False)[0]
+    def without_stats(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Array:
+        return self._forward(x, weight, bias, axis, eps, norm, residual, stats=False).y
 
     def _forward(
-        self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float, stats: bool
-    ) -> tuple[Array, ...]:
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm,
+        residual: Any,
+        stats: bool,
+    ) -> Results:
         from cunorm.emulator.plans import run_plan
 
         axis = tuple(sorted(i % x.ndim for i in axis))
         y = poisoned(x.shape, x.dtype.name)
+        residual_out = None if residual is None else poisoned(x.shape, x.dtype.name)
         stats_dtype = "float64" if x.dtype == np.float64 else "float32"
-        mean, rstd = (poisoned(kept_shape(x.shape, axis), stats_dtype) for _ in range(2))
+        rstd = poisoned(kept_shape(x.shape, axis), stats_dtype)
+        mean = rstd.copy() if norm.centered else None
         problem = ForwardProblem.of(
-            view_of(x), view_of(weight), view_of(bias), view_of(y), axis=axis, eps=eps, stats=stats
+            view_of(x),
+            view_of(weight),
+            view_of(bias),
+            view_of(y),
+            axis=axis,
+            eps=eps,
+            stats=stats,
+            norm=norm,
+            residual=view_of(residual),
+            residual_out=view_of(residual_out),
         )
-        operands: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "y": y, "mean": None, "rstd": None}
-        if stats:
-            operands |= {"mean": mean, "rstd": rstd}
+        operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+        operands |= {"y": y, "residual_out": residual_out}
+        operands |= {"mean": mean, "rstd": rstd} if stats else {"mean": None, "rstd": None}
         run_plan(plan(problem, SMALL_DEVICE), operands, seed=self.seed)
-        return y, mean, rstd
+        return Results(y, residual_out, mean, rstd)
 
     def backward(
-        self, dy: Array, x: Array, weight: Any, mean: Array, rstd: Array, axis: tuple[int, ...], mask: Any
+        self,
+        dy: Array,
+        x: Array,
+        weight: Any,
+        mean: Any,
+        rstd: Array,
+        axis: tuple[int, ...],
+        mask: Any,
+        norm: Norm = LAYER_NORM,
+        bias: Any = None,
+        dresidual_out: Any = None,
     ) -> tuple[Any, ...]:
         from cunorm.emulator.plans import run_plan
 
         axis = tuple(sorted(i % x.ndim for i in axis))
         dtype = (x if weight is None else weight).dtype.name
+        bias_dtype = dtype if bias is None else bias.dtype.name
         shape = columns_shape(x.shape, axis)
         dx = poisoned(x.shape, x.dtype.name) if mask[0] else None
-        dweight, dbias = (poisoned(shape, dtype) if wanted else None for wanted in mask[1:])
+        dweight = poisoned(shape, dtype) if mask[1] else None
+        dbias = poisoned(shape, bias_dtype) if mask[2] else None
         problem = BackwardProblem.of(
             view_of(dy),
             view_of(x),
@@ -169,10 +313,13 @@ class EmulatorRunner:
             view_of(dx),
             axis=axis,
             dweight=dtype if mask[1] else None,
-            dbias=dtype if mask[2] else None,
+            dbias=bias_dtype if mask[2] else None,
+            norm=norm,
+            bias=view_of(bias),
+            dresidual_out=view_of(dresidual_out),
         )
-        operands = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
-        operands |= {"dx": dx, "dweight": dweight, "dbias": dbias}
+        operands = {"dy": dy, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
+        operands |= {"mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
         run_plan(plan(problem, SMALL_DEVICE), operands, seed=self.seed)
         return dx, dweight, dbias
 
@@ -213,15 +360,134 @@ class CupyRunner:
         results = results if isinstance(results, tuple) else (results,)
         return tuple(None if result is None else cupy.asnumpy(result) for result in results)
 
-    def forward(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> tuple[Array, ...]:
-        return self._run(cunorm.layer_norm, [x, weight, bias], axis=axis, eps=eps, return_stats=True)
+    def forward(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Results:
+        results = self._forward(x, weight, bias, residual, norm, axis=axis, eps=eps, return_stats=True)
+        return named(results, norm, residual)
 
-    def without_stats(self, x: Array, weight: Any, bias: Any, axis: tuple[int, ...], eps: float) -> Array:
-        result: Array = self._run(cunorm.layer_norm, [x, weight, bias], axis=axis, eps=eps)[0]
-        return result
+    def without_stats(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Any,
+        axis: tuple[int, ...],
+        eps: float,
+        norm: Norm = LAYER_NORM,
+        residual: Any = None,
+    ) -> Array:
+        y: Array = self._forward(x, weight, bias, residual, norm, axis=axis, eps=eps)[0]
+        return y
+
+    def _forward(self, x: Array, weight: Any, bias: Any, residual: Any, norm: Norm, **options: Any) -> tuple[Any, ...]:
+        def function(x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
+            return public_forward(norm)(x, weight, bias, residual=residual, **options)
+
+        return self._run(function, [x, weight, bias, residual], **options)
 
     def backward(
-        self, dy: Array, x: Array, weight: Any, mean: Array, rstd: Array, axis: tuple[int, ...], mask: Any
+        self,
+        dy: Array,
+        x: Array,
+        weight: Any,
+        mean: Any,
+        rstd: Array,
+        axis: tuple[int, ...],
+        mask: Any,
+        norm: Norm = LAYER_NORM,
+        bias: Any = None,
+        dresidual_out: Any = None,
     ) -> tuple[Any, ...]:
-        arrays = [dy, x, weight, mean, rstd]
-        return self._run(cunorm.layer_norm_backward, arrays, axis=axis, output_mask=mask)
+        arrays = [dy, x, weight, bias, mean, rstd, dresidual_out]
+        return self._run(public_backward(norm), arrays, axis=axis, output_mask=mask)
+
+
+RUNNERS = [
+    pytest.param(NumpyRunner(), id="numpy"),
+    pytest.param(EmulatorRunner(), id="emulator"),
+    pytest.param(CupyRunner(), id="cupy", marks=pytest.mark.gpu),
+]
+
+
+def check(
+    runner: Any,
+    x: Array,
+    weight: Any,
+    bias: Any,
+    axis: tuple[int, ...] = (-1,),
+    dy: Any = None,
+    eps: float = EPS,
+    norm: Norm = LAYER_NORM,
+    residual: Any = None,
+    dresidual_out: Any = None,
+) -> None:
+    """Forward and backward of one problem against float64."""
+    dtype = x.dtype.name
+    arrays = (x, residual, weight, bias)
+    before = [None if a is None else a.copy() for a in arrays]
+    normalized = sum_of(x, residual)
+    expected = Expected.of(normalized, weight, bias, axis, eps, norm)
+    y, residual_out, mean, rstd = runner.forward(x, weight, bias, axis, eps, norm, residual)
+
+    if residual is not None:
+        assert residual_out is not None and residual_out.dtype == x.dtype
+        assert residual_out.tobytes() == normalized.tobytes(), "the sum is not rounded once"
+    assert y.shape == x.shape and y.dtype == x.dtype
+    if dtype in ("float16", "bfloat16"):
+        assert_rounded_once(y, expected.y, dtype, expected.z)
+    else:
+        affine_size = np.abs(expected.z) + (0 if bias is None else np.abs(float64(bias)).max(initial=0))
+        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
+        assert relative_error(y, expected.y, affine_size) <= tolerance
+    statistics_tolerance = 2e-7 if dtype != "float64" else 1e-14
+    statistics_dtype = np.float64 if dtype == "float64" else np.float32
+    if expected.mean is None:
+        assert mean is None
+    else:
+        assert mean.shape == expected.mean.shape and mean.dtype == statistics_dtype
+        size = np.abs(expected.mean) + 1 / expected.rstd
+        assert np.all(np.abs(mean - expected.mean) <= statistics_tolerance * size)
+    assert rstd.shape == expected.rstd.shape and rstd.dtype == statistics_dtype
+    assert np.all(np.abs(rstd - expected.rstd) <= statistics_tolerance * expected.rstd)
+
+    dy = data(17, x.shape, dtype, shift=0.1) if dy is None else dy
+    mask = (True, True, True)
+    dx, dweight, dbias = runner.backward(
+        dy, normalized, weight, mean, rstd, axis, mask, norm, bias if norm.activation else None, dresidual_out
+    )
+    sorted_axis = tuple(sorted(i % x.ndim for i in axis))
+    exact: Any = [float64(array) for array in (dy, normalized, weight)]
+    expected_dx, expected_dweight, expected_dbias = reference.row_norm_backward(
+        *exact,
+        expected.mean,
+        expected.rstd,
+        axis=sorted_axis,
+        norm=norm,
+        bias=float64(bias),
+        dresidual_out=float64(dresidual_out),
+    )
+    # dx is a difference of terms of this size; with few columns it is much smaller than they are.
+    weight_size = 1.0 if weight is None else np.abs(norm.weight_offset + float64(weight)).max(initial=0)
+    wide_rstd = np.expand_dims(expected.rstd, sorted_axis)
+    terms = np.abs(exact[0]) * weight_size * wide_rstd
+    if dresidual_out is not None:
+        terms = terms + np.abs(float64(dresidual_out))
+    assert dx.shape == x.shape and dx.dtype == x.dtype
+    assert relative_error(dx, expected_dx, terms) <= NORM_TOLERANCE[dtype]
+    assert dweight.shape == dbias.shape == columns_shape(x.shape, axis)
+    assert dweight.dtype == (x if weight is None else weight).dtype
+    assert dbias.dtype == (bias.dtype if norm.activation and bias is not None else dweight.dtype)
+    mean_of_rows = 0 if expected.mean is None else np.expand_dims(expected.mean, sorted_axis)
+    xhat = (exact[1] - mean_of_rows) * wide_rstd
+    assert_sums(dbias, expected_dbias, exact[0], sorted_axis, dtype)
+    assert_sums(dweight, expected_dweight, exact[0] * np.maximum(1, np.abs(xhat)), sorted_axis, dtype)
+
+    for array, copy in zip(arrays, before):
+        assert array is None or array.tobytes() == copy.tobytes(), "an input was modified"

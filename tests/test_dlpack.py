@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import NORM_TOLERANCE, Expected, data, dtype_of, relative_error
+from cases import NORM_TOLERANCE, Expected, data, dtype_of, float64, relative_error, sum_of
 
 import cunorm
 from cunorm import execute, reference
+from cunorm.problem import Norm
 
 dlpack_adapter: Any = importlib.import_module("cunorm.adapters.dlpack")
 
@@ -80,7 +81,7 @@ def test_values_and_gradients(device: str, dtype: str, affine: str) -> None:
     np.testing.assert_allclose(to_numpy(rstd), expected.rstd, rtol=1e-5)
     results = cunorm.layer_norm_backward(Bare(on(device, dy)), given[0], given[1], mean, rstd)
     arrays: Any = [None if a is None else a.astype(np.float64) for a in (dy, x, weight, to_numpy(mean), to_numpy(rstd))]
-    for result, value in zip(results, reference.layer_norm_backward(*arrays, axis=(2,))):
+    for result, value in zip(results, reference.row_norm_backward(*arrays, axis=(2,))):
         assert result.dtype == dtype_of(dtype)
         assert relative_error(to_numpy(result), value) <= NORM_TOLERANCE[dtype]
     assert to_numpy(given[0]).tobytes() == x.tobytes()
@@ -96,6 +97,41 @@ def test_results_belong_to_the_arrays_namespace(dtype: str) -> None:
     gradients = cunorm.layer_norm_backward(Standard(x), Standard(x), Standard(weight), *results[1:])
     assert [type(gradient) for gradient in gradients] == [Standard] * 3
     assert gradients[0].array.dtype == x.dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rms_norm_with_residual_and_activation(device: str) -> None:
+    norm = Norm(False, 1.0, "silu")
+    x, residual, dy, added = (data(seed, (4, 3, 32)) for seed in (1, 2, 3, 4))
+    weight, bias = data(5, (32,)), data(6, (32,))
+    expected = Expected.of(sum_of(x, residual), weight, bias, (-1,), 1e-6, norm)
+    given = {name: Bare(on(device, a)) for name, a in (("x", x), ("weight", weight), ("bias", bias))}
+    options: Any = {"weight_offset": 1.0, "activation": "silu"}
+    y, residual_out, rstd = cunorm.rms_norm(**given, residual=Bare(on(device, residual)), return_stats=True, **options)
+    np.testing.assert_array_equal(to_numpy(residual_out), x + residual)
+    assert relative_error(to_numpy(y), expected.y, expected.z) <= NORM_TOLERANCE["float32"]
+    results = cunorm.rms_norm_backward(
+        Bare(on(device, dy)),
+        Bare(residual_out),
+        given["weight"],
+        rstd,
+        bias=given["bias"],
+        dresidual_out=Bare(on(device, added)),
+        output_mask=(True, True, True),
+        **options,
+    )
+    arrays: Any = [float64(a) for a in (dy, x + residual, weight)]
+    added_options: Any = {"bias": float64(bias), "dresidual_out": float64(added)}
+    exact = reference.row_norm_backward(*arrays, None, expected.rstd, axis=(2,), norm=norm, **added_options)
+    for result, value in zip(results, exact):
+        assert relative_error(to_numpy(result), value) <= 2 * NORM_TOLERANCE["float32"]
+
+
+def test_the_sum_belongs_to_the_arrays_namespace() -> None:
+    x = data(1, (4, 32))
+    _, residual_out = cunorm.layer_norm(Standard(x), residual=Standard(x))
+    assert type(residual_out) is Standard
+    np.testing.assert_array_equal(residual_out.array, x + x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,15 +164,15 @@ def test_nothing_is_copied_and_exports_live_until_the_end(monkeypatch: pytest.Mo
 
     pointers: list[int] = []
     alive: list[Any] = []
-    layer_norm = reference.layer_norm
+    row_norm = reference.row_norm
 
     def checked(x: Any, weight: Any, *rest: Any, **options: Any) -> Any:
         gc.collect()
         assert all(reference() is not None for reference in alive)
         assert [x.ctypes.data, weight.ctypes.data] == pointers
-        return layer_norm(x, weight, *rest, **options)
+        return row_norm(x, weight, *rest, **options)
 
-    monkeypatch.setattr(reference, "layer_norm", checked)
+    monkeypatch.setattr(reference, "row_norm", checked)
     x, weight = data(1, (4, 48)), data(2, (48,))
     y = cunorm.layer_norm(Temporary(x), Temporary(weight))
     assert len(alive) == 2

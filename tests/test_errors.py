@@ -57,8 +57,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def ran(*_: Any, **__: Any) -> None:
         pytest.fail("something was computed")
 
-    monkeypatch.setattr(reference, "layer_norm", ran)
-    monkeypatch.setattr(reference, "layer_norm_backward", ran)
+    monkeypatch.setattr(reference, "row_norm", ran)
+    monkeypatch.setattr(reference, "row_norm_backward", ran)
     monkeypatch.setattr(launch.Call, "__call__", ran)
     yield
 
@@ -131,6 +131,51 @@ def test_eps_of_another_type(make: Make, eps: Any) -> None:
     refused(TypeError, message, make(values(*SHAPE)), eps=eps)
 
 
+# ---- activation and weight_offset.
+
+FORWARD = [cunorm.layer_norm, cunorm.rms_norm]
+
+
+@pytest.mark.parametrize("function", FORWARD)
+@pytest.mark.parametrize("activation", ["ReLU", "tanh", "", "gelu "])
+def test_activation_that_is_not_known(make: Make, function: Any, activation: str) -> None:
+    message = f"activation is {activation!r}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
+    _refused(function, ValueError, message, (make(values(*SHAPE)),), {"activation": activation})
+    _, arguments = _gradient_arguments(make)
+    gradient_refused(ValueError, message, arguments, activation=activation)
+    del arguments["mean"]
+    _refused(cunorm.rms_norm_backward, ValueError, message, (), arguments | {"activation": activation})
+
+
+@pytest.mark.parametrize("function", FORWARD)
+@pytest.mark.parametrize("activation", [1, True, b"relu", ["relu"], torch.nn.functional.relu])
+def test_activation_of_another_type(make: Make, function: Any, activation: Any) -> None:
+    kind = type(activation).__qualname__
+    message = f"activation is a {kind}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
+    _refused(function, TypeError, message, (make(values(*SHAPE)),), {"activation": activation})
+
+
+@pytest.mark.parametrize("weight_offset", [NAN, float("inf"), np.float32("-inf")])
+def test_weight_offset_out_of_range(make: Make, weight_offset: Any) -> None:
+    message = f"weight_offset must be finite; got {float(weight_offset)}"
+    arguments = (make(values(*SHAPE)), make(np.ones(8)))
+    _refused(cunorm.rms_norm, ValueError, message, arguments, {"weight_offset": weight_offset})
+
+
+@pytest.mark.parametrize("weight_offset", ["1", None, 1j, [1.0], np.array([1.0])])
+def test_weight_offset_of_another_type(make: Make, weight_offset: Any) -> None:
+    message = f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number"
+    arguments = (make(values(*SHAPE)), make(np.ones(8)))
+    _refused(cunorm.rms_norm, TypeError, message, arguments, {"weight_offset": weight_offset})
+
+
+def test_weight_offset_without_a_weight(make: Make) -> None:
+    message = "weight_offset is 1.0 and weight is None; without a weight it must be 0"
+    x, rstd = make(values(*SHAPE)), make(np.ones((4, 6)))
+    _refused(cunorm.rms_norm, ValueError, message, (x,), {"weight_offset": 1})
+    _refused(cunorm.rms_norm_backward, ValueError, message, (x, x, None, rstd), {"weight_offset": 1.0})
+
+
 # ---- Types and dtypes.
 
 
@@ -200,11 +245,38 @@ def test_tensors_of_another_framework(name: str) -> None:
 @pytest.mark.parametrize("name", ["dy", "x", "mean", "rstd"])
 def test_gradients_need_every_tensor(make: Make, name: str) -> None:
     _, arguments = _gradient_arguments(make)
-    message = "x is a builtins.NoneType; it must be" if name == "x" else f"{name} is a NoneType; beside a "
+    message = {
+        "x": "x is a builtins.NoneType; it must be",
+        "mean": "mean is None; it must be the mean that layer_norm returned",
+    }.get(name, f"{name} is a NoneType; beside a ")
     gradient_refused(TypeError, message, arguments | {name: None})
+    if name != "mean":
+        del arguments["mean"]
+        _refused(cunorm.rms_norm_backward, TypeError, message, (), arguments | {name: None})
+
+
+@pytest.mark.parametrize("name", ["residual", "weight"])
+def test_tensors_of_another_framework_for_rms_norm(name: str) -> None:
+    other = as_torch_tensor(values(*(SHAPE if name == "residual" else SHAPE[-1:])))
+    message = f"{name} is a Tensor; beside a NumPy x it must be a NumPy array"
+    _refused(cunorm.rms_norm, TypeError, message, (as_numpy_array(values(*SHAPE)),), {name: other})
 
 
 # ---- Shapes and strides.
+
+
+@pytest.mark.parametrize("function", FORWARD)
+@pytest.mark.parametrize("shape", [(4, 6, 7), (8,), (1, 6, 8), (192,), (1, 4, 6, 8), ()])
+def test_shape_of_residual(make: Make, function: Any, shape: Any) -> None:
+    message = f"residual has shape {shape}; for x of shape (4, 6, 8) it must be (4, 6, 8)"
+    _refused(function, ValueError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(shape))})
+
+
+@pytest.mark.parametrize("function", FORWARD)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32"])
+def test_dtype_of_residual(make: Make, function: Any, dtype: str) -> None:
+    message = f"residual has dtype {dtype}; for x of dtype float32 it must be float32"
+    _refused(function, TypeError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(SHAPE), dtype)})
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -302,6 +374,21 @@ def test_dtype_of_dy(make: Make, dtype: str) -> None:
     gradient_refused(TypeError, message, arguments | {"dy": make(np.ones(SHAPE), dtype)})
 
 
+def test_gradient_of_the_sum(make: Make) -> None:
+    _, arguments = _gradient_arguments(make)
+    message = "dresidual_out has shape (8,); for x of shape (4, 6, 8) it must be (4, 6, 8)"
+    gradient_refused(ValueError, message, arguments, dresidual_out=make(np.ones(8)))
+    message = "dresidual_out has dtype float64; for x of dtype float32 it must be float32"
+    gradient_refused(TypeError, message, arguments, dresidual_out=make(np.ones(SHAPE), "float64"))
+
+
+def test_bias_of_the_gradient(make: Make) -> None:
+    _, arguments = _gradient_arguments(make)
+    message = "bias has shape (7,); for x of shape (4, 6, 8) it must be (8,)"
+    gradient_refused(ValueError, message, arguments, bias=make(np.ones(7)), activation="relu")
+    gradient_refused(ValueError, message, arguments, bias=make(np.ones(7)))
+
+
 @pytest.mark.parametrize("name", ["mean", "rstd"])
 @pytest.mark.parametrize("shape", [(4,), (24,), (4, 6, 1), (4, 6, 8), (6, 4), ()])
 def test_shapes_of_the_statistics(make: Make, name: str, shape: Any) -> None:
@@ -383,9 +470,9 @@ def _elsewhere(
     monkeypatch.setattr(execute, "_calls", {})  # a kind of call that was prepared is not looked at again
 
 
-@pytest.mark.parametrize("name", ["weight", "bias", "out"])
+@pytest.mark.parametrize("name", ["residual", "weight", "bias", "out"])
 def test_tensors_on_different_devices(monkeypatch: pytest.MonkeyPatch, make: Make, name: str) -> None:
-    x, other = make(values(*SHAPE)), make(np.ones(SHAPE if name == "out" else 8))
+    x, other = make(values(*SHAPE)), make(np.ones(SHAPE if name in ("residual", "out") else 8))
     _elsewhere(monkeypatch, make, {"x": ("cuda", 1)})
     message = f"{name} is on the CPU and x on CUDA device 1; they must be on one device"
     refused(RuntimeError, message, x, **{name: other})
@@ -394,9 +481,10 @@ def test_tensors_on_different_devices(monkeypatch: pytest.MonkeyPatch, make: Mak
     refused(RuntimeError, message, x, **{name: other})
 
 
-@pytest.mark.parametrize("name", ["dy", "weight", "mean", "rstd"])
+@pytest.mark.parametrize("name", ["dy", "dresidual_out", "weight", "bias", "mean", "rstd"])
 def test_gradients_on_different_devices(monkeypatch: pytest.MonkeyPatch, make: Make, name: str) -> None:
     _, arguments = _gradient_arguments(make)
+    arguments |= {"dresidual_out": make(values(*SHAPE)), "bias": make(np.ones(8))}
     _elsewhere(monkeypatch, make, {name: ("cuda", 2)})
     message = f"{name} is on CUDA device 2 and x on the CPU; they must be on one device"
     gradient_refused(RuntimeError, message, arguments)

@@ -14,10 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import NORM_TOLERANCE, Expected, columns_shape, data, float64, relative_error
+from cases import (
+    ACTIVATED_NORMS,
+    NORM_TOLERANCE,
+    NORMS,
+    Expected,
+    columns_shape,
+    data,
+    float64,
+    public_forward,
+    relative_error,
+    sum_of,
+)
 
 import cunorm
 from cunorm import reference
+from cunorm.problem import Norm
 
 jax_adapter: Any = importlib.import_module("cunorm.adapters.jax")
 
@@ -75,7 +87,7 @@ def test_values_and_gradients(
     expected = Expected.of(*arrays, axis, EPS)
     sorted_axis = tuple(sorted(i % len(shape) for i in axis))
     exact_inputs: Any = [float64(array) for array in (dy, arrays[0], arrays[1])]
-    exact = reference.layer_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+    exact = reference.row_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
 
     def forward(x: Any, weight: Any, bias: Any) -> Any:
         return cunorm.layer_norm(x, weight, bias, axis=axis, eps=EPS, return_stats=True)
@@ -115,6 +127,100 @@ def test_gradients_equal_finite_differences(dtype: str, axis: tuple[int, ...]) -
     for i, gradient in enumerate(gradients):
         ahead, behind = (loss(*arrays[:i], arrays[i] + step * towards[i], *arrays[i + 1 :]) for step in (1e-6, -1e-6))
         np.testing.assert_allclose((gradient * towards[i]).sum(), (ahead - behind) / 2e-6, rtol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("norm", [*NORMS, *ACTIVATED_NORMS], ids=str)
+def test_values_and_gradients_with_residual(device: str, jit: bool, dtype: str, norm: Norm) -> None:
+    shape, axis = (4, 3, 96), (-1,)
+    x, residual, dy, added = (data(seed, shape, dtype, outliers=False) for seed in range(4))
+    weight, bias = (data(seed, shape[-1:], dtype, outliers=False) for seed in (4, 5))
+    total = sum_of(x, residual)
+    expected = Expected.of(total, weight, bias, axis, EPS, norm)
+    exact_inputs: Any = [float64(array) for array in (dy, total, weight)]
+    exact_dx, *exact_vectors = reference.row_norm_backward(
+        *exact_inputs,
+        expected.mean,
+        expected.rstd,
+        axis=(2,),
+        norm=norm,
+        bias=float64(bias),
+        dresidual_out=float64(added),
+    )
+    function = public_forward(norm)
+
+    def forward(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        return function(x, weight, bias, residual=residual, eps=EPS)
+
+    def gradient(cotangents: Any, *inputs: Any) -> Any:
+        return jax.vjp(forward, *inputs)[1](cotangents)
+
+    given = [to_jax(array, device) for array in (x, residual, weight, bias)]
+    y, residual_out = (jax.jit(forward) if jit else forward)(*given)
+    assert_close(y, expected.y, dtype, scale=expected.z)
+    assert np.asarray(residual_out).tobytes() == total.tobytes()
+    cotangents = (to_jax(dy, device), to_jax(added, device))
+    dx, dresidual, dweight, dbias = (jax.jit(gradient) if jit else gradient)(cotangents, *given)
+    np.testing.assert_array_equal(dx, dresidual)
+    for result, value in zip((dx, dweight, dbias), (exact_dx, *exact_vectors)):
+        assert_close(result, value, dtype)
+
+
+def test_gradients_of_one_of_the_results() -> None:
+    x, residual = (jnp.asarray(data(seed, (4, 8))) for seed in (1, 2))
+    weight, bias = (jnp.asarray(data(seed, (8,))) for seed in (3, 4))
+
+    def of(place: int, *arrays: Any) -> Any:
+        x, residual, weight, bias = arrays
+        return (cunorm.rms_norm(x, weight, bias, residual=residual, activation="silu")[place] ** 2).sum()
+
+    arrays = (x, residual, weight, bias)
+    gradient = jax.grad(lambda *arrays: of(1, *arrays), (0, 1, 2, 3))
+    dx, dresidual, dweight, dbias = gradient(*arrays)
+    np.testing.assert_allclose(dx, 2 * (x + residual), rtol=1e-6)
+    np.testing.assert_array_equal(dx, dresidual)
+    assert not dweight.any() and not dbias.any()
+    assert not backward_calls(jax.make_jaxpr(gradient)(*arrays)), "nothing is left to compute"
+
+    def composed(*arrays: Any) -> Any:
+        x, residual, weight, bias = arrays
+        return (cunorm.rms_norm(x + residual, weight, bias, activation="silu") ** 2).sum()
+
+    ours = jax.grad(lambda *arrays: of(0, *arrays), (0, 1, 2, 3))(*arrays)
+    for result, value in zip(ours, jax.grad(composed, (0, 1, 2, 3))(*arrays)):
+        np.testing.assert_array_equal(result, value)
+
+
+@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
+def test_gradients_with_activation_equal_finite_differences(dtype: str, norm: Norm) -> None:
+    arrays = [jnp.asarray(data(i, shape, dtype, outliers=False)) for i, shape in enumerate([(4, 5)] * 2 + [(5,)] * 2)]
+    towards = [jnp.asarray(data(5 + i, a.shape, dtype, outliers=False)) for i, a in enumerate(arrays)]
+
+    def loss(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        y, total = public_forward(norm)(x, weight, bias, residual=residual)
+        return jnp.sin(y).sum() + jnp.cos(total).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays)
+    for i, gradient in enumerate(gradients):
+        ahead, behind = (loss(*arrays[:i], arrays[i] + step * towards[i], *arrays[i + 1 :]) for step in (1e-6, -1e-6))
+        np.testing.assert_allclose((gradient * towards[i]).sum(), (ahead - behind) / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rms_norm_backward_without_autodiff(device: str) -> None:
+    x, weight, _ = (to_jax(array, device) for array in problem((6, 32), "float32", (-1,), "weight"))
+    dy, added = (to_jax(data(seed, (6, 32)), device) for seed in (4, 5))
+    (_, total, rstd), gradients = jax.vjp(
+        lambda x, r, w: cunorm.rms_norm(x, w, residual=r, activation="gelu", return_stats=True), x, x, weight
+    )
+    expected = gradients((dy, added, jnp.zeros_like(rstd)))
+    results = cunorm.rms_norm_backward(dy, total, weight, rstd, activation="gelu", dresidual_out=added)
+    np.testing.assert_array_equal(results[0], expected[0])
+    np.testing.assert_array_equal(results[1], expected[2])
+    assert results[2] is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -202,7 +308,8 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_adapter, "_prepare", recording)
     x, bias = jnp.asarray(data(1, (64, 128))), jnp.asarray(data(2, (128,)))
     y = jax.block_until_ready(cunorm.layer_norm(x, None, bias))
-    assert seen == [[x.unsafe_buffer_pointer(), 0, bias.unsafe_buffer_pointer(), y.unsafe_buffer_pointer(), 0, 0]]
+    x_at, bias_at, y_at = (array.unsafe_buffer_pointer() for array in (x, bias, y))
+    assert seen == [[x_at, 0, 0, bias_at, y_at, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

@@ -6,74 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import (
-    NORM_TOLERANCE,
-    CupyRunner,
-    EmulatorRunner,
-    Expected,
-    NumpyRunner,
-    assert_rounded_once,
-    assert_sums,
-    columns_shape,
-    data,
-    float64,
-    relative_error,
-)
+from cases import EPS, RUNNERS, EmulatorRunner, Expected, check, columns_shape, data, float64, relative_error
 
 from cunorm import reference
-
-RUNNERS = [
-    pytest.param(NumpyRunner(), id="numpy"),
-    pytest.param(EmulatorRunner(), id="emulator"),
-    pytest.param(CupyRunner(), id="cupy", marks=pytest.mark.gpu),
-]
-
-EPS = 1e-5
-
-
-def check(
-    runner: Any, x: Any, weight: Any, bias: Any, axis: tuple[int, ...] = (-1,), dy: Any = None, eps: float = EPS
-) -> None:
-    """Forward and backward of one problem against float64."""
-    dtype = x.dtype.name
-    before = [None if a is None else a.copy() for a in (x, weight, bias)]
-    expected = Expected.of(x, weight, bias, axis, eps)
-    y, mean, rstd = runner.forward(x, weight, bias, axis, eps)
-
-    assert y.shape == x.shape and y.dtype == x.dtype
-    assert mean.shape == rstd.shape == expected.mean.shape
-    assert mean.dtype == rstd.dtype == (np.float64 if dtype == "float64" else np.float32)
-    if dtype in ("float16", "bfloat16"):
-        assert_rounded_once(y, expected.y, dtype)
-    else:
-        affine_size = np.abs(expected.y) + (0 if bias is None else np.abs(float64(bias)).max())
-        assert relative_error(y, expected.y, affine_size) <= {"float32": 1.5e-7, "float64": 1e-15}[dtype]
-    statistics_tolerance = 2e-7 if dtype != "float64" else 1e-14
-    size = np.abs(expected.mean) + 1 / expected.rstd
-    assert np.all(np.abs(mean - expected.mean) <= statistics_tolerance * size)
-    assert np.all(np.abs(rstd - expected.rstd) <= statistics_tolerance * expected.rstd)
-
-    dy = data(17, x.shape, dtype, shift=0.1) if dy is None else dy
-    dx, dweight, dbias = runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
-    sorted_axis = tuple(sorted(i % x.ndim for i in axis))
-    expected_dx, expected_dweight, expected_dbias = reference.layer_norm_backward(
-        float64(dy), float64(x), float64(weight), expected.mean, expected.rstd, axis=sorted_axis
-    )
-    # dx is a difference of terms of this size; with few columns it is much smaller than they are.
-    weight_size = 1.0 if weight is None else np.abs(float64(weight)).max()
-    wide_rstd = np.expand_dims(expected.rstd, sorted_axis)
-    terms = np.abs(float64(dy)) * weight_size * wide_rstd
-    assert dx.shape == x.shape and dx.dtype == x.dtype
-    assert relative_error(dx, expected_dx, terms) <= NORM_TOLERANCE[dtype]
-    assert dweight.shape == dbias.shape == columns_shape(x.shape, axis)
-    assert dweight.dtype == dbias.dtype == (x if weight is None else weight).dtype
-    xhat = (float64(x) - np.expand_dims(expected.mean, sorted_axis)) * wide_rstd
-    assert_sums(dbias, expected_dbias, float64(dy), sorted_axis, dtype)
-    assert_sums(dweight, expected_dweight, float64(dy) * np.maximum(1, np.abs(xhat)), sorted_axis, dtype)
-
-    for array, copy in zip((x, weight, bias), before):
-        assert array is None or array.tobytes() == copy.tobytes(), "an input was modified"
-
 
 # From one column to rows that no block holds: part of a warp, a warp, several warps, the edges between, odd and even.
 SIZES = [
@@ -200,7 +135,7 @@ def test_views_are_not_copied(runner: Any, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
 def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: tuple[bool, bool, bool]) -> None:
     x, dy, weight = data(0, shape), data(1, shape), data(2, columns_shape(shape, axis))
-    _, mean, rstd = runner.forward(x, weight, None, axis, EPS)
+    _, _, mean, rstd = runner.forward(x, weight, None, axis, EPS)
     every = runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
     some = runner.backward(dy, x, weight, mean, rstd, axis, mask)
     for wanted, one, other in zip(mask, some, every):
@@ -212,7 +147,7 @@ def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: 
 @pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 70000), (-1,)), ((300, 20), (0,))], ids=str)
 def test_without_statistics_y_is_the_same(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y, _, _ = runner.forward(x, weight, weight, axis, EPS)
+    y, _, _, _ = runner.forward(x, weight, weight, axis, EPS)
     assert runner.without_stats(x, weight, weight, axis, EPS).tobytes() == y.tobytes()
 
 
@@ -222,7 +157,7 @@ def test_rows_far_from_zero(runner: Any, columns: int) -> None:
     """|mean| / std = 10,000 in float32: the mean's own rounding would show at 3e-4."""
     x = data(0, (4, columns), shift=1e4, outliers=False)
     expected = Expected.of(x, None, None, (-1,), EPS)
-    y, _, rstd = runner.forward(x, None, None, (-1,), EPS)
+    y, _, _, rstd = runner.forward(x, None, None, (-1,), EPS)
     assert relative_error(y, expected.y) < 1e-6
     assert relative_error(rstd, expected.rstd) < 1e-6
 
@@ -235,7 +170,7 @@ def test_a_row_that_begins_elsewhere(runner: Any, columns: int) -> None:
     x[:, :8] += 1e5
     x[:, 0] -= 3e6
     expected = Expected.of(x, None, None, (-1,), EPS)
-    y, _, _ = runner.forward(x, None, None, (-1,), EPS)
+    y, _, _, _ = runner.forward(x, None, None, (-1,), EPS)
     assert relative_error(y, expected.y) < 1e-6
 
 
@@ -251,9 +186,9 @@ def test_gradients_of_very_small_and_very_large_numbers(runner: Any, scale: floa
     """rstd times itself and a gradient would leave the range of float32 where numbers are small; rstd does not."""
     x, dy = (data(seed, (3, 256), outliers=False) for seed in (0, 1))
     x = (x * scale).astype(np.float32)
-    _, mean, rstd = runner.forward(x, None, None, (-1,), 0.0)
+    _, _, mean, rstd = runner.forward(x, None, None, (-1,), 0.0)
     dx, _, _ = runner.backward((dy * 1e4).astype(np.float32), x, None, mean, rstd, (-1,), (True, False, False))
-    expected, _, _ = reference.layer_norm_backward(
+    expected, _, _ = reference.row_norm_backward(
         float64((dy * 1e4).astype(np.float32)), float64(x), None, float64(mean), float64(rstd), axis=(1,)
     )
     assert relative_error(dx, expected) <= 1e-6
@@ -264,7 +199,7 @@ def test_gradients_of_very_small_and_very_large_numbers(runner: Any, scale: floa
 def test_constant_rows_give_the_bias(runner: Any, columns: int) -> None:
     x = np.full((2, columns), 3.7, np.float32)
     bias = data(1, (columns,))
-    y, _, rstd = runner.forward(x, None, bias, (-1,), EPS)
+    y, _, _, rstd = runner.forward(x, None, bias, (-1,), EPS)
     np.testing.assert_allclose(y, np.broadcast_to(bias, y.shape), rtol=1e-6, atol=1e-4)
     np.testing.assert_allclose(rstd, EPS**-0.5, rtol=1e-5)
 
@@ -275,7 +210,7 @@ def test_constant_rows_give_the_bias(runner: Any, columns: int) -> None:
 def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: float) -> None:
     x = data(0, (3, columns))
     x[1, 5] = bad
-    y, mean, _ = runner.forward(x, None, None, (-1,), EPS)
+    y, _, mean, _ = runner.forward(x, None, None, (-1,), EPS)
     assert np.isnan(y[1]).any() and not np.isfinite(mean[1])
     assert np.isfinite(y[[0, 2]]).all() and np.isfinite(mean[[0, 2]]).all()
 
@@ -286,7 +221,7 @@ def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: flo
 )
 def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
+    y, _, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
     assert y.shape == shape and mean.size == rstd.size == 0
     dx, dweight, dbias = runner.backward(x, x, weight, mean, rstd, axis, (True, True, True))
     assert dx.shape == shape
@@ -297,7 +232,7 @@ def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 0), (1,)), ((3, 0, 2), (1,)), ((0, 2, 0), (0, 1))], ids=str)
 def test_no_columns(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
+    y, _, mean, rstd = runner.forward(x, weight, weight, axis, EPS)
     assert y.shape == shape
     assert np.isnan(mean).all() and np.isnan(rstd).all()
     dx, dweight, _ = runner.backward(x, x, weight, mean, rstd, axis, (True, True, True))
@@ -312,7 +247,7 @@ def test_the_order_of_threads_does_not_matter(columns: int) -> None:
     for seed in range(3):
         runner = EmulatorRunner()
         runner.seed = seed
-        forward = runner.forward(x, weight, weight, (-1,), EPS)
-        results.append((*forward, *runner.backward(dy, x, weight, *forward[1:], (-1,), (True, True, True))))
+        y, _, mean, rstd = runner.forward(x, weight, weight, (-1,), EPS)
+        results.append((y, mean, rstd, *runner.backward(dy, x, weight, mean, rstd, (-1,), (True, True, True))))
     for other in results[1:]:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], other))

@@ -108,8 +108,8 @@ def torch_layer_norm(
 @pytest.mark.parametrize(("shape", "axis"), SHAPES_AND_AXES, ids=str)
 def test_agrees_with_torch(shape: tuple[int, ...], axis: Axis, affine: tuple[bool, bool]) -> None:
     dy, x, weight, bias = problem(shape, axis, affine)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     expected_y, *expected_gradients = torch_layer_norm(dy, x, weight, bias, axis)
 
     np.testing.assert_allclose(mean, x.mean(axis), rtol=1e-13, atol=1e-14)
@@ -126,11 +126,11 @@ def test_agrees_with_torch(shape: tuple[int, ...], axis: Axis, affine: tuple[boo
 def test_gradients_are_central_differences(shape: tuple[int, ...], axis: Axis) -> None:
     dy, x, weight, bias = problem(shape, axis)
     assert weight is not None and bias is not None
-    _, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    _, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
 
     def loss() -> float:
-        return float(np.vdot(dy, reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)[0]))
+        return float(np.vdot(dy, reference.row_norm(x, weight, bias, axis=axis, eps=EPS)[0]))
 
     step = 1e-5
     for argument, gradient in zip([x, weight, bias], gradients, strict=True):
@@ -154,8 +154,8 @@ def test_gradients_are_central_differences(shape: tuple[int, ...], axis: Axis) -
 )
 def test_dtypes(shape: tuple[int, ...], axis: Axis, dtype: np.dtype[Any]) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=dtype)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     expected_y, *expected_gradients = torch_layer_norm(dy, x, weight, bias, axis)
 
     assert y.dtype == dtype
@@ -172,13 +172,13 @@ def test_halves_are_one_rounding_of_float32(dtype: np.dtype[Any]) -> None:
     dy, x, weight, bias = problem((50, 300), (1,), dtype=dtype)
     assert weight is not None and bias is not None
     wide_dy, wide_x, wide_weight, wide_bias = (a.astype(np.float32) for a in (dy, x, weight, bias))
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=(1,), eps=EPS)
-    wide_y, wide_mean, wide_rstd = reference.layer_norm(wide_x, wide_weight, wide_bias, axis=(1,), eps=EPS)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=(1,), eps=EPS)
+    wide_y, _, wide_mean, wide_rstd = reference.row_norm(wide_x, wide_weight, wide_bias, axis=(1,), eps=EPS)
     np.testing.assert_array_equal(y, wide_y.astype(dtype))
     np.testing.assert_array_equal(mean, wide_mean)
     np.testing.assert_array_equal(rstd, wide_rstd)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
-    wide_gradients = reference.layer_norm_backward(wide_dy, wide_x, wide_weight, mean, rstd, axis=(1,))
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
+    wide_gradients = reference.row_norm_backward(wide_dy, wide_x, wide_weight, mean, rstd, axis=(1,))
     for got, expected in zip(gradients, wide_gradients, strict=True):
         assert got is not None and expected is not None
         np.testing.assert_array_equal(got, expected.astype(dtype))
@@ -199,8 +199,8 @@ def test_float32_accuracy(columns: int, data: str) -> None:
     elif data == "jump":
         x[:, columns // 2 :] += 1e4
     x = x.astype(np.float32)
-    expected_y, expected_mean, expected_rstd = reference.layer_norm(x.astype(np.float64), axis=(1,), eps=EPS)
-    y, mean, rstd = reference.layer_norm(x, axis=(1,), eps=EPS)
+    expected_y, _, expected_mean, expected_rstd = reference.row_norm(x.astype(np.float64), axis=(1,), eps=EPS)
+    y, _, mean, rstd = reference.row_norm(x, axis=(1,), eps=EPS)
     tolerance = 3e-7 if data == "outlier" else TOLERANCE[x.dtype]
     assert error(y, expected_y) < tolerance
     assert error(rstd, expected_rstd) < tolerance
@@ -212,8 +212,8 @@ def test_column_sums_of_many_rows(columns: int) -> None:
     rows = 2**21 // columns + 5
     x = normal((rows, columns), np.float32)
     dy = np.abs(normal((rows, columns), np.float32, seed=1))
-    _, mean, rstd = reference.layer_norm(x, axis=(1,), eps=EPS)
-    _, dweight, dbias = reference.layer_norm_backward(dy, x, None, mean, rstd, axis=(1,))
+    _, _, mean, rstd = reference.row_norm(x, axis=(1,), eps=EPS)
+    _, dweight, dbias = reference.row_norm_backward(dy, x, None, mean, rstd, axis=(1,))
     xhat = (x.astype(np.float64) - mean[:, None]) * rstd[:, None]
     assert dweight is not None and dbias is not None
     assert error(dbias, dy.sum(0, dtype=np.float64)) < 1e-7
@@ -227,8 +227,8 @@ def test_column_sums_of_many_rows(columns: int) -> None:
 def test_mixed_dtypes(dtype: np.dtype[Any], weight_dtype: np.dtype[Any], bias_dtype: np.dtype[Any]) -> None:
     x, dy = normal((6, 40), dtype), normal((6, 40), dtype, seed=1)
     weight, bias = normal((40,), weight_dtype), normal((40,), bias_dtype, seed=1)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=(1,), eps=EPS)
-    dx, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=(1,), eps=EPS)
+    dx, dweight, dbias = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
     expected_y, expected_dx, expected_dweight, expected_dbias = torch_layer_norm(dy, x, weight, bias, (1,))
     assert dx is not None and dweight is not None and dbias is not None
     assert y.dtype == dx.dtype == dtype
@@ -249,8 +249,8 @@ def test_empty(shape: tuple[int, ...], axis: Axis, dtype: np.dtype[Any]) -> None
     dy, x, weight, bias = problem(shape, axis, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-        dx, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+        y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+        dx, dweight, dbias = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     assert dx is not None and dweight is not None and dbias is not None
     assert y.shape == dx.shape == shape
     assert mean.shape == rstd.shape == tuple(n for a, n in enumerate(shape) if a not in axis)
@@ -261,8 +261,8 @@ def test_empty(shape: tuple[int, ...], axis: Axis, dtype: np.dtype[Any]) -> None
 
 def test_zero_dimensional() -> None:
     x = np.array(3.0)
-    y, mean, rstd = reference.layer_norm(x, axis=(), eps=1.0)
-    dx, dweight, dbias = reference.layer_norm_backward(np.array(2.0), x, None, mean, rstd, axis=())
+    y, _, mean, rstd = reference.row_norm(x, axis=(), eps=1.0)
+    dx, dweight, dbias = reference.row_norm_backward(np.array(2.0), x, None, mean, rstd, axis=())
     assert [float(a) for a in (y, mean, rstd, dx, dweight, dbias) if a is not None] == [0.0, 3.0, 1.0, 0.0, 0.0, 2.0]
 
 
@@ -287,13 +287,13 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
 def test_layouts_of_inputs(layout: str, shape: tuple[int, ...], axis: Axis, dtype: np.dtype[Any]) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=dtype)
     assert weight is not None and bias is not None
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     change = LAYOUTS[layout]
     dy2, x2, weight2, bias2, mean2, rstd2 = (change(a) for a in (dy, x, weight, bias, mean, rstd))
-    np.testing.assert_array_equal(reference.layer_norm(x2, weight2, bias2, axis=axis, eps=EPS)[0], y)
+    np.testing.assert_array_equal(reference.row_norm(x2, weight2, bias2, axis=axis, eps=EPS)[0], y)
     for got, expected in zip(
-        reference.layer_norm_backward(dy2, x2, weight2, mean2, rstd2, axis=axis), gradients, strict=True
+        reference.row_norm_backward(dy2, x2, weight2, mean2, rstd2, axis=axis), gradients, strict=True
     ):
         np.testing.assert_array_equal(got, expected)
 
@@ -302,8 +302,8 @@ def test_broadcast_inputs() -> None:
     x = np.broadcast_to(normal((1, 40), np.float32), (5, 40))
     dy = np.broadcast_to(np.float32(1), (5, 40))
     weight = np.broadcast_to(np.float32(2), (40,))
-    y, mean, rstd = reference.layer_norm(x, weight, axis=(1,), eps=EPS)
-    dx, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
+    y, _, mean, rstd = reference.row_norm(x, weight, axis=(1,), eps=EPS)
+    dx, dweight, dbias = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
     expected_y, expected_dx, expected_dweight, expected_dbias = torch_layer_norm(dy, x, weight, None, (1,))
     assert dx is not None and dweight is not None and dbias is not None
     assert error(y, expected_y) < TOLERANCE[x.dtype]
@@ -317,17 +317,17 @@ def test_broadcast_inputs() -> None:
 def test_out_arrays(layout: str, shape: tuple[int, ...], axis: Axis) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=np.float32)
     change = LAYOUTS.get(layout, np.copy)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
 
     outs = [change(np.full_like(a, 7)) for a in (y, mean, rstd)]
-    got = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS, out=outs[0], mean_out=outs[1], rstd_out=outs[2])
+    got = reference.row_norm(x, weight, bias, axis=axis, eps=EPS, out=outs[0], mean_out=outs[1], rstd_out=outs[2])
     for a, out, expected in zip(got, outs, (y, mean, rstd), strict=True):
         assert a is out
         np.testing.assert_array_equal(a, expected)
 
     outs = [change(np.full_like(a, 7)) for a in gradients if a is not None]
-    got_gradients = reference.layer_norm_backward(
+    got_gradients = reference.row_norm_backward(
         dy, x, weight, mean, rstd, axis=axis, dx_out=outs[0], dweight_out=outs[1], dbias_out=outs[2]
     )
     for b, out, gradient in zip(got_gradients, outs, gradients, strict=True):
@@ -338,19 +338,19 @@ def test_out_arrays(layout: str, shape: tuple[int, ...], axis: Axis) -> None:
 @pytest.mark.parametrize(("shape", "axis"), [((600, 500), (1,)), ((600, 500), (0,)), ((2, 150000), (1,))], ids=str)
 def test_in_place(shape: tuple[int, ...], axis: Axis) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=np.float32)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    dx, dweight, _ = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
-    got_dx, got_dweight, _ = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis, dx_out=dy)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    dx, dweight, _ = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    got_dx, got_dweight, _ = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis, dx_out=dy)
     np.testing.assert_array_equal(got_dx, dx)
     np.testing.assert_array_equal(got_dweight, dweight)
-    np.testing.assert_array_equal(reference.layer_norm(x, weight, bias, axis=axis, eps=EPS, out=x)[0], y)
+    np.testing.assert_array_equal(reference.row_norm(x, weight, bias, axis=axis, eps=EPS, out=x)[0], y)
 
 
 def test_out_dtype_of_parameter_gradients() -> None:
     dy, x, weight, _ = problem((6, 50), (1,), dtype=np.float16)
-    _, mean, rstd = reference.layer_norm(x, weight, axis=(1,), eps=EPS)
+    _, _, mean, rstd = reference.row_norm(x, weight, axis=(1,), eps=EPS)
     outs = np.empty(50, np.float32), np.empty(50, BFLOAT16)
-    _, dweight, dbias = reference.layer_norm_backward(
+    _, dweight, dbias = reference.row_norm_backward(
         dy, x, weight, mean, rstd, axis=(1,), dweight_out=outs[0], dbias_out=outs[1]
     )
     assert dweight is outs[0] and dbias is outs[1]
@@ -361,9 +361,9 @@ def test_out_dtype_of_parameter_gradients() -> None:
 @pytest.mark.parametrize("mask", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)])
 def test_output_mask(mask: tuple[bool, bool, bool]) -> None:
     dy, x, weight, _ = problem((6, 50), (1,), dtype=np.float32)
-    _, mean, rstd = reference.layer_norm(x, weight, axis=(1,), eps=EPS)
-    everything = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
-    got = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=(1,), output_mask=mask)
+    _, _, mean, rstd = reference.row_norm(x, weight, axis=(1,), eps=EPS)
+    everything = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=(1,))
+    got = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=(1,), output_mask=mask)
     for asked, g, expected in zip(mask, got, everything, strict=True):
         if asked:
             np.testing.assert_array_equal(g, expected)
@@ -376,11 +376,11 @@ def test_output_mask(mask: tuple[bool, bool, bool]) -> None:
 def test_inputs_are_not_modified(shape: tuple[int, ...], axis: Axis, dtype: np.dtype[Any]) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=dtype)
     assert weight is not None and bias is not None
-    _, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
+    _, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
     inputs = [dy, x, weight, bias, mean, rstd]
     before = [a.copy() for a in inputs]
-    reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     for a, b in zip(inputs, before, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -388,8 +388,8 @@ def test_inputs_are_not_modified(shape: tuple[int, ...], axis: Axis, dtype: np.d
 @pytest.mark.parametrize(("shape", "axis"), [((1, 1000000), (1,)), ((3, 10**6), (1,)), ((10**6, 3), (0,))], ids=str)
 def test_huge_rows(shape: tuple[int, ...], axis: Axis) -> None:
     dy, x, weight, bias = problem(shape, axis, dtype=np.float32)
-    y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=EPS)
-    gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+    y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=EPS)
+    gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     expected_y, *expected_gradients = torch_layer_norm(dy, x, weight, bias, axis)
     assert error(y, expected_y) < TOLERANCE[x.dtype]
     for got, expected in zip(gradients, expected_gradients, strict=True):
@@ -399,11 +399,11 @@ def test_huge_rows(shape: tuple[int, ...], axis: Axis) -> None:
 
 def test_a_row_with_infinity_or_nan_spoils_no_other() -> None:
     x = normal((5, 40), np.float32)
-    expected = reference.layer_norm(x, axis=(1,), eps=EPS)[0]
+    expected = reference.row_norm(x, axis=(1,), eps=EPS)[0]
     x[1, 3], x[3, 4] = np.inf, np.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = reference.layer_norm(x, axis=(1,), eps=EPS)[0]
+        y = reference.row_norm(x, axis=(1,), eps=EPS)[0]
     assert np.isnan(y[[1, 3]]).all()
     np.testing.assert_array_equal(y[[0, 2, 4]], expected[[0, 2, 4]])
 
@@ -412,7 +412,7 @@ def test_a_row_with_infinity_or_nan_spoils_no_other() -> None:
 def test_constant_rows_give_the_bias(value: float) -> None:
     x = np.full((3, 1000), value, np.float32)
     bias = normal((1000,), np.float32)
-    y, mean, rstd = reference.layer_norm(x, None, bias, axis=(1,), eps=EPS)
+    y, _, mean, rstd = reference.row_norm(x, None, bias, axis=(1,), eps=EPS)
     np.testing.assert_array_equal(y, np.broadcast_to(bias, x.shape))
     np.testing.assert_array_equal(mean, np.full(3, value, np.float32))
     np.testing.assert_allclose(rstd, np.full(3, EPS**-0.5), rtol=1e-6)
@@ -430,8 +430,8 @@ def test_any_shape_axes_and_tile(data: st.DataObject) -> None:
         patch.setattr(reference, "_MIN_ROWS_OF_TRANSPOSED_TILE", data.draw(st.integers(1, 8), label="rows of a tile"))
         patch.setattr(reference, "_RUN", data.draw(st.integers(1, 8), label="run"))
         patch.setattr(reference, "_GROUPS", data.draw(st.integers(2, 8), label="groups"))
-        y, mean, rstd = reference.layer_norm(x, weight, bias, axis=axis, eps=0.1)
-        gradients = reference.layer_norm_backward(dy, x, weight, mean, rstd, axis=axis)
+        y, _, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=0.1)
+        gradients = reference.row_norm_backward(dy, x, weight, mean, rstd, axis=axis)
     expected_y, *expected_gradients = torch_layer_norm(dy, x, weight, bias, axis, eps=0.1)
     np.testing.assert_allclose(y, expected_y, rtol=1e-12, atol=1e-12)
     for got, expected in zip(gradients, expected_gradients, strict=True):

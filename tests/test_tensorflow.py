@@ -8,10 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import NORM_TOLERANCE, Expected, columns_shape, data, float64, relative_error
+from cases import (
+    ACTIVATED_NORMS,
+    NORM_TOLERANCE,
+    NORMS,
+    Expected,
+    columns_shape,
+    data,
+    float64,
+    public_forward,
+    relative_error,
+    sum_of,
+)
 
 import cunorm
 from cunorm import execute, reference
+from cunorm.problem import Norm
 
 tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow")
 
@@ -67,7 +79,7 @@ def test_values_and_gradients(
     expected = Expected.of(*arrays, axis, EPS)
     sorted_axis = tuple(sorted(i % len(shape) for i in axis))
     exact_inputs: Any = [float64(array) for array in (dy, x, arrays[1])]
-    exact = reference.layer_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+    exact = reference.row_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
 
     given = [tensor(array, device) for array in arrays]
     run = tf.function(norm_and_gradients) if function else norm_and_gradients
@@ -84,6 +96,76 @@ def test_values_and_gradients(
         assert_close(result, value, dtype)
     for value, array in zip(given, arrays):
         assert array is None or value.numpy().tobytes() == array.tobytes(), "an input was modified"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("norm", [*NORMS, *ACTIVATED_NORMS], ids=str)
+def test_values_and_gradients_with_residual(device: str, function: bool, dtype: str, norm: Norm) -> None:
+    x, residual, dy, added = (data(seed, (4, 3, 96), dtype, outliers=False) for seed in range(4))
+    weight, bias = (data(seed, (96,), dtype, outliers=False) for seed in (4, 5))
+    total = sum_of(x, residual)
+    expected = Expected.of(total, weight, bias, (-1,), EPS, norm)
+    exact_inputs: Any = [float64(array) for array in (dy, total, weight)]
+    options: Any = {"bias": float64(bias), "dresidual_out": float64(added)}
+    statistics = (expected.mean, expected.rstd)
+    exact = reference.row_norm_backward(*exact_inputs, *statistics, axis=(2,), norm=norm, **options)
+
+    def run(x: Any, residual: Any, weight: Any, bias: Any, dy: Any, added: Any) -> Any:
+        inputs = (x, residual, weight, bias)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            results = public_forward(norm)(x, weight, bias, residual=residual, eps=EPS)
+        return results, tape.gradient(results, inputs, output_gradients=(dy, added))
+
+    with tf.device(f"{device}:0"):
+        given = [tensor(array, device) for array in (x, residual, weight, bias, dy, added)]
+        (y, residual_out), (dx, dresidual, *gradients) = (tf.function(run) if function else run)(*given)
+    assert_close(y, expected.y, dtype, expected.z)
+    assert residual_out.numpy().tobytes() == total.tobytes()
+    np.testing.assert_array_equal(dx, dresidual)
+    for result, value in zip((dx, *gradients), exact):
+        assert_close(result, value, dtype)
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_gradients_of_one_of_the_results(function: bool) -> None:
+    arrays = [tensor(data(seed, (4, 8) if seed < 2 else (8,))) for seed in range(4)]
+
+    def gradients(place: int) -> Any:
+        x, residual, weight, bias = arrays
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            result = cunorm.rms_norm(x, weight, bias, residual=residual, activation="silu")[place]
+        return tape.gradient(result, arrays)
+
+    def composed() -> Any:
+        x, residual, weight, bias = arrays
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            result = cunorm.rms_norm(x + residual, weight, bias, activation="silu")
+        return tape.gradient(result, arrays)
+
+    call = tf.function(gradients) if function else gradients
+    for result, value in zip(call(0), composed()):
+        np.testing.assert_array_equal(result, value)
+    dx, dresidual, *vectors = call(1)
+    np.testing.assert_array_equal(dx, np.ones((4, 8)))
+    np.testing.assert_array_equal(dresidual, np.ones((4, 8)))
+    assert not any(vector.numpy().any() for vector in vectors)
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_statistics_of_rms_norm(function: bool) -> None:
+    x = data(1, (4, 8))
+    call = tf.function(cunorm.rms_norm) if function else cunorm.rms_norm
+    _, rstd = call(tensor(x), return_stats=True)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + 1e-6), rtol=1e-6)
+    *_, rstd = call(tensor(x), residual=tensor(x), return_stats=True)
+    assert rstd.shape == (4,)
+    dx, dweight, dbias = cunorm.rms_norm_backward(tensor(x), tensor(x + x), None, rstd)
+    assert dx.shape == (4, 8) and dweight.shape == (8,) and dbias is None
 
 
 @pytest.mark.parametrize("axis", [-1, (0, 2)], ids=str)
@@ -174,7 +256,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     run = execute._run
 
     def recording(adapter: Any, prepared: Any, pointers: list[int], like: Any) -> None:
-        seen.extend(pointers[:4])
+        seen.extend(pointers)
         run(adapter, prepared, pointers, like)
 
     def address(value: Any) -> Any:
@@ -183,7 +265,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "_run", recording)
     x, bias = tensor(data(1, (64, 128))), tensor(data(2, (128,)))
     y = cunorm.layer_norm(x, None, bias)
-    assert seen == [address(x), 0, address(bias), address(y)]
+    assert seen[:6] == [address(x), 0, 0, address(bias), address(y), 0]
     assert address(y) % 64 == 0, "TensorFlow aborts the process when it meets a tensor that is not aligned"
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
+from cunorm.problem import ACTIVATIONS
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 # ||result - float64|| / ||float64||: a rounding of the dtype, a few for float32.
@@ -59,6 +60,121 @@ def test_gradcheck(device: str, axis: Any, affine: str) -> None:
     x, weight, bias, _ = (t.requires_grad_() for t in tensors(shape, columns, torch.float64, device))
     arguments = {"none": (x,), "weight": (x, weight), "bias": (x, None, bias), "both": (x, weight, bias)}[affine]
     assert torch.autograd.gradcheck(lambda *a: cunorm.layer_norm(*a, axis=axis), arguments)
+
+
+TORCH_ACTIVATIONS: dict[str | None, Any] = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+def composed(
+    centered: bool, activation: str | None, offset: float, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """A norm in PyTorch's own operations."""
+    xhat = F.layer_norm(x, x.shape[-1:], eps=1e-5) if centered else F.rms_norm(x, x.shape[-1:], eps=1e-5)
+    result: torch.Tensor = TORCH_ACTIVATIONS[activation](xhat * (offset + weight) + bias)
+    return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize(("centered", "offset"), [(True, 0.0), (False, 0.0), (False, 1.0)])
+def test_residual_and_activation_equal_pytorch_in_float64(
+    device: str, dtype: torch.dtype, activation: str | None, centered: bool, offset: float
+) -> None:
+    x, weight, bias, dy = tensors((4, 3, 256), (256,), dtype, device)
+    residual, added = (x.flip(-1) * 0.7).contiguous(), dy.flip(0).contiguous()
+    exact = [t.double().requires_grad_() for t in (x, residual, weight, bias)]
+    # The sum is rounded, which is a constant to differentiation.
+    total = exact[0] + exact[1]
+    total = total + ((x + residual).double() - total).detach()
+    expected = composed(centered, activation, offset, total, exact[2], exact[3])
+    torch.autograd.backward((expected, total), (dy.double(), added.double()))
+
+    ours = [t.requires_grad_() for t in (x, residual, weight, bias)]
+    options: dict[str, Any] = {"eps": 1e-5, "activation": activation, "residual": residual}
+    if not centered:
+        options["weight_offset"] = offset
+    y, residual_out = (cunorm.layer_norm if centered else cunorm.rms_norm)(x, weight, bias, **options)
+    assert torch.equal(residual_out, x + residual) and residual_out.is_contiguous()
+    torch.autograd.backward((y, residual_out), (dy, added))
+    assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[dtype]
+    for tensor, reference in zip(ours, exact):
+        assert tensor.grad is not None and reference.grad is not None
+        assert tensor.grad.dtype == dtype and tensor.grad.shape == tensor.shape
+        assert relative_error(tensor.grad, reference.grad) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("centered", [True, False])
+def test_gradcheck_with_residual(device: str, centered: bool, activation: str | None) -> None:
+    inputs = [t.requires_grad_() for t in tensors((3, 4, 5), (4, 5), torch.float64, device)]
+
+    def norm(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        options = {"axis": (1, 2), "activation": activation, "residual": residual}
+        return (cunorm.layer_norm if centered else cunorm.rms_norm)(x, weight, bias, **options)
+
+    assert torch.autograd.gradcheck(norm, inputs)
+    assert torch.autograd.gradcheck(lambda x, w, b, r: norm(x, w, b, r)[0], inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.t().contiguous().t()], ids=["contiguous", "transposed"])
+def test_gradient_where_only_the_sum_is_used(device: str, layout: Any) -> None:
+    x, weight, bias, dy = (t.requires_grad_() for t in tensors((4, 64), (64,), torch.float32, device))
+    residual = torch.ones_like(x, requires_grad=True)
+    _, residual_out = cunorm.rms_norm(x, weight, bias, residual=residual, activation="silu")
+    residual_out.backward(layout(dy.detach()))
+    assert x.grad is not None and residual.grad is not None
+    assert torch.equal(x.grad, dy) and torch.equal(residual.grad, dy)
+    assert weight.grad is None and bias.grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("needed", ["x", "residual", "weight", "bias"])
+def test_only_what_requires_a_gradient_gets_one_with_residual(device: str, needed: str) -> None:
+    x, weight, bias, dy = tensors((4, 64), (64,), torch.float64, device)
+    given = {"x": x, "weight": weight, "bias": bias, "residual": x.flip(0)}
+    given[needed].requires_grad_()
+    y, residual_out = cunorm.layer_norm(**given, activation="gelu")
+    assert y.requires_grad and residual_out.requires_grad
+    (y * dy).sum().backward()
+    total = (given["x"] + given["residual"]).detach().requires_grad_()
+    leaves = {"x": total, "residual": total} | {name: given[name].detach() for name in ("weight", "bias")}
+    leaves[needed].requires_grad_()
+    (composed(True, "gelu", 0.0, total, leaves["weight"], leaves["bias"]) * dy).sum().backward()
+    for name, tensor in given.items():
+        if name == needed:
+            assert tensor.grad is not None and leaves[name].grad is not None
+            torch.testing.assert_close(tensor.grad, leaves[name].grad)
+        else:
+            assert tensor.grad is None
+
+
+def test_the_bias_is_kept_only_for_an_activation() -> None:
+    x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+    for activation, kept in ((None, 0), ("relu", 1)):
+        saved: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            cunorm.layer_norm(x.clone().requires_grad_(), weight, bias, activation=activation)
+        assert sum(t.data_ptr() == bias.data_ptr() for t in saved) == kept
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_of_rms_norm(device: str) -> None:
+    x, weight, _, dy = tensors((4, 64), (64,), torch.float64, device)
+    y, rstd = cunorm.rms_norm(x.requires_grad_(), weight, return_stats=True)
+    assert y.requires_grad and not rstd.requires_grad
+    torch.testing.assert_close(rstd, (x.detach().square().mean(-1) + 1e-6).rsqrt())
+    y.backward(dy)
+    dx, dweight, dbias = cunorm.rms_norm_backward(dy, x.detach(), weight, rstd)
+    assert x.grad is not None and torch.equal(x.grad, dx) and dweight.shape == (64,) and dbias is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
