@@ -13,10 +13,10 @@ import pytest
 
 from cunorm import launch
 from cunorm.plan import Device, Launch, Plan, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Vector
+from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 
-FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
-BACKWARD = ("dy", "x", "weight", "mean", "rstd", "dx", "dweight", "dbias")
+FORWARD = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
+BACKWARD = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
 WORKSPACE, STREAM = 0x5000_0000, 0x77
 
 
@@ -60,7 +60,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "_function", lambda kernel, constants, shared, device: SimpleNamespace(ptr=kernel))
+    monkeypatch.setattr(launch, "_function", lambda kernel, *_: SimpleNamespace(ptr=kernel))
     return fake
 
 
@@ -69,14 +69,19 @@ def matrix(rows: int, columns: int, dtype: str = "float32") -> Matrix:
 
 
 def forward(rows: int, columns: int, stats: bool) -> Plan:
+    """Layer norm without statistics; or with them RMS norm of a sum."""
     x, vector = matrix(rows, columns), Vector("float32")
-    return plan(ForwardProblem((rows,), (columns,), x, x, vector, None, stats, 1e-5), Device())
+    residual, norm = (x, Norm(False, 1.0, "silu")) if stats else (None, Norm())
+    matrices = (x, residual, x, residual)
+    return plan(ForwardProblem((rows,), (columns,), *matrices, vector, None, stats, 1e-5, norm), Device())
 
 
 def backward(rows: int, columns: int, wants: bool) -> Plan:
-    x = matrix(rows, columns)
-    problem = BackwardProblem((rows,), (columns,), x, x, x, Vector("float32"), "float32", "float32" if wants else None)
-    return plan(problem, Device())
+    x, vector = matrix(rows, columns), Vector("float32")
+    dbias, norm = ("float32", Norm(False, 1.0, "silu")) if wants else (None, Norm())
+    matrices = (x, x, x if wants else None, x)
+    vectors = (vector, vector if wants else None)
+    return plan(BackwardProblem((rows,), (columns,), *matrices, *vectors, "float32", dbias, norm), Device())
 
 
 def decoded(item: Launch, packed: bytes) -> dict[str, Any]:
@@ -120,9 +125,10 @@ def test_null_operands_stay_null(driver: Driver) -> None:
     chosen = forward(1000, 4096, False)
     (item,) = chosen.launches
     driver.sizes = {item.kernel: 8 * len(launch.argument_values(item))}
-    launch.Call(chosen, FORWARD, 0)([0x1000, 0x2000, 0, 0x4000, 0, 0], 0, STREAM)
-    pointers = struct.unpack_from("<6Q", driver.launched[0][3])
-    assert pointers == (0x1000, 0x2000, 0, 0x4000, 0, 0)
+    given = {"x": 0x1000, "weight": 0x2000, "y": 0x4000}
+    launch.Call(chosen, FORWARD, 0)([given.get(name, 0) for name in FORWARD], 0, STREAM)
+    pointers = [number for code, (_, number) in decoded(item, driver.launched[0][3]).items() if code.endswith("P")]
+    assert sorted(pointers, reverse=True) == [0x4000, 0x2000, 0x1000, *[0] * (len(pointers) - 3)]
 
 
 def test_another_device_is_made_current_for_the_launch(driver: Driver) -> None:
@@ -130,10 +136,10 @@ def test_another_device_is_made_current_for_the_launch(driver: Driver) -> None:
     driver.sizes = {chosen.launches[0].kernel: 8 * len(launch.argument_values(chosen.launches[0]))}
     call = launch.Call(chosen, FORWARD, 3)
     driver.entered.clear()
-    call([1, 2, 3, 4, 5, 6], 0, STREAM)
+    call([*range(1, 9)], 0, STREAM)
     assert driver.entered == []
     driver.context[threading.get_ident()] = 2  # that of another device
-    call([1, 2, 3, 4, 5, 6], 0, STREAM)
+    call([*range(1, 9)], 0, STREAM)
     assert driver.entered == [3] and len(driver.launched) == 2
 
 
@@ -141,7 +147,7 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     chosen = forward(1000, 4096, False)
     driver.sizes = {chosen.launches[0].kernel: 8 * len(launch.argument_values(chosen.launches[0]))}
     call = launch.Call(chosen, FORWARD, 0)
-    thread = threading.Thread(target=call, args=([1, 2, 3, 4, 5, 6], 0, STREAM))
+    thread = threading.Thread(target=call, args=([*range(1, 9)], 0, STREAM))
     thread.start()
     thread.join()
     assert len(driver.launched) == 1 and len(driver.context) == 2
