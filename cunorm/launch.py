@@ -22,6 +22,8 @@ __all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device"]
 
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel declares itself
+_CLUSTER_WITHOUT_ASKING = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # of the driver's enumeration CUfunction_attribute
 COMPILE_OPTIONS = ("-std=c++17",)
 
 
@@ -65,13 +67,17 @@ def _driver_hint(runtime: Any) -> str:
 
 
 @functools.cache
-def _function(kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device_index: int) -> Any:
+def _function(
+    kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, cluster: int, device_index: int
+) -> Any:
     source = kernels.kernel_source(kernel, dict(constants))
     try:
         with cupy().cuda.Device(device_index):
             function = cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel)
             if shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
                 function.max_dynamic_shared_size_bytes = shared_bytes
+            if cluster > _CLUSTER_WITHOUT_ASKING:
+                cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             return function.kernel
     except cupy().cuda.compiler.CompileException as error:
         raise RuntimeError(f"kernel {kernel} does not compile for CUDA device {device_index}: {error}") from error
@@ -115,7 +121,7 @@ class Call:
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
             pick = operator.itemgetter(*(names.index(name) for name in pointers))
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
-            function = _function(launch.kernel, launch.constants, launch.shared_bytes, device_index)
+            function = _function(launch.kernel, launch.constants, launch.shared_bytes, launch.cluster, device_index)
             dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
             self._launches.append((function, dimensions, pick, pack_into, bytes(8 * len(pointers)) + tail))
         with cupy().cuda.Device(device_index):

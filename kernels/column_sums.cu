@@ -1,26 +1,32 @@
-// Adds up the rows of a matrix of partial sums, in a fixed order: sums[c] = partials[0][c] + partials[1][c] + ...
+// Adds up the rows of one or two matrices of partial sums, in a fixed order: sums[c] = partials[0][c] + partials[1][c]...
 //
-// Every block of the kernel before has left one row. A block here takes COLUMN_THREADS columns; its ROW_THREADS rows of
-// threads each take every ROW_THREADS-th partial row and are added up through shared memory. The sums are in double:
-// there are few numbers to add here, and their rounding would be most of the result's. No rows at all give zeros.
+// Every group of blocks of the kernel before has left one row in each. A block here takes COLUMN_THREADS columns; its
+// ROW_THREADS rows of threads each take every ROW_THREADS-th partial row and are added up through shared memory. The
+// sums are in double: there are few numbers to add here, and their rounding would be most of the result's. No rows at
+// all give zeros.
 #include "types.cuh"
 
 struct Arguments {
-  const Compute* partials;  // [rows][columns]
-  SUM_TYPE* sums;           // [columns]
+  const Compute* partials;         // [rows][columns]
+  const Compute* second_partials;  // [rows][second_columns]
+  SUM_TYPE* sums;                  // [columns]
+  SECOND_SUM_TYPE* second_sums;    // [second_columns]
   long long rows;
   long long columns;
+  long long second_columns;  // 0 where there is no second matrix
 };
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) column_sums(const Arguments arguments) {
   __shared__ double scratch[ROW_THREADS][COLUMN_THREADS];
-  const long long column = static_cast<long long>(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
+  const long long place = static_cast<long long>(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
+  const bool second = place >= arguments.columns;
+  const long long columns = second ? arguments.second_columns : arguments.columns;
+  const long long column = second ? place - arguments.columns : place;
+  const Compute* partials = second ? arguments.second_partials : arguments.partials;
   double sum = 0;
-  if (column < arguments.columns) {
-#pragma unroll 4
-    for (long long row = threadIdx.y; row < arguments.rows; row += ROW_THREADS) {
-      sum += arguments.partials[row * arguments.columns + column];
-    }
+  if (column < columns) {
+#pragma unroll 8
+    for (long long row = threadIdx.y; row < arguments.rows; row += ROW_THREADS) sum += partials[row * columns + column];
   }
   if constexpr (ROW_THREADS > 1) {
     scratch[threadIdx.y][threadIdx.x] = sum;
@@ -29,5 +35,10 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) co
 #pragma unroll
     for (int row = 1; row < ROW_THREADS; ++row) sum += scratch[row][threadIdx.x];
   }
-  if (column < arguments.columns) narrow(sum, arguments.sums[column]);
+  if (column >= columns) return;
+  if (second) {
+    narrow(sum, arguments.second_sums[column]);
+  } else {
+    narrow(sum, arguments.sums[column]);
+  }
 }

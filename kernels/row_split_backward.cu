@@ -1,16 +1,21 @@
-// Gradients of layer norm from finished row sums, for rows that no block can hold: dx, and the sums for dweight and
-// dbias (the formulas stand in row_block_backward.cu). Reads x and dy a second time and writes dx.
+// Gradients of layer norm and RMS norm from finished row sums, for rows that no block can hold: dx, and the sums for
+// dweight and dbias (the formulas stand in row_block_backward.cu). Reads x and dy a second time, and dresidual_out, and
+// writes dx.
 //
 // A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
 // block b takes tile b % tiles of group b / tiles.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
   const X_TYPE* dy;
+  const X_TYPE* dresidual_out;
   const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
   const Compute* mean;
   const Compute* rstd;
   const Compute* sums;  // [2][rows]: of g, of g * xhat
@@ -27,6 +32,8 @@ struct Arguments {
   long long x_column_strides[COLUMN_DIMS];
   long long dy_row_strides[ROW_DIMS];
   long long dy_column_strides[COLUMN_DIMS];
+  long long dresidual_out_row_strides[ROW_DIMS];
+  long long dresidual_out_column_strides[COLUMN_DIMS];
   long long dx_row_strides[ROW_DIMS];
   long long dx_column_strides[COLUMN_DIMS];
 };
@@ -37,8 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
   const long long end_row = group_end < arguments.rows ? group_end : arguments.rows;
   const Compute scale = 1 / static_cast<Compute>(arguments.columns);
 
-  long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL];
-  Compute weight[UNROLL][VECTOR], dweight_sums[UNROLL][VECTOR] = {}, dbias_sums[UNROLL][VECTOR] = {};
+  long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL], added_offsets[UNROLL];
+  Compute weight[UNROLL][VECTOR], bias[UNROLL][VECTOR];
+  Compute dweight_sums[UNROLL][VECTOR] = {}, dbias_sums[UNROLL][VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     const long long column = tile_column(first_column, i);
@@ -46,15 +54,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
       x_offsets[i] = offset_of(column, arguments.column_sizes, arguments.x_column_strides);
       dy_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dy_column_strides);
       if constexpr (WANTS_DX) dx_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dx_column_strides);
-      if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight[i]);
+      if constexpr (HAS_DRESIDUAL) {
+        added_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dresidual_out_column_strides);
+      }
+      load_weight<VECTOR>(arguments.weight + column, weight[i]);
+      load_bias<VECTOR>(arguments.bias + column, bias[i]);
     }
   }
 
   for (long long row = first_row + row_lane(); row < end_row; row += ROW_LANES) {
     const X_TYPE* x = arguments.x + offset_of(row, arguments.row_sizes, arguments.x_row_strides);
     const X_TYPE* dy = arguments.dy + offset_of(row, arguments.row_sizes, arguments.dy_row_strides);
-    const Compute mean = arguments.mean[row], rstd = arguments.rstd[row];
-    Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL];
+    const Compute mean = CENTERED ? arguments.mean[row] : 0, rstd = arguments.rstd[row];
+    Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL], added[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (tile_column(first_column, i) < arguments.columns) {
@@ -62,11 +74,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         dy_values[i] = load<X_TYPE, VECTOR>(dy + dy_offsets[i]);
       }
     }
+    if constexpr (HAS_DRESIDUAL) {
+      const X_TYPE* dresidual_out =
+          arguments.dresidual_out + offset_of(row, arguments.row_sizes, arguments.dresidual_out_row_strides);
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        if (tile_column(first_column, i) < arguments.columns) {
+          added[i] = load<X_TYPE, VECTOR>(dresidual_out + added_offsets[i]);
+        }
+      }
+    }
     X_TYPE* dx = nullptr;
     Compute mean_g = 0, mean_gx = 0;
     if constexpr (WANTS_DX) {
       dx = arguments.dx + offset_of(row, arguments.row_sizes, arguments.dx_row_strides);
-      mean_g = arguments.sums[row] * scale;
+      if constexpr (CENTERED) mean_g = arguments.sums[row] * scale;
       mean_gx = arguments.sums[arguments.rows + row] * scale;
     }
 #pragma unroll
@@ -75,12 +97,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         Vector<X_TYPE, VECTOR> result;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Compute xhat = (widen(x_values[i].lane[j]) - mean) * rstd;
-          const Compute gradient = widen(dy_values[i].lane[j]);
-          if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient * xhat;
-          if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient;
-          const Compute g = HAS_WEIGHT ? gradient * weight[i][j] : gradient;
-          if constexpr (WANTS_DX) narrow((g - mean_g - xhat * mean_gx) * rstd, result.lane[j]);
+          const Gradient gradient =
+              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[i][j], bias[i][j]);
+          if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
+          if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
+          if constexpr (WANTS_DX) {
+            Compute value = (gradient.g - mean_g - gradient.xhat * mean_gx) * rstd;
+            if constexpr (HAS_DRESIDUAL) value += widen(added[i].lane[j]);
+            narrow(value, result.lane[j]);
+          }
         }
         if constexpr (WANTS_DX) store(dx + dx_offsets[i], result);
       }

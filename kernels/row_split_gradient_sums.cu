@@ -1,13 +1,16 @@
-// The two sums along a row that dx needs, of g = dy * weight and of g * xhat, for one chunk of columns (for rows that
+// The two sums along a row that dx needs, of g = dz * weight and of g * xhat, for one chunk of columns (for rows that
 // no block can hold; column_sums then adds up the chunks, and row_split_backward finishes). Reads x and dy once.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
   const X_TYPE* dy;
   const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
   const Compute* mean;
   const Compute* rstd;
   Compute* sums;  // [splits][2][rows]: of g, of g * xhat
@@ -31,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
   const long long end = in_rows ? chunk.end_column : 0;
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
   const X_TYPE* dy = arguments.dy + offset_of(chunk.row, arguments.row_sizes, arguments.dy_row_strides);
-  const Compute mean = in_rows ? arguments.mean[chunk.row] : 0, rstd = in_rows ? arguments.rstd[chunk.row] : 0;
+  const Compute mean = CENTERED && in_rows ? arguments.mean[chunk.row] : 0;
+  const Compute rstd = in_rows ? arguments.rstd[chunk.row] : 0;
 
   Compute sums[2] = {0, 0};
   for (long long first = chunk.first_column; first < end; first += TILE_COLUMNS) {
@@ -50,15 +54,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
     for (int i = 0; i < UNROLL; ++i) {
       const long long column = tile_column(first, i);
       if (column < end) {
-        Compute weight[VECTOR];
-        if constexpr (HAS_WEIGHT) load_widened<VECTOR, WEIGHT_ACCESS>(arguments.weight + column, weight);
+        Compute weight[VECTOR], bias[VECTOR];
+        load_weight<VECTOR>(arguments.weight + column, weight);
+        load_bias<VECTOR>(arguments.bias + column, bias);
         Compute part = 0, part_with_xhat = 0;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Compute gradient = widen(dy_values[i].lane[j]);
-          const Compute g = HAS_WEIGHT ? gradient * weight[j] : gradient;
-          part += g;
-          part_with_xhat += g * ((widen(x_values[i].lane[j]) - mean) * rstd);
+          const Gradient gradient =
+              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[j], bias[j]);
+          if constexpr (CENTERED) part += gradient.g;
+          part_with_xhat += gradient.g * gradient.xhat;
         }
         sums[0] += part;
         sums[1] += part_with_xhat;

@@ -3,6 +3,7 @@
 // Chan, Golub and LeVeque's rule for many parts at once: the squared deviation of the whole is that of the parts, plus
 // the squared deviation of their means. The mean is kept as the sum of two numbers, mean + mean_remainder, because its
 // rounding alone would show in y where a row lies far from zero. A row of no columns has NaN for both, as np.mean has.
+// For RMS norm the chunks' means are 0 and their deviations sums of squares, and the same rule gives the mean square.
 #include "types.cuh"
 
 struct Arguments {

@@ -1,5 +1,6 @@
 // Mean and squared deviation of one chunk of columns of a row, for rows that no block can hold (the first of three
-// launches: row_split_statistics, row_split_merge, row_split_forward). Reads x once.
+// launches: row_split_statistics, row_split_merge, row_split_forward). Reads x once; with a residual, reads that too
+// and writes residual_out = x + residual, which the rest works on. RMS norm (not CENTERED) has 0 for the mean.
 //
 // The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has at most
 // TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded
@@ -10,6 +11,8 @@
 
 struct Arguments {
   const X_TYPE* x;
+  const X_TYPE* residual;
+  X_TYPE* residual_out;
   double* chunk_means;       // [rows][splits]
   double* chunk_deviations;  // [rows][splits], sums of squared differences from the chunk's mean
   long long rows;
@@ -20,6 +23,10 @@ struct Arguments {
   long long column_sizes[COLUMN_DIMS];
   long long x_row_strides[ROW_DIMS];
   long long x_column_strides[COLUMN_DIMS];
+  long long residual_row_strides[ROW_DIMS];
+  long long residual_column_strides[COLUMN_DIMS];
+  long long residual_out_row_strides[ROW_DIMS];
+  long long residual_out_column_strides[COLUMN_DIMS];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(const Arguments arguments) {
@@ -28,6 +35,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
   // Threads past the last row go along with nothing to add: the sums need every lane.
   const long long end = chunk.row < arguments.rows ? chunk.end_column : 0;
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
+
+  const X_TYPE* residual = nullptr;
+  X_TYPE* residual_out = nullptr;
+  if constexpr (HAS_RESIDUAL) {
+    residual = arguments.residual + offset_of(chunk.row, arguments.row_sizes, arguments.residual_row_strides);
+    residual_out =
+        arguments.residual_out + offset_of(chunk.row, arguments.row_sizes, arguments.residual_out_row_strides);
+  }
 
   Vector<X_TYPE, VECTOR> values[UNROLL];
   const auto load_tile = [&](long long first) {
@@ -38,21 +53,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
         values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
       }
     }
+    if constexpr (HAS_RESIDUAL) {
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        const long long column = tile_column(first, i);
+        if (column < end) {
+          const Vector<X_TYPE, VECTOR> added = load<X_TYPE, VECTOR>(
+              residual + offset_of(column, arguments.column_sizes, arguments.residual_column_strides));
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) narrow(widen(values[i].lane[j]) + widen(added.lane[j]), values[i].lane[j]);
+          store(residual_out + offset_of(column, arguments.column_sizes, arguments.residual_out_column_strides),
+                values[i]);
+        }
+      }
+    }
   };
 
-  // The pivot: the mean of the first tile.
+  // The pivot: the mean of the first tile, or 0.
   load_tile(chunk.first_column);
-  Compute sum[1] = {0};
-#pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    if (tile_column(chunk.first_column, i) < end) {
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) sum[0] += widen(values[i].lane[j]);
-    }
-  }
-  lane_sum<THREADS, ROW_LANES>(sum, scratch);
   const long long chunk_columns = chunk.end_column - chunk.first_column;
-  const Compute pivot = sum[0] / static_cast<Compute>(chunk_columns < TILE_COLUMNS ? chunk_columns : TILE_COLUMNS);
+  Compute pivot = 0;
+  if constexpr (CENTERED) {
+    Compute sum[1] = {0};
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (tile_column(chunk.first_column, i) < end) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sum[0] += widen(values[i].lane[j]);
+      }
+    }
+    lane_sum<THREADS, ROW_LANES>(sum, scratch);
+    pivot = sum[0] / static_cast<Compute>(chunk_columns < TILE_COLUMNS ? chunk_columns : TILE_COLUMNS);
+  }
 
   // The sums of the differences from the pivot, and of their squares.
   Compute sums[2] = {0, 0};
@@ -65,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Compute difference = widen(values[i].lane[j]) - pivot;
-          part += difference;
+          if constexpr (CENTERED) part += difference;
           part_of_squares += difference * difference;
         }
         sums[0] += part;

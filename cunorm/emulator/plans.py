@@ -62,4 +62,5 @@ def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], se
             fields=fields,
             buffers=arrays,
             seed=seed,
+            cluster=launch.cluster,
         )

@@ -1,0 +1,65 @@
+"""The sums over rows that make dweight and dbias: partial ones in the kernel before, then one launch adds them up."""
+
+from __future__ import annotations
+
+from cunorm.plan.constants import compute_itemsize, dtype_constants
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.problem import DTYPES, BackwardProblem
+
+__all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
+
+_THREADS = 512
+
+
+def column_sum_targets(builder: Builder, problem: BackwardProblem, count: int) -> tuple[dict[str, Value], Constants]:
+    """Where a kernel writes ``count`` rows of sums for dweight and dbias: arguments, and constants for their types.
+
+    More than one row, or none, is scratch that `launch_column_sums` will add up; one row is the result itself.
+    """
+    arguments: dict[str, Value] = {}
+    constants: Constants = {}
+    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
+        arguments[name], sum_dtype = 0, DTYPES[problem.x.dtype].compute
+        if dtype is not None and count == 1:
+            arguments[name], sum_dtype = name, dtype
+        elif dtype is not None:
+            arguments[name] = builder.reserve(f"{name}_sums", count * problem.columns, compute_itemsize(problem))
+        constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[sum_dtype].cuda}
+    return arguments, constants
+
+
+def launch_column_sums(builder: Builder, problem: BackwardProblem, targets: dict[str, Value], count: int) -> None:
+    """Add up what a kernel wrote to the ``targets``."""
+    wanted = [(name, dtype) for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)) if dtype]
+    if wanted and count != 1:
+        launch_sum(builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, problem.columns)
+
+
+def launch_sum(
+    builder: Builder, problem: BackwardProblem, matrices: list[tuple[Value, Value, str]], rows: int, columns: int
+) -> None:
+    """Add up one or two matrices of partial sums: (partial sums, sums, the sums' dtype) for each."""
+    (partials, sums, dtype), (second_partials, second_sums, second_dtype) = (*matrices, (0, 0, matrices[0][2]))[:2]
+    # Few partial rows leave nothing to share between threads.
+    row_threads = 1 if rows <= 8 else 16
+    builder.launch(
+        "column_sums",
+        {
+            "COMPUTE_TYPE": dtype_constants(problem)["COMPUTE_TYPE"],
+            "SUM_TYPE": DTYPES[dtype].cuda,
+            "SECOND_SUM_TYPE": DTYPES[second_dtype].cuda,
+            "COLUMN_THREADS": _THREADS // row_threads,
+            "ROW_THREADS": row_threads,
+        },
+        -(-columns * len(matrices) * row_threads // _THREADS),
+        (_THREADS // row_threads, row_threads),
+        {
+            "partials": partials,
+            "second_partials": second_partials,
+            "sums": sums,
+            "second_sums": second_sums,
+            "rows": rows,
+            "columns": columns,
+            "second_columns": columns if len(matrices) > 1 else 0,
+        },
+    )

@@ -1,0 +1,54 @@
+"""The compile-time constants that the kernels of every family have in common."""
+
+from __future__ import annotations
+
+import math
+
+from cunorm.plan.launches import Constants
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Vector
+
+__all__ = ["affine_constants", "compute_itemsize", "dtype_constants", "vector_width"]
+
+Problem = ForwardProblem | BackwardProblem
+
+
+def vector_width(problem: Problem) -> int:
+    """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    matrices = problem.matrices
+    if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
+        return 1
+    strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
+    elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
+    return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
+
+
+def compute_itemsize(problem: Problem) -> int:
+    """Bytes of the numbers that are summed."""
+    return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+
+
+def dtype_constants(problem: Problem) -> Constants:
+    dtype = DTYPES[problem.x.dtype]
+    return {"X_TYPE": dtype.cuda, "COMPUTE_TYPE": DTYPES[dtype.compute].cuda}
+
+
+def affine_constants(problem: Problem, width: int) -> Constants:
+    """What a kernel is to compute besides the statistics; ``width`` weights or biases are loaded at once."""
+    norm = problem.norm
+    # An offset without a weight is refused by the checks of the ops.
+    offset = f"{norm.weight_offset!r}" if norm.weight_offset else 0
+    return (
+        {"CENTERED": int(norm.centered), "ACTIVATION": norm.activation or "none", "WEIGHT_OFFSET": offset}
+        | _vector_constants("WEIGHT", problem.weight, width)
+        | _vector_constants("BIAS", problem.bias, width)
+    )
+
+
+def _vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
+    """Constants for the weight or bias: its type, and the bytes of one access to ``width`` of its elements."""
+    if vector is None:
+        return {f"HAS_{name}": 0, f"{name}_TYPE": "float", f"{name}_ACCESS": 4}
+    dtype = DTYPES[vector.dtype]
+    access = max(dtype.itemsize, min(16, width * dtype.itemsize, vector.alignment))
+    return {f"HAS_{name}": 1, f"{name}_TYPE": dtype.cuda, f"{name}_ACCESS": access}

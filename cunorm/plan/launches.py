@@ -1,0 +1,112 @@
+"""What a plan is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Builder", "Constants", "Device", "Launch", "Plan", "Scratch", "Value"]
+
+Value = int | float | str | tuple[int, ...]
+Constants = dict[str, int | str]
+
+_MOST_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    arch: str = "sm_90"
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+
+    @property
+    def capability(self) -> int:
+        """The compute capability as the architecture has it: 90 for sm_90."""
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory of a block."""
+        # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.
+        return {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
+
+    @property
+    def most_blocks_per_cluster(self) -> int:
+        """The most blocks that can share a row through each other's shared memory; 1 where there are no clusters."""
+        # 8 everywhere; 16 where the chip has multiprocessors enough in a row of them, and the kernel asks for it.
+        return 1 if self.capability < 90 else 16 if self.capability in (90, 100, 103) else 8
+
+    def clusters(self, blocks: int) -> int:
+        """How many clusters of so many blocks, each filling a multiprocessor, are sure to run at the same time.
+
+        A cluster lies within a group of multiprocessors (16 or 18 on an H200), so some of those stay idle.
+        """
+        return self.multiprocessors if blocks == 1 else max(1, self.multiprocessors // 16 * 16 // blocks)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. ``cluster`` consecutive blocks run together; the kernel's text asks for that itself."""
+
+    kernel: str
+    constants: tuple[tuple[str, int | str], ...]
+    grid: int
+    block: tuple[int, int]
+    shared_bytes: int  # dynamic
+    arguments: tuple[tuple[str, Value], ...]
+    cluster: int = 1
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A named part of the workspace."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sequence of launches, and the scratch memory between them, in one workspace."""
+
+    strategy: str
+    launches: tuple[Launch, ...]
+    scratch: tuple[Scratch, ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass
+class Builder:
+    """Gathers the launches and the scratch memory of a plan."""
+
+    launches: list[Launch] = field(default_factory=list)
+    scratch: list[Scratch] = field(default_factory=list)
+    workspace_bytes: int = 0
+
+    def reserve(self, name: str, count: int, itemsize: int) -> str:
+        """Reserve scratch memory and return its name. Offsets are multiples of 256 bytes."""
+        self.scratch.append(Scratch(name, self.workspace_bytes, count * itemsize))
+        self.workspace_bytes += -(-count * itemsize // 256) * 256
+        return name
+
+    def launch(
+        self,
+        kernel: str,
+        constants: Constants,
+        grid: int,
+        block: tuple[int, int],
+        arguments: dict[str, Value],
+        shared_bytes: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        if grid > _MOST_BLOCKS:
+            raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
+        if grid > 0:
+            self.launches.append(
+                Launch(kernel, tuple(constants.items()), grid, block, shared_bytes, tuple(arguments.items()), cluster)
+            )
+
+    def finished(self, strategy: str) -> Plan:
+        return Plan(strategy, tuple(self.launches), tuple(self.scratch), self.workspace_bytes)

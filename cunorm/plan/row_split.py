@@ -1,0 +1,206 @@
+"""Rows that no block can hold, and rows that are not contiguous: cut into chunks of columns, in several launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
+from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
+from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix
+
+__all__ = ["plan_backward", "plan_forward"]
+
+Problem = ForwardProblem | BackwardProblem
+
+# 128 threads of two vectors: backward of 32768 x 16384 bfloat16 takes 1.88 of a copy's time on an H200, 256 threads
+# 2.77.
+_THREADS = 128
+# row_split_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
+_TILES_PER_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class _RowSplit:
+    """How row_split_* cut a problem: ROW_LANES rows by a tile of columns a block (see kernels/tile.cuh)."""
+
+    width: int
+    row_lanes: int
+    unroll: int
+
+    @property
+    def tile_columns(self) -> int:
+        return _THREADS // self.row_lanes * self.width * self.unroll
+
+    @property
+    def constants(self) -> Constants:
+        return {"THREADS": _THREADS, "VECTOR": self.width, "ROW_LANES": self.row_lanes, "UNROLL": self.unroll}
+
+
+def _row_split(problem: Problem) -> _RowSplit:
+    width = vector_width(problem)
+    across_rows = problem.x.row_strides[-1] == 1 and problem.row_sizes[-1] > 1 and problem.x.column_strides[-1] != 1
+    if problem.columns == 1:
+        across_rows = True
+    row_lanes = min(32, 1 << max(0, problem.row_sizes[-1] - 1).bit_length()) if across_rows else 1
+    return _RowSplit(width, row_lanes, unroll=2 if width * DTYPES[problem.x.dtype].itemsize == 16 else 4)
+
+
+def _geometry(problem: Problem, **matrices: Matrix | None) -> dict[str, Value]:
+    """Sizes, and the strides of each matrix; zeros for one that is not there."""
+    arguments: dict[str, Value] = {"row_sizes": problem.row_sizes, "column_sizes": problem.column_sizes}
+    for name, matrix in matrices.items():
+        arguments[f"{name}_row_strides"] = matrix.row_strides if matrix else (0,) * len(problem.row_sizes)
+        arguments[f"{name}_column_strides"] = matrix.column_strides if matrix else (0,) * len(problem.column_sizes)
+    return arguments
+
+
+def _split_constants(problem: Problem, split: _RowSplit) -> Constants:
+    dims: Constants = {"ROW_DIMS": len(problem.row_sizes), "COLUMN_DIMS": len(problem.column_sizes)}
+    return dtype_constants(problem) | split.constants | dims | affine_constants(problem, split.width)
+
+
+def _chunks(problem: Problem, device: Device, split: _RowSplit) -> tuple[int, int]:
+    """How many chunks of columns, and of how many each: to fill the device four times, but of at most 64 tiles."""
+    tiles = max(1, -(-problem.columns // split.tile_columns))
+    row_blocks = max(1, -(-problem.rows // split.row_lanes))
+    wanted = 4 * device.multiprocessors * device.threads_per_multiprocessor // _THREADS
+    tiles_per_chunk = max(1, min(_TILES_PER_CHUNK, tiles * row_blocks // wanted))
+    return -(-tiles // tiles_per_chunk), tiles_per_chunk * split.tile_columns
+
+
+def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> str:
+    split = _row_split(problem)
+    splits, columns_per_split = _chunks(problem, device, split)
+    grid = splits * -(-problem.rows // split.row_lanes)
+    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
+    chunks: dict[str, Value] = {"splits": splits, "columns_per_split": columns_per_split}
+    constants = _split_constants(problem, split)
+    itemsize = compute_itemsize(problem)
+
+    means = builder.reserve("chunk_means", problem.rows * splits, 8)
+    deviations = builder.reserve("chunk_deviations", problem.rows * splits, 8)
+    statistics: dict[str, Value] = {"mean": "mean", "rstd": "rstd"}
+    if not problem.stats:
+        statistics["rstd"] = builder.reserve("row_rstd", problem.rows, itemsize)
+    if not (problem.stats and problem.norm.centered):
+        statistics["mean"] = builder.reserve("row_mean", problem.rows, itemsize)
+    statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.rows, itemsize)
+
+    block = (_THREADS, 1)
+    if problem.columns > 0:
+        builder.launch(
+            "row_split_statistics",
+            constants | {"HAS_RESIDUAL": int(problem.residual is not None)},
+            grid,
+            block,
+            {
+                "x": "x",
+                "residual": "residual",
+                "residual_out": "residual_out",
+                "chunk_means": means,
+                "chunk_deviations": deviations,
+                **sizes,
+                **chunks,
+                **_geometry(problem, x=problem.x, residual=problem.residual, residual_out=problem.residual_out),
+            },
+        )
+    builder.launch(
+        "row_split_merge",
+        dtype_constants(problem) | {"ROWS_PER_BLOCK": 4},
+        -(-problem.rows // 4),
+        (32, 4),
+        {
+            "chunk_means": means,
+            "chunk_deviations": deviations,
+            **statistics,
+            **sizes,
+            **(chunks if problem.columns > 0 else {"splits": 0, "columns_per_split": 0}),
+            "eps": problem.eps,
+        },
+    )
+    if problem.columns > 0:
+        builder.launch(
+            "row_split_forward",
+            constants,
+            grid,
+            block,
+            {
+                "x": "x" if problem.residual_out is None else "residual_out",
+                "weight": "weight",
+                "bias": "bias",
+                "y": "y",
+                **statistics,
+                **sizes,
+                **chunks,
+                **_geometry(problem, x=problem.residual_out or problem.x, y=problem.y),
+            },
+        )
+    return "row_split"
+
+
+def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -> str:
+    split = _row_split(problem)
+    splits, columns_per_split = _chunks(problem, device, split)
+    row_blocks = -(-problem.rows // split.row_lanes)
+    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
+    inputs: dict[str, Value] = {name: name for name in ("x", "dy", "weight", "bias", "mean", "rstd")}
+    constants = _split_constants(problem, split)
+    itemsize = compute_itemsize(problem)
+    block = (_THREADS, 1)
+
+    sums: Value = 0
+    if problem.dx is not None:
+        sums = builder.reserve("sums", 2 * problem.rows, itemsize)
+        chunk_sums = builder.reserve("chunk_sums", splits * 2 * problem.rows, itemsize) if splits > 1 else sums
+        builder.launch(
+            "row_split_gradient_sums",
+            constants,
+            splits * row_blocks,
+            block,
+            {
+                **inputs,
+                "sums": chunk_sums,
+                **sizes,
+                "splits": splits,
+                "columns_per_split": columns_per_split,
+                **_geometry(problem, x=problem.x, dy=problem.dy),
+            },
+        )
+        if splits > 1:
+            compute = DTYPES[problem.x.dtype].compute
+            launch_sum(builder, problem, [(chunk_sums, sums, compute)], splits, 2 * problem.rows)
+
+    tiles = -(-problem.columns // split.tile_columns)
+    # Enough groups of rows to fill the device four times over, but a group not shorter than 8 steps: each costs a row
+    # of partial sums.
+    wanted = 4 * device.multiprocessors * device.threads_per_multiprocessor // _THREADS
+    groups = max(1, min(wanted // max(1, tiles), row_blocks // 8))
+    rows_per_group = -(-row_blocks // groups) * split.row_lanes
+    groups = -(-problem.rows // rows_per_group)
+    targets, target_constants = column_sum_targets(builder, problem, groups)
+    wants: Constants = {
+        "WANTS_DX": int(problem.dx is not None),
+        "HAS_DRESIDUAL": int(problem.dresidual_out is not None),
+    }
+    builder.launch(
+        "row_split_backward",
+        constants | wants | target_constants,
+        tiles * groups,
+        block,
+        {
+            **inputs,
+            "dresidual_out": "dresidual_out",
+            "sums": sums,
+            "dx": "dx",
+            **targets,
+            **sizes,
+            "tiles": tiles,
+            "rows_per_group": rows_per_group,
+            **_geometry(
+                problem, x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx or problem.x
+            ),
+        },
+    )
+    launch_column_sums(builder, problem, targets, groups)
+    return "row_split"

@@ -1,0 +1,65 @@
+// What surrounds the statistics of a norm: y = activate(xhat * (WEIGHT_OFFSET + weight) + bias), and its gradient.
+//
+// xhat is (x - mean) * rstd, or x * rstd where the norm is not CENTERED (RMS norm).
+
+// COUNT weights in Compute, with the offset.
+template <int COUNT>
+__device__ __forceinline__ void load_weight(const WEIGHT_TYPE* weights, Compute (&weight)[COUNT]) {
+  if constexpr (HAS_WEIGHT) {
+    load_widened<COUNT, WEIGHT_ACCESS>(weights, weight);
+    if constexpr (WEIGHT_OFFSET != 0) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) weight[i] += static_cast<Compute>(WEIGHT_OFFSET);
+    }
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void load_bias(const BIAS_TYPE* biases, Compute (&bias)[COUNT]) {
+  if constexpr (HAS_BIAS) load_widened<COUNT, BIAS_ACCESS>(biases, bias);
+}
+
+__device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight, Compute bias) {
+  if constexpr (HAS_WEIGHT) xhat *= weight;
+  if constexpr (HAS_BIAS) xhat += bias;
+  return xhat;
+}
+
+// VECTOR numbers of a row, from `column` on: normalized, scaled, shifted, activated and rounded.
+//
+// The mean comes as two numbers, mean + remainder: its rounding alone would show where a row lies far from zero.
+__device__ __forceinline__ Vector<X_TYPE, VECTOR> normalized(const Vector<X_TYPE, VECTOR>& x, Compute mean,
+                                                             Compute remainder, Compute rstd,
+                                                             const WEIGHT_TYPE* weights, const BIAS_TYPE* biases,
+                                                             long long column) {
+  Compute weight[VECTOR], bias[VECTOR];
+  load_weight<VECTOR>(weights + column, weight);
+  load_bias<VECTOR>(biases + column, bias);
+  Vector<X_TYPE, VECTOR> result;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const Compute value = widen(x.lane[i]);
+    const Compute xhat = CENTERED ? (value - mean - remainder) * rstd : value * rstd;
+    narrow(activate(scale_and_shift(xhat, weight[i], bias[i])), result.lane[i]);
+  }
+  return result;
+}
+
+// One number's part in the gradients.
+struct Gradient {
+  Compute xhat;
+  Compute dz;  // of what the activation was given: dy, where there is none
+  Compute g;   // of xhat
+};
+
+__device__ __forceinline__ Gradient gradient_of(X_TYPE x, X_TYPE dy, Compute mean, Compute rstd, Compute weight,
+                                                Compute bias) {
+  Gradient gradient;
+  gradient.xhat = CENTERED ? (widen(x) - mean) * rstd : widen(x) * rstd;
+  gradient.dz = widen(dy);
+  if constexpr (activation != Activation::none) {
+    gradient.dz *= activation_derivative(scale_and_shift(gradient.xhat, weight, bias));
+  }
+  gradient.g = HAS_WEIGHT ? gradient.dz * weight : gradient.dz;
+  return gradient;
+}

@@ -1,0 +1,28 @@
+// Copies to shared memory that a thread starts and does not wait for (cp.async, from sm_80 on; on sm_75 it waits).
+
+// COUNT elements, together 4, 8 or 16 bytes, aligned to their size. What was in `shared` must have been read already.
+template <int COUNT, typename T>
+__device__ __forceinline__ void copy_async(T* shared, const T* global) {
+  constexpr int BYTES = sizeof(T) * COUNT;
+#if defined(CUNORM_EMULATOR)
+  cunorm_emulator::copy_async(shared, global, BYTES);
+#elif __CUDA_ARCH__ < 800
+  store(shared, load<T, COUNT>(global));
+#else
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(BYTES) : "memory");
+  }
+#endif
+}
+
+// Waits for all copies that this thread has started. Until the next __syncthreads() it alone may read what arrived.
+__device__ __forceinline__ void copy_async_wait() {
+#if defined(CUNORM_EMULATOR)
+  cunorm_emulator::copy_async_wait();
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
