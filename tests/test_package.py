@@ -22,7 +22,8 @@ import pytest
 import cunorm
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("cunorm", "kernels", "adapters", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+SOURCES = ("cunorm", "kernels", "adapters", "bench", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
+SOURCES += ("MANIFEST.in",)
 FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "cupy", "cupy_backends", "tvm_ffi", "keras"}
 
 
@@ -75,7 +76,8 @@ def environment(folder: Path, wheel: Path | None) -> Path:
 def test_wheel_holds_every_source(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {"cunorm/py.typed"}
-    for folder, target in (("cunorm", "cunorm"), ("kernels", "cunorm/kernels"), ("adapters", "cunorm/adapters")):
+    beside = (("kernels", "cunorm/kernels"), ("adapters", "cunorm/adapters"), ("bench", "cunorm/bench"))
+    for folder, target in (("cunorm", "cunorm"), *beside):
         for pattern in ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp"):
             for path in (ROOT / folder).rglob(pattern):
                 expected.add(f"{target}/{path.relative_to(ROOT / folder).as_posix()}")

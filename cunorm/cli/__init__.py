@@ -39,6 +39,19 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
             from cunorm.cli import info
 
             info.run()
+        elif options.command == "bench":
+            from cunorm.cli import bench
+
+            bench.run(
+                options.suites,
+                only=options.only,
+                providers=options.providers,
+                part=options.part,
+                max_seconds=options.max_seconds,
+                json=options.json,
+                plots=options.plots,
+                sources=options.sources,
+            )
         else:
             from cunorm.cli import explain
 
@@ -92,7 +105,40 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--axis", type=int, nargs="+", default=[-1], help="axes to normalize (default: last)")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
+
+    bench = commands.add_parser(
+        "bench",
+        help="time it beside other libraries on this GPU, and plot",
+        description="Run suites of problems with every library that is installed, check the results against float64, "
+        "and show times, r (time over that of a copy of the bytes that must move) and the best peer.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("suites", nargs="*", metavar="SUITE", help="without any, the suites are listed")
+    bench.add_argument(
+        "--only", default="", metavar="WORDS", help="only rows with all of these in their name; !word is for without"
+    )
+    bench.add_argument(
+        "--providers", type=_words, default=(), metavar="NAME[,NAME]", help="only these: cunorm, torch, liger, ..."
+    )
+    bench.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th shape, from the I-th on")
+    bench.add_argument("--max-seconds", type=float, default=float("inf"), metavar="N", help="begin no row after that")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    bench.add_argument("--plots", type=Path, metavar="FOLDER", help="draw them there, as PNG and SVG")
+    bench.add_argument(
+        "--from", dest="sources", type=Path, nargs="+", default=(), metavar="FILE", help="show saved results instead"
+    )
     return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 1/3 for the first of three")
+    return int(index), int(count)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -1,0 +1,163 @@
+"""The tensors of a row, and the exact results that every provider's are compared with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from cunorm.bench.suites import Row
+
+__all__ = ["EPS", "Exact", "Inputs"]
+
+EPS = 1e-5
+
+# Elements that are worked on in float64 at a time; some ten temporaries of 8 bytes each.
+_CHUNK_ELEMENTS = 2**25
+_SAMPLED_ROWS = 8
+
+# The largest error that counts as right. A sixteen-bit result may be rounded twice, so the limit is twice the error of
+# one rounding; float32 sums over ten million rows come out with some 1e-6 in any reasonable order.
+_LIMITS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
+_SUM_LIMITS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-4}
+_SUMS = ("dweight", "dbias")
+
+
+class Inputs:
+    """x and what goes with it, made when first asked for. All are two-dimensional here, however many axes x has."""
+
+    def __init__(self, row: Row, device: str) -> None:
+        self.op, self.rows, self.columns, self.offset = row.op, row.rows, row.columns, row.offset
+        self.dtype: torch.dtype = getattr(torch, row.dtype)
+        self.device = device
+        torch.manual_seed(0)
+        self.x = self._random()
+        uniform = torch.rand(2, self.columns, device=device)
+        self.weight = (uniform[0] + 0.5).to(self.dtype)
+        self.bias = None if self.op == "rms_norm" else (uniform[1] - 0.5).to(self.dtype)
+
+    def _random(self) -> torch.Tensor:
+        memory = torch.randn(self.rows * self.columns + self.offset, device=self.device, dtype=self.dtype)
+        return memory[self.offset :].view(self.rows, self.columns)
+
+    @functools.cached_property
+    def dy(self) -> torch.Tensor:
+        return self._random()
+
+    @functools.cached_property
+    def residual(self) -> torch.Tensor:
+        return self._random()
+
+    @functools.cached_property
+    def dresidual_out(self) -> torch.Tensor:
+        return self._random()
+
+    @functools.cached_property
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """mean (zero for RMS norm) and rstd of every row of x, in float64."""
+        parts = [_statistics(self.x[part].double(), self.op) for part in self.parts()]
+        mean, rstd = (torch.cat(tensors) for tensors in zip(*parts))
+        return mean, rstd
+
+    @functools.cached_property
+    def mean(self) -> torch.Tensor:
+        return self.statistics[0].float()
+
+    @functools.cached_property
+    def rstd(self) -> torch.Tensor:
+        return self.statistics[1].float()
+
+    def parts(self) -> Iterator[slice]:
+        step = max(1, _CHUNK_ELEMENTS // self.columns)
+        return (slice(begin, begin + step) for begin in range(0, self.rows, step))
+
+    def poison(self) -> None:
+        """Fill memory with NaN that the allocator will hand out as outputs, so that what is not written is found."""
+        tensors = [torch.full_like(self.x, torch.nan, memory_format=torch.contiguous_format) for _ in range(2)]
+        tensors += [torch.full_like(self.weight, torch.nan) for _ in range(2)]
+        del tensors
+
+
+def _statistics(x: torch.Tensor, op: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if op == "rms_norm":
+        mean = torch.zeros(len(x), dtype=x.dtype, device=x.device)
+        return mean, (x.square().mean(1) + EPS).rsqrt()
+    mean = x.mean(1)
+    return mean, ((x - mean[:, None]).square_().mean(1) + EPS).rsqrt()
+
+
+class Exact:
+    """Results in float64: of some rows (the first, the last and random ones), and the sums over all rows."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        generator = torch.Generator().manual_seed(1)
+        random = torch.randint(inputs.rows, (_SAMPLED_ROWS - 2,), generator=generator).tolist()
+        self._sample = torch.tensor(sorted({0, inputs.rows - 1, *random}), device=inputs.device)
+
+    def errors(self, results: Mapping[str, torch.Tensor], residual: bool) -> dict[str, float]:
+        """The error of each result: the larger one of ||result - exact|| / ||exact|| and of the same in the maximum
+        norm. Infinite where a number of the result is no number or the shape is wrong."""
+        return {name: self._error(name, result, residual) for name, result in results.items()}
+
+    @staticmethod
+    def limit(name: str, dtype: torch.dtype) -> float:
+        """The largest error of a right result."""
+        return (_SUM_LIMITS if name in _SUMS else _LIMITS)[dtype]
+
+    def _error(self, name: str, result: torch.Tensor, residual: bool) -> float:
+        inputs = self._inputs
+        if name in _SUMS:
+            found, exact = result.reshape(-1).double(), self._sums[_SUMS.index(name)]
+        else:
+            if result.numel() % inputs.rows:
+                return float("inf")
+            by_row = result.detach().reshape(inputs.rows, -1)
+            if bool(torch.isnan(by_row).any()):
+                return float("inf")
+            found, exact = by_row[self._sample].double(), self._of_rows(name, residual)
+            exact = exact.reshape(len(self._sample), -1)
+        if found.shape != exact.shape or not bool(torch.isfinite(found).all()):
+            return float("inf")
+        difference = found - exact
+        if name == "mean":  # of numbers whose deviation is about one: nearly zero, which is no scale to compare with
+            return float(difference.abs().max())
+        largest = float(difference.abs().max() / exact.abs().max())
+        return max(largest, float(difference.norm() / exact.norm()))
+
+    def _of_rows(self, name: str, residual: bool) -> torch.Tensor:
+        inputs = self._inputs
+        x = inputs.x[self._sample].double()
+        forward = name in ("y", "residual_out", "mean", "rstd")
+        if forward and residual:
+            x += inputs.residual[self._sample].double()
+        if name == "residual_out":
+            return x
+        mean, rstd = _statistics(x, inputs.op)
+        if name in ("mean", "rstd"):
+            return mean if name == "mean" else rstd
+        xhat = (x - mean[:, None]) * rstd[:, None]
+        weight = inputs.weight.double()
+        if name == "y":
+            return xhat * weight if inputs.bias is None else xhat * weight + inputs.bias.double()
+        assert name == "dx", name
+        g = inputs.dy[self._sample].double() * weight
+        dx = g - xhat * (g * xhat).mean(1, keepdim=True)
+        if inputs.op == "layer_norm":
+            dx -= g.mean(1, keepdim=True)
+        dx *= rstd[:, None]
+        return dx + inputs.dresidual_out[self._sample].double() if residual else dx
+
+    @functools.cached_property
+    def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self._inputs
+        dweight, dbias = (torch.zeros(inputs.columns, dtype=torch.float64, device=inputs.device) for _ in range(2))
+        mean, rstd = inputs.statistics
+        for part in inputs.parts():
+            dy, xhat = inputs.dy[part].double(), inputs.x[part].double()
+            dbias += dy.sum(0)
+            xhat -= mean[part, None]
+            xhat *= rstd[part, None]
+            dweight += xhat.mul_(dy).sum(0)
+        return dweight, dbias

@@ -1,0 +1,489 @@
+"""The libraries that a suite compares: how each is called for a row. Each is optional.
+
+Calls are those of the library's own documentation or autograd functions, by their fastest way in: no checks or copies
+are timed that a user could leave out. Backward starts from the statistics that forward has saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+import cunorm
+from cunorm.bench.inputs import EPS, Inputs
+from cunorm.bench.suites import Row
+
+__all__ = ["PROVIDERS", "Provider", "Work", "find"]
+
+_from_dlpack: Any = torch.utils.dlpack.from_dlpack
+_FORWARD = ("forward", "forward_stats")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed: ``call`` returns a tensor or a tuple, which are named in ``names``; None is for what is no result.
+
+    With ``wait``, which returns when a result is complete, it is not on PyTorch's stream: the host's clock times it.
+    """
+
+    call: Callable[[], Any]
+    names: Sequence[str | None]
+    note: str = ""
+    wait: Callable[[Any], Any] | None = None
+
+    def results(self) -> dict[str, torch.Tensor]:
+        found = self.call()
+        if self.wait:
+            self.wait(found)
+        tensors = found if isinstance(found, (tuple, list)) else (found,)
+        named = {name: tensor for name, tensor in zip(self.names, tensors) if name and tensor is not None}
+        return {
+            name: tensor.detach() if isinstance(tensor, torch.Tensor) else _from_dlpack(tensor)
+            for name, tensor in named.items()
+        }
+
+
+class Provider:
+    """A library. Made only where it is installed: the import is in ``__init__``."""
+
+    name: ClassVar[str]
+    distribution: ClassVar[str]
+    # Times the usual limit for the errors of dweight and dbias, for a library that keeps their sums in sixteen bits.
+    sum_slack: ClassVar[float] = 1.0
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        self.device, self.cache_bytes = device, cache_bytes
+
+    @property
+    def version(self) -> str:
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:  # on the path, but not installed
+            return "unknown"
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        """How to compute a row; None where the library has no such function."""
+        raise NotImplementedError
+
+
+class _Cunorm(Provider):
+    name = "cunorm"
+    distribution = "cunorm"
+
+    @property
+    def version(self) -> str:
+        return cunorm.__version__
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        layer = row.op == "layer_norm"
+        norm, gradient = getattr(cunorm, row.op), getattr(cunorm, f"{row.op}_backward")
+        x = inputs.x.view(row.shape)
+        vectors = [inputs.weight] if inputs.bias is None else [inputs.weight, inputs.bias]
+        statistics = [inputs.rstd.view(row.shape[:-1])]
+        if layer:
+            statistics.insert(0, inputs.mean.view(row.shape[:-1]))
+        statistics_names = ("mean", "rstd") if layer else ("rstd",)
+        options: dict[str, Any] = {}
+
+        if row.direction == "backward":
+            if row.residual:
+                options["dresidual_out"] = inputs.dresidual_out.view(row.shape)
+            dy = inputs.dy.view(row.shape)
+            call = functools.partial(gradient, dy, x, inputs.weight, *statistics, **options)
+            return Work(call, ("dx", "dweight", "dbias"))
+        if row.residual:
+            options["residual"] = inputs.residual.view(row.shape)
+        if row.direction in ("recorded", "both"):
+            return _with_autograd(row, inputs, functools.partial(norm, eps=EPS))
+        stats = row.direction == "forward_stats"
+        if stats:
+            options["return_stats"] = True
+        names = ("y", *(("residual_out",) if row.residual else ()), *(statistics_names if stats else ()))
+        if row.framework == "cupy":
+            import cupy
+
+            x, *vectors = (cupy.from_dlpack(tensor) for tensor in (x, *vectors))
+        return Work(functools.partial(norm, x, *vectors, eps=EPS, **options), names)
+
+
+def _leaves(row: Row, inputs: Inputs) -> list[torch.Tensor]:
+    tensors = [inputs.x.view(row.shape), inputs.weight] + ([] if inputs.bias is None else [inputs.bias])
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+def _with_autograd(row: Row, inputs: Inputs, norm: Callable[..., Any]) -> Work:
+    """Forward with gradients recorded, and then backward where the row is for both."""
+    leaves, dy = _leaves(row, inputs), inputs.dy.view(row.shape)
+    if row.direction == "recorded":
+        return Work(functools.partial(norm, *leaves), ("y",))
+
+    def both() -> Any:
+        y = norm(*leaves)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    return Work(both, ("y", "dx", "dweight", "dbias"))
+
+
+class _Torch(Provider):
+    name = "torch"
+    distribution = "torch"
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.framework != "torch":
+            return None
+        weight, bias, columns = inputs.weight, inputs.bias, (row.columns,)
+        stats = row.direction == "forward_stats"
+        function: Any
+        names: tuple[str, ...]
+        if row.op == "layer_norm":
+            function = torch.native_layer_norm if stats else F.layer_norm
+            arguments: tuple[Any, ...] = (columns, weight, bias, EPS)
+            names = ("y", "mean", "rstd") if stats else ("y",)
+        else:
+            function = torch.ops.aten._fused_rms_norm if stats else F.rms_norm
+            arguments = (columns, weight, EPS)
+            names = ("y", "rstd") if stats else ("y",)
+
+        if row.direction in ("recorded", "both"):
+            return _with_autograd(row, inputs, lambda x, *vectors: function(x, columns, *vectors, EPS))
+        if row.direction == "backward":
+            return self._backward(row, inputs)
+        if not row.residual:
+            return Work(functools.partial(function, inputs.x, *arguments), names)
+
+        def add_and_norm() -> Any:
+            total = inputs.x + inputs.residual
+            y = function(total, *arguments)
+            return (*y, total) if stats else (y, total)
+
+        return Work(add_and_norm, (*names, "residual_out"))
+
+    @staticmethod
+    def _backward(row: Row, inputs: Inputs) -> Work:
+        aten: Any = torch.ops.aten
+        dy, x, weight, bias, columns = inputs.dy, inputs.x, inputs.weight, inputs.bias, [row.columns]
+        if row.op == "layer_norm":
+            mean, rstd = inputs.mean[:, None], inputs.rstd[:, None]
+            mask = [True, True, True]
+            call = functools.partial(aten.native_layer_norm_backward, dy, x, columns, mean, rstd, weight, bias, mask)
+        elif hasattr(aten, "_fused_rms_norm_backward"):
+            rstd = inputs.rstd[:, None]
+            call = functools.partial(aten._fused_rms_norm_backward, dy, x, columns, rstd, weight, [True, True])
+        else:
+            leaves = _leaves(row, inputs)
+            y = F.rms_norm(leaves[0], (row.columns,), leaves[1], EPS)
+            call = functools.partial(torch.autograd.grad, y, leaves, dy.view(row.shape), retain_graph=True)
+        if not row.residual:
+            return Work(call, ("dx", "dweight", "dbias"))
+        dresidual_out = inputs.dresidual_out
+
+        def norm_and_add() -> Any:
+            dx, *rest = call()
+            return dx + dresidual_out, *rest
+
+        return Work(norm_and_add, ("dx", "dweight", "dbias"))
+
+
+class _TorchCompile(Provider):
+    name = "torch.compile"
+    distribution = "torch"
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        # Backward is run again and again over one graph, whose buffers it would otherwise take for its own results.
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        if hasattr(functorch, "donated_buffer"):
+            functorch.donated_buffer = False
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.clock == "host":
+            return None
+        # Every row is compiled for its own shape; too many at a time and PyTorch would quietly stop compiling.
+        torch._dynamo.reset()
+        columns, stats = (row.columns,), row.direction == "forward_stats"
+        layer = row.op == "layer_norm"
+
+        def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            if layer and stats:
+                return tuple(torch.native_layer_norm(x, columns, weight, bias, EPS))
+            if layer:
+                return (F.layer_norm(x, columns, weight, bias, EPS),)
+            y = F.rms_norm(x, columns, weight, EPS)
+            return (y, torch.rsqrt(x.float().square().mean(-1) + EPS)) if stats else (y,)
+
+        def add_and_norm(
+            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> tuple[torch.Tensor, ...]:
+            total = x + residual
+            return (*norm(total, weight, bias), total)
+
+        compiled: Callable[..., Any] = torch.compile(add_and_norm if row.residual else norm, dynamic=False)
+        names: tuple[str, ...] = ("y", *((("mean", "rstd") if layer else ("rstd",)) if stats else ()))
+        if row.direction in _FORWARD:
+            others = [inputs.residual] if row.residual else []
+            call = functools.partial(compiled, inputs.x, *others, inputs.weight, inputs.bias)
+            return Work(call, (*names, "residual_out") if row.residual else names)
+
+        leaves, dy = _leaves(row, inputs), inputs.dy.view(row.shape)
+        x, weight, *rest = leaves
+        bias = rest[0] if rest else None
+        if row.residual:
+            # Gradients are those at x, so what is added to it is zero.
+            outputs = compiled(x, torch.zeros_like(x), weight, bias)
+            gradients: tuple[torch.Tensor, ...] = (dy, inputs.dresidual_out.view(row.shape))
+        else:
+            gradients = (dy,)
+            if row.direction == "both":
+                return _with_autograd(row, inputs, lambda x, weight, bias=None: compiled(x, weight, bias)[0])
+            outputs = compiled(x, weight, bias)
+        call = functools.partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True)
+        return Work(call, ("dx", "dweight", "dbias"))
+
+
+class _Liger(Provider):
+    name = "liger"
+    distribution = "liger-kernel"
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        self._layer: Any = importlib.import_module("liger_kernel.ops.layer_norm")
+        self._rms: Any = importlib.import_module("liger_kernel.ops.rms_norm")
+        self._add_rms: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.clock == "host" or (row.op == "layer_norm" and row.residual):
+            return None
+        if row.op == "layer_norm":
+            return self._layer_norm(row, inputs)
+        x, weight, dy, rstd = inputs.x, inputs.weight, inputs.dy, inputs.rstd
+        casting = "llama"
+        if row.residual:
+            forward = functools.partial(
+                self._add_rms.fused_add_rms_norm_forward, x, inputs.residual, weight, EPS, 0.0, casting
+            )
+            if row.direction in _FORWARD:
+                return Work(forward, ("y", "residual_out", "rstd"))
+            _, total, _, *launch, mode = forward()
+            del total
+            block, warps, stages = launch
+            call = functools.partial(
+                self._add_rms.fused_add_rms_norm_backward,
+                *(dy, inputs.dresidual_out, x, weight, rstd, 0.0, mode, block, warps, stages, False),
+            )
+            return Work(call, ("dx", None, "dweight"))
+        forward = functools.partial(self._rms.rms_norm_forward, x, weight, EPS, 0.0, casting, False)
+        if row.direction in _FORWARD:
+            return Work(forward, ("y", None, "rstd"))
+        if row.direction != "backward":
+            return None
+        _, _, _, block, warps, mode = forward()
+        # By default dx is written over dy. The first call, which is checked, has the right dy.
+        call = functools.partial(
+            self._rms.rms_norm_backward,
+            *(dy.clone(), x, weight, rstd, 0.0, mode, block, warps, True, False),
+        )
+        return Work(call, ("dx", "dweight"), note="dx over dy")
+
+    def _layer_norm(self, row: Row, inputs: Inputs) -> Work | None:
+        x, weight, bias, dy = inputs.x, inputs.weight, inputs.bias, inputs.dy
+        forward = functools.partial(self._layer.layer_norm_forward, x, weight, bias, EPS)
+        if row.direction in _FORWARD:
+            return Work(forward, ("y", None, "mean", "rstd"))
+        backward = functools.partial(self._layer.layer_norm_backward, dy, x, weight, bias)
+        if row.direction == "backward":
+            return Work(functools.partial(backward, inputs.mean, inputs.rstd), ("dx", "dweight", "dbias"))
+
+        def both() -> Any:
+            y, _, mean, rstd, *_ = forward()
+            return y, *backward(mean, rstd)
+
+        return Work(both, ("y", "dx", "dweight", "dbias"))
+
+
+class _Quack(Provider):
+    name = "quack"
+    distribution = "quack-kernels"
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        # The package has a function of the module's name in the module's place.
+        self._module: Any = importlib.import_module("quack.rmsnorm")
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.clock == "host":
+            return None
+        x, weight, dy = inputs.x, inputs.weight, inputs.dy
+        stats = row.direction != "forward"
+        if row.op == "rms_norm":
+            if row.direction == "backward":
+                dresidual_out = inputs.dresidual_out if row.residual else None
+                call = functools.partial(self._module.rmsnorm_bwd, x, weight, dy, inputs.rstd, dresidual_out)
+                return Work(call, ("dx", "dweight"))
+            if row.direction not in _FORWARD:
+                return None
+            residual = inputs.residual if row.residual else None
+            call = functools.partial(self._module.rmsnorm_fwd, x, weight, residual=residual, eps=EPS, store_rstd=stats)
+            return Work(call, ("y", "residual_out" if row.residual else None, "rstd" if stats else None))
+        if row.residual or inputs.bias is None:
+            return None
+        if row.direction == "backward":
+            call = functools.partial(self._module.layernorm_bwd, x, weight, dy, inputs.rstd, inputs.mean)
+            return Work(call, ("dx", "dweight", "dbias"))
+        # Forward takes no other weight than float32.
+        vectors = weight.float(), inputs.bias.float()
+        forward = functools.partial(
+            self._module.layernorm_fwd, x, *vectors, eps=EPS, return_rstd=stats, return_mean=stats
+        )
+        if row.direction in _FORWARD:
+            return Work(forward, ("y", "rstd", "mean") if stats else ("y",), note="float32 weights")
+
+        def both() -> Any:
+            y, rstd, mean = forward()
+            return y, *self._module.layernorm_bwd(x, weight, dy, rstd, mean)
+
+        return Work(both, ("y", "dx", "dweight", "dbias"), note="float32 weights")
+
+
+class _TritonTutorial(Provider):
+    name = "triton-tutorial"
+    distribution = "triton"
+    sum_slack = 16.0
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        self._module: Any = importlib.import_module("cunorm.bench.triton_tutorial")
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.clock == "host" or row.op != "layer_norm" or row.residual:
+            return None
+        forward = functools.partial(self._module.forward, inputs.x, inputs.weight, inputs.bias, EPS)
+        if row.direction in _FORWARD:
+            return Work(forward, ("y", "mean", "rstd"))
+        backward = functools.partial(self._module.backward, inputs.dy, inputs.x, inputs.weight)
+        if row.direction == "backward":
+            return Work(functools.partial(backward, inputs.mean, inputs.rstd), ("dx", "dweight", "dbias"))
+
+        def both() -> Any:
+            y, mean, rstd = forward()
+            return y, *backward(mean, rstd)
+
+        return Work(both, ("y", "dx", "dweight", "dbias"))
+
+
+class _Jax(Provider):
+    """JAX has a stream of its own, so its time is the host's, over calls that follow each other without waiting.
+
+    It includes what a call costs the host where that is more than the device's time.
+    """
+
+    name = "jax.jit"
+    distribution = "jax"
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        # JAX would take three quarters of the GPU's memory for itself.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        self._jax: Any = importlib.import_module("jax")
+        backend = self._jax.default_backend()
+        if backend != ("gpu" if device == "cuda" else "cpu"):
+            raise ImportError(f"its backend is {backend}")
+
+    def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
+        jnp = self._jax.numpy
+        wide = x.astype(jnp.float32)
+        mean = jnp.zeros((len(x), 1)) if bias is None else wide.mean(-1, keepdims=True)
+        difference = wide - mean
+        rstd = self._jax.lax.rsqrt(jnp.square(difference).mean(-1, keepdims=True) + EPS)
+        y = difference * rstd * weight.astype(jnp.float32)
+        if bias is not None:
+            y += bias.astype(jnp.float32)
+        return y.astype(x.dtype), mean[:, 0], rstd[:, 0]
+
+    def _gradient(self, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, layer: bool) -> Any:
+        jnp = self._jax.numpy
+        wide_dy, rstd = dy.astype(jnp.float32), rstd[:, None]
+        xhat = (x.astype(jnp.float32) - mean[:, None]) * rstd
+        g = wide_dy * weight.astype(jnp.float32)
+        dx = g - xhat * (g * xhat).mean(-1, keepdims=True)
+        if layer:
+            dx -= g.mean(-1, keepdims=True)
+        dweight, dbias = (wide_dy * xhat).sum(0), wide_dy.sum(0)
+        results = (dx * rstd).astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
+        return results if layer else results[:2]
+
+    def work(self, row: Row, inputs: Inputs) -> Work | None:
+        if row.clock == "host":
+            return None
+        layer = row.op == "layer_norm"
+        if inputs.device == "cuda":
+            torch.cuda.synchronize()
+        # So many copies that none is in the cache when its turn comes again.
+        turns = max(1, min(8, -(-2 * self.cache_bytes // inputs.x.nbytes))) if inputs.device == "cuda" else 1
+
+        def tensors(*sources: torch.Tensor | None) -> Any:
+            arrays = [None if source is None else self._jax.dlpack.from_dlpack(source) for source in sources]
+            copies = [
+                [None if array is None else self._jax.numpy.array(array) for array in arrays] for _ in range(turns - 1)
+            ]
+            self._jax.block_until_ready(copies)
+            return itertools.cycle([arrays, *copies])
+
+        function: Callable[..., Any]
+        names: tuple[str, ...]
+        residual = inputs.residual if row.residual else None
+        if row.direction in _FORWARD:
+            stats = row.direction == "forward_stats"
+
+            def forward(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+                wide = x if residual is None else x + residual
+                y, mean, rstd = self._norm(wide, weight, bias)
+                results = (y,) if residual is None else (y, wide)
+                return (*results, mean, rstd) if stats else results
+
+            operands = tensors(inputs.x, residual, inputs.weight, inputs.bias)
+            names = ("y",) if residual is None else ("y", "residual_out")
+            function, names = forward, (*names, "mean", "rstd") if stats else names
+        elif row.direction == "backward":
+
+            def backward(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, dresidual_out: Any) -> Any:
+                dx, *sums = self._gradient(dy, x, weight, mean, rstd, layer)
+                return (dx if dresidual_out is None else dx + dresidual_out), *sums
+
+            last = inputs.dresidual_out if row.residual else None
+            operands = tensors(inputs.dy, inputs.x, inputs.weight, inputs.mean, inputs.rstd, last)
+            function, names = backward, ("dx", "dweight", "dbias")
+        else:
+
+            def both(dy: Any, x: Any, weight: Any, bias: Any) -> Any:
+                y, mean, rstd = self._norm(x, weight, bias)
+                return y, *self._gradient(dy, x, weight, mean, rstd, layer)
+
+            operands = tensors(inputs.dy, inputs.x, inputs.weight, inputs.bias)
+            function, names = both, ("y", "dx", "dweight", "dbias")
+        jitted = self._jax.jit(function)
+        return Work(lambda: jitted(*next(operands)), names, "host's clock", self._jax.block_until_ready)
+
+
+PROVIDERS: dict[str, type[Provider]] = {
+    provider.name: provider for provider in (_Cunorm, _Torch, _TorchCompile, _Liger, _Quack, _TritonTutorial, _Jax)
+}
+
+
+def find(names: Sequence[str], device: str, cache_bytes: int) -> tuple[list[Provider], dict[str, str]]:
+    """The providers of these names; and for those that cannot be used here, why."""
+    found, absent = [], {}
+    for name in names:
+        try:
+            found.append(PROVIDERS[name](device, cache_bytes))
+        except Exception as error:  # a library that is there and does not load raises whatever it likes
+            absent[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, absent

@@ -1,0 +1,188 @@
+"""Measure rows with every provider. A result is compared with the exact one before its time counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from cunorm import launch
+from cunorm.bench.inputs import Exact, Inputs
+from cunorm.bench.peers import Provider, find
+from cunorm.bench.results import Measurement, Results
+from cunorm.bench.suites import Row
+from cunorm.bench.timing import Machine
+
+__all__ = ["Measurement", "Results", "describe_machine", "run"]
+
+# What is called with every row that is done: the results so far, the row, its measurements.
+Report = Callable[[Results, Row, Sequence[Measurement]], None]
+
+
+def run(
+    rows: Sequence[Row],
+    provider_names: Sequence[str],
+    machine: Machine,
+    *,
+    max_seconds: float = float("inf"),
+    report: Report = lambda results, row, measurements: None,
+) -> Results:
+    """Measure all rows; those that ``max_seconds`` leaves no time for are named in ``Results.missing``."""
+    begin = time.monotonic()
+    providers, absent = find(provider_names, machine.device, machine.cache_bytes)
+    results = Results(
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(machine),
+        versions={"Python": platform.python_version(), "torch": str(torch.__version__)}
+        | {provider.name: provider.version for provider in providers},
+        absent=absent,
+    )
+    results.missing = [row.label for row in rows]
+    copies: dict[int, float] = {}
+    inputs = exact = None
+    key: object = None
+    for row in rows:
+        if time.monotonic() - begin > max_seconds:
+            results.stopped = f"after {max_seconds:g} seconds, as asked"
+        if results.stopped:
+            break
+        try:
+            if row.inputs_key != key:
+                inputs = exact = None  # before the next ones are made, which may be large
+                machine.release()
+                inputs = Inputs(row, machine.device)
+                exact, key = Exact(inputs), row.inputs_key
+            assert inputs is not None and exact is not None
+            if row.clock == "device" and row.moved_bytes not in copies:
+                copies[row.moved_bytes] = _copy_seconds(row.moved_bytes, machine)
+        except RuntimeError as error:  # too large for this device, say
+            key = None
+            note = _first_line(error)
+            measured = [dataclasses.replace(Measurement.of(row, each.name, None), note=note) for each in providers]
+            results.stopped = _broken(machine, "a tensor", row)
+        else:
+            if row.clock == "host":
+                measured = _measure_host(row, inputs, exact, providers, machine)
+            else:
+                measured = []
+                for provider in providers:
+                    measurement = _measure(row, inputs, exact, provider, machine, copies[row.moved_bytes])
+                    if measurement is None:
+                        continue
+                    measured.append(measurement)
+                    if measurement.seconds is None and (stopped := _broken(machine, provider.name, row)):
+                        results.stopped = stopped
+                        break
+        results.measurements += measured
+        results.missing.pop(0)
+        results.seconds = time.monotonic() - begin
+        report(results, row, measured)
+    results.machine |= {f"{name} at the end": value for name, value in _clocks(machine).items()}
+    return results
+
+
+def _broken(machine: Machine, what: str, row: Row) -> str:
+    reason = machine.broken()
+    return f"{what} left the device unusable at {row.label}: {reason}" if reason else ""
+
+
+def _copy_seconds(moved_bytes: int, machine: Machine) -> float:
+    """The time of a copy that reads and writes this many bytes together."""
+    source = torch.ones(moved_bytes // 2, dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return machine.seconds(lambda: target.copy_(source))
+
+
+def _measure(
+    row: Row, inputs: Inputs, exact: Exact, provider: Provider, machine: Machine, copy_seconds: float
+) -> Measurement | None:
+    """None where the provider has no such function. What goes wrong in a provider becomes a note."""
+    measured = Measurement.of(row, provider.name, copy_seconds=copy_seconds)
+    try:
+        work = provider.work(row, inputs)
+        if work is None:
+            return None
+        error, wrong = _check(row, inputs, exact, provider, work)
+        if wrong:
+            return dataclasses.replace(measured, error=error, note=wrong)
+        seconds = machine.pipelined_seconds(work.call, work.wait) if work.wait else machine.seconds(work.call)
+        return dataclasses.replace(measured, seconds=seconds, error=error, note=work.note)
+    except Exception as error:
+        return dataclasses.replace(measured, note=_first_line(error))
+
+
+def _measure_host(
+    row: Row, inputs: Inputs, exact: Exact, providers: Iterable[Provider], machine: Machine
+) -> list[Measurement]:
+    """All providers of a row together, so that their calls take turns."""
+    measured, calls = [], []
+    for provider in providers:
+        measurement = Measurement.of(row, provider.name, copy_seconds=None)
+        try:
+            work = provider.work(row, inputs)
+            if work is None:
+                continue
+            error, wrong = _check(row, inputs, exact, provider, work)
+            measured.append(dataclasses.replace(measurement, error=error, note=wrong))
+            if not wrong:
+                calls.append((len(measured) - 1, work.call))
+        except Exception as error:
+            measured.append(dataclasses.replace(measurement, note=_first_line(error)))
+    for (position, _), seconds in zip(calls, machine.host_seconds([call for _, call in calls])):
+        measured[position] = dataclasses.replace(measured[position], seconds=seconds)
+    return measured
+
+
+def _check(row: Row, inputs: Inputs, exact: Exact, provider: Provider, work: Any) -> tuple[float, str]:
+    """The largest error of the results; and what is wrong with them, if something is."""
+    inputs.poison()
+    errors = exact.errors(work.results(), row.residual)
+    wrong = []
+    for name, error in errors.items():
+        limit = exact.limit(name, inputs.dtype) * (provider.sum_slack if name in ("dweight", "dbias") else 1)
+        if not error <= limit:
+            wrong.append(f"{name} is off by {error:.1e}, allowed are {limit:.1e}")
+    return max(errors.values()), f"wrong: {'; '.join(wrong)}" if wrong else ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def describe_machine(machine: Machine) -> dict[str, str]:
+    """The device, its driver and its clocks."""
+    if machine.device != "cuda":
+        return {"device": machine.device}
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": str(properties.multi_processor_count),
+        "CUDA of PyTorch": str(torch.version.cuda),
+        "CuPy": str(launch.cupy().__version__),
+        **_clocks(machine, "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"),
+    }
+
+
+def _clocks(machine: Machine, *more: str) -> dict[str, str]:
+    """Clocks now, and ``more`` of nvidia-smi's queries; nothing where there is no nvidia-smi."""
+    if machine.device != "cuda" or not shutil.which("nvidia-smi"):
+        return {}
+    names = (*more, "clocks.sm", "clocks.mem", "temperature.gpu")
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    if hasattr(properties, "uuid"):
+        command.append(f"--id=GPU-{properties.uuid}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(names, (value.strip() for value in done.stdout.splitlines()[0].split(","))))

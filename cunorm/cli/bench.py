@@ -1,0 +1,208 @@
+"""``python -m cunorm bench``: a suite beside the other libraries on this GPU; or plots and tables of saved results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cunorm.cli import UsageError, output
+from cunorm.cli.gpus import cuda_devices
+
+if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
+    from cunorm.bench.results import Measurement, Results
+    from cunorm.bench.suites import Row
+
+__all__ = ["run"]
+
+_COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
+_NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
+
+
+def run(
+    suites: Sequence[str],
+    *,
+    only: str = "",
+    providers: Sequence[str] = (),
+    part: tuple[int, int] = (1, 1),
+    max_seconds: float = float("inf"),
+    json: Path | None = None,
+    plots: Path | None = None,
+    sources: Sequence[Path] = (),
+) -> None:
+    """Run suites, or show the results in ``sources``."""
+    from cunorm.bench.suites import SUITES, suite
+
+    known = f"the suites are {', '.join(SUITES)}"
+    if not suites and not sources:
+        raise UsageError(f"name a suite, or results with --from; {known}")
+    for name in suites:
+        if name not in SUITES:
+            raise UsageError(f"there is no suite {name!r}; {known}")
+    if suites and sources:
+        raise UsageError("--from is for saved results, so it goes with no suite")
+    _check_target("--json", json)
+    if sources:
+        results = _load(sources)
+        results.measurements = [entry for entry in results.measurements if entry.row.matches(only)]
+        if json is not None:
+            results.save(json)
+        _print_table(results)
+    else:
+        rows = [row for name in suites for row in suite(name, only, part)]
+        if not rows:
+            raise UsageError(f"no row of {', '.join(suites)} matches {only!r} or is in this part")
+        results = _measure(rows, providers, max_seconds, json)
+    _print_notes(results)
+    if plots is not None:
+        _draw(results, plots)
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+
+
+def _load(sources: Sequence[Path]) -> Results:
+    from cunorm.bench.results import load, merge
+
+    try:
+        return merge([load(source) for source in sources])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--from: {error}") from error
+
+
+def _draw(results: Results, folder: Path) -> None:
+    try:
+        from cunorm.bench.plots import draw
+    except ImportError as error:
+        raise UsageError(f"--plots needs matplotlib, the extra bench: {error}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in draw(results, folder):
+            output.line(f"written: {path}")
+    except OSError as error:
+        raise UsageError(f"--plots {folder}: {error}") from error
+
+
+def _machine() -> Any:
+    """The GPU; UsageError where there is none."""
+    names, reason = cuda_devices()
+    if not names:
+        raise UsageError(f"it needs an NVIDIA GPU: {reason}")
+    try:
+        from cunorm.bench.timing import Gpu
+
+        return Gpu()
+    except RuntimeError as error:
+        raise UsageError(f"it cannot run: {error}") from error
+
+
+def _measure(rows: Sequence[Row], providers: Sequence[str], max_seconds: float, json: Path | None) -> Results:
+    begin = time.monotonic()
+    machine = _machine()
+    from cunorm.bench import run as runner
+    from cunorm.bench.peers import PROVIDERS
+
+    unknown = [name for name in providers if name not in PROVIDERS]
+    if unknown:
+        raise UsageError(f"--providers: {unknown[0]!r} is none of {', '.join(PROVIDERS)}")
+    on_terminal = output.console().is_terminal
+    with _Progress(len(rows)) if on_terminal else nullcontext() as advance:
+
+        def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
+            # After every row, so that a run that is killed leaves what it has measured.
+            if json is not None:
+                results.save(json)
+            if advance is not None:
+                advance(row.label)
+            else:
+                output.line(" | ".join(_cells(row, measured)))
+
+        left = max_seconds - (time.monotonic() - begin)
+        results = runner.run(rows, providers or list(PROVIDERS), machine, max_seconds=left, report=report)
+    if json is not None:
+        results.save(json)
+        output.line(f"written: {json}")
+    if on_terminal:
+        _print_table(results)
+    return results
+
+
+class _Progress:
+    """A progress bar. Entered, it gives the function that moves it on by a row."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=output.console(), transient=True)
+        self._task = self._bar.add_task("the first row", total=total)
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return lambda label: self._bar.update(self._task, advance=1, description=f"done: {label}")
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:
+    from cunorm.bench.results import OURS, best_peer, of
+
+    ours, peer = of(OURS, measured), best_peer(measured)
+    problem = f"{row.op} {row.size} {row.dtype}" + (f" ({row.variant})" if row.variant else "")
+    time_ours, time_peer = (entry.seconds if entry else None for entry in (ours, peer))
+    return (
+        problem,
+        row.direction,
+        output.duration(time_ours) if time_ours else "-",
+        _number(ours.r if ours else None, "{:.3f}"),
+        _number(ours.rate if ours else None, "{:.0f}", 1e-9),
+        f"{peer.provider} {output.duration(time_peer)}" if peer and time_peer else "-",
+        _number(peer.r if peer else None, "{:.3f}"),
+        f"{time_peer / time_ours:.2f}x" if time_ours and time_peer else "-",
+    )
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * factor)
+
+
+def _print_table(results: Results) -> None:
+    from cunorm.bench.results import by_row
+
+    rows = [_cells(row, measured) for row, measured in by_row(results.measurements).items()]
+    output.line()
+    output.table(_COLUMNS, rows, numbers=_NUMBERS)
+
+
+def _print_notes(results: Results) -> None:
+    """What the table does not say: who is absent, what went wrong, what is missing."""
+    from cunorm.bench.results import OURS, best_peer, by_row, of
+
+    output.line()
+    output.line(", ".join(f"{name}: {value}" for name, value in results.machine.items()))
+    output.line(", ".join(f"{name} {version}" for name, version in results.versions.items()))
+    output.line("r: time over that of a copy of the bytes that must move; 'it takes': the peer's time over cunorm's")
+    for name, reason in results.absent.items():
+        output.line(f"absent: {name} ({reason})")
+    failures: dict[tuple[str, str], list[str]] = {}
+    for entry in results.measurements:
+        if entry.seconds is None:
+            failures.setdefault((entry.provider, entry.note), []).append(entry.row.label)
+    for (provider, note), labels in failures.items():
+        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        output.line(f"no time of {provider} for {labels[0]}{more}: {note}")
+    slower = []
+    for row, measured in by_row(results.measurements).items():
+        ours, peer = of(OURS, measured), best_peer(measured)
+        if ours and peer and ours.seconds and peer.seconds and peer.seconds < ours.seconds:
+            slower.append(f"{row.label}: {peer.provider} takes {peer.seconds / ours.seconds:.2f}x")
+    for text in slower:
+        output.line(f"not first: {text}")
+    if results.missing:
+        output.line(f"stopped {results.stopped}" if results.stopped else "not finished")
+        output.line(f"{len(results.missing)} rows are missing: {'; '.join(results.missing)}")
