@@ -81,7 +81,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> type[OtherProvider]:
 
 def measure(
     *rows: Row, providers: Sequence[str] = ("cunorm",), machine: FakeMachine | None = None, **options: Any
-) -> Any:
+) -> Results:
     return runner.run(rows, providers, machine or FakeMachine(), **options)
 
 
