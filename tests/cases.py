@@ -29,6 +29,32 @@ NORMS = [LAYER_NORM, RMS_NORM, Norm(False, weight_offset=1.0)]
 ACTIVATED_NORMS = [Norm(centered, 0.0, activation) for centered in (True, False) for activation in ACTIVATIONS]
 ACTIVATED_NORMS.append(Norm(False, 1.0, "silu"))
 EPS = 1e-5
+# From one column to rows that no block holds: part of a warp, a warp, several warps, the edges between, odd and even.
+SIZES = [
+    (1, 1), (70, 1), (5, 2), (70, 3), (9, 7), (33, 8), (3, 16), (17, 31), (65, 32), (9, 33), (5, 64), (9, 100),
+    (3, 257), (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192),
+    (2, 8200),
+    (67, 1024),
+    (19, 4096),
+]  # fmt: skip
+LONG_SIZES = [(1, 16384), (2, 16411), (1, 65536), (3, 40004), (1, 140001), (2, 270000)]
+AXES = [
+    ((6, 40), (0,)),
+    ((40, 6), (0,)),
+    ((300, 70), (0,)),
+    ((6, 5, 4), (0,)),
+    ((6, 50, 40), (1,)),
+    ((3, 6, 1, 5), (1,)),
+    ((6, 5, 4), (0, 1)),
+    ((6, 5, 4), (0, 2)),
+    ((3, 4, 32), (-1, -2)),
+    ((6, 5, 4), (2, 0, 1)),
+    ((3, 4, 5, 16), (1, 3)),
+    ((3, 4, 5, 6), (0, 2)),
+    ((2, 3, 2, 3, 2, 3), (1, 3, 5)),
+    ((7,), (0,)),
+    ((1, 1, 1), (1,)),
+]
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
 SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512)
 
@@ -44,6 +70,22 @@ def data(seed: int, shape: tuple[int, ...], dtype: str = "float32", shift: float
     if outliers:
         values.reshape(-1)[7::13] *= 50
     return (values + shift).astype(dtype_of(dtype))
+
+
+def views(dtype: str) -> dict[str, tuple[Any, Any]]:
+    """x and dy of the same shape, lying in memory in every way but the plain one."""
+    wide, long = data(3, (8, 1030), dtype), data(4, (8 * 1030 + 9,), dtype)
+    return {
+        "row-strided": (wide[:, :1024], wide[:, 3:1027]),
+        "every second row": (wide[::2, :512], wide[1::2, 512:1024]),
+        "odd offset": (long[1 : 1 + 4 * 1024].reshape(4, 1024), long[3 : 3 + 4 * 1024].reshape(4, 1024)),
+        "offset of eight bytes": (long[4 : 4 + 8 * 512].reshape(8, 512), long[8 : 8 + 8 * 512].reshape(8, 512)),
+        "transposed": (wide.T, wide.T),
+        "backwards": (wide[::-1, ::-1], wide[:, ::-1]),
+        "every third column": (wide[:, ::3], wide[:, 2::3][:, :343].repeat(2, 1)[:, :344]),
+        "broadcast rows": (np.broadcast_to(wide[0], (5, 1030)), wide[:5]),
+        "broadcast columns": (np.broadcast_to(wide[:, :1], (8, 6)), wide[:, :6]),
+    }
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> Array:

@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import EPS, RUNNERS, EmulatorRunner, Expected, check, columns_shape, data, float64, relative_error
+from cases import (
+    AXES,
+    EPS,
+    LONG_SIZES,
+    RUNNERS,
+    SIZES,
+    EmulatorRunner,
+    Expected,
+    check,
+    columns_shape,
+    data,
+    float64,
+    relative_error,
+    views,
+)
 
 from cunorm import reference
-
-# From one column to rows that no block holds: part of a warp, a warp, several warps, the edges between, odd and even.
-SIZES = [
-    (1, 1), (70, 1), (5, 2), (70, 3), (9, 7), (33, 8), (3, 16), (17, 31), (65, 32), (9, 33), (5, 64), (9, 100),
-    (3, 257), (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192),
-    (2, 8200),
-    (67, 1024),
-    (19, 4096),
-]  # fmt: skip
-LONG_SIZES = [(1, 16384), (2, 16411), (1, 65536), (3, 40004), (1, 140001), (2, 270000)]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -74,25 +78,6 @@ def test_weight_and_bias_of_other_dtypes(runner: Any, columns: int, dtype: str, 
     )
 
 
-AXES = [
-    ((6, 40), (0,)),
-    ((40, 6), (0,)),
-    ((300, 70), (0,)),
-    ((6, 5, 4), (0,)),
-    ((6, 50, 40), (1,)),
-    ((3, 6, 1, 5), (1,)),
-    ((6, 5, 4), (0, 1)),
-    ((6, 5, 4), (0, 2)),
-    ((3, 4, 32), (-1, -2)),
-    ((6, 5, 4), (2, 0, 1)),
-    ((3, 4, 5, 16), (1, 3)),
-    ((3, 4, 5, 6), (0, 2)),
-    ((2, 3, 2, 3, 2, 3), (1, 3, 5)),
-    ((7,), (0,)),
-    ((1, 1, 1), (1,)),
-]
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
@@ -101,27 +86,11 @@ def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dt
     check(runner, data(0, shape, dtype), data(1, columns, dtype, shift=1.0), data(2, columns, dtype), axis)
 
 
-def _views(dtype: str) -> dict[str, tuple[Any, Any]]:
-    """x and dy of the same shape, lying in memory in every way but the plain one."""
-    wide, long = data(3, (8, 1030), dtype), data(4, (8 * 1030 + 9,), dtype)
-    return {
-        "row-strided": (wide[:, :1024], wide[:, 3:1027]),
-        "every second row": (wide[::2, :512], wide[1::2, 512:1024]),
-        "odd offset": (long[1 : 1 + 4 * 1024].reshape(4, 1024), long[3 : 3 + 4 * 1024].reshape(4, 1024)),
-        "offset of eight bytes": (long[4 : 4 + 8 * 512].reshape(8, 512), long[8 : 8 + 8 * 512].reshape(8, 512)),
-        "transposed": (wide.T, wide.T),
-        "backwards": (wide[::-1, ::-1], wide[:, ::-1]),
-        "every third column": (wide[:, ::3], wide[:, 2::3][:, :343].repeat(2, 1)[:, :344]),
-        "broadcast rows": (np.broadcast_to(wide[0], (5, 1030)), wide[:5]),
-        "broadcast columns": (np.broadcast_to(wide[:, :1], (8, 6)), wide[:, :6]),
-    }
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", list(_views("float32")))
+@pytest.mark.parametrize("name", list(views("float32")))
 def test_views_are_not_copied(runner: Any, name: str, dtype: str) -> None:
-    x, dy = _views(dtype)[name]
+    x, dy = views(dtype)[name]
     columns = x.shape[1:]
     weight = data(1, (columns[0] + 1,), dtype, shift=1.0)[1:]  # at an odd offset too
     bias = data(2, (columns[0] + 3,), dtype)[3:]
