@@ -40,6 +40,8 @@ PROBLEMS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((300, 70), (0,)),
     ((3, 4, 5, 16), (1, 3)),
 ]
+# Each problem under both norms, each time with another dtype.
+EACH = [(*problem, DTYPES[(i + k) % 4], PLAIN[k]) for i, problem in enumerate(PROBLEMS) for k in (0, 1)]
 
 
 def tensors(shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
@@ -53,9 +55,7 @@ def tensors(shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> tuple[
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", PLAIN, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "axis"), PROBLEMS, ids=str)
+@pytest.mark.parametrize(("shape", "axis", "dtype", "norm"), EACH, ids=str)
 def test_residual(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str, norm: Norm) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, dtype)
     check(runner, x, weight, bias, axis, norm=norm, residual=residual, dresidual_out=dresidual_out)
@@ -102,8 +102,7 @@ def _layouts(dtype: str) -> dict[str, tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", PLAIN, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "norm"), [("bfloat16", RMS_NORM), ("float32", LAYER_NORM)], ids=str)
 @pytest.mark.parametrize("name", list(_layouts("float32")))
 def test_residuals_of_any_strides(runner: Any, name: str, dtype: str, norm: Norm) -> None:
     x, residual, dresidual_out = _layouts(dtype)[name]
@@ -143,9 +142,9 @@ def test_empty(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", PLAIN, ids=str)
 @pytest.mark.parametrize(("shape", "axis"), PROBLEMS, ids=str)
-def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm: Norm) -> None:
+def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+    norm = PLAIN[len(shape) % 2]
     x, weight, _, dy, dresidual_out = tensors(shape, axis, "float32")
     _, _, mean, rstd = runner.forward(x, weight, None, axis, EPS, norm)
     arrays, mask = (dy, x, weight, mean, rstd, axis), (True, True, True)
@@ -164,20 +163,24 @@ def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "axis"), [((9, 100), (-1,)), ((3, 4096), (-1,)), ((2, 20001), (-1,))], ids=str)
-def test_activation(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str, norm: Norm) -> None:
-    x, weight, bias, *_ = tensors(shape, axis, dtype)
-    check(runner, x, weight, bias, axis, norm=norm)
+def test_activation(runner: Any, dtype: str, norm: Norm) -> None:
+    x, weight, bias, *_ = tensors((9, 100), (-1,), dtype)
+    check(runner, x, weight, bias, norm=norm)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
+@pytest.mark.parametrize(("columns", "dtype"), [(4096, "bfloat16"), (20001, "float32")])
+def test_activation_of_long_rows(runner: Any, columns: int, dtype: str, norm: Norm) -> None:
+    x, weight, bias, *_ = tensors((3, columns), (-1,), dtype)
+    check(runner, x, weight, bias, norm=norm)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("columns", [96, 20000])
-def test_activation_without_weight_or_bias(
-    runner: Any, columns: int, weight: bool, bias: bool, activation: str
-) -> None:
-    x, given_weight, given_bias, *_ = tensors((3, columns), (-1,), "bfloat16")
+def test_activation_without_weight_or_bias(runner: Any, weight: bool, bias: bool, activation: str) -> None:
+    x, given_weight, given_bias, *_ = tensors((3, 96), (-1,), "bfloat16")
     norm = Norm(True, 0.0, activation)
     check(runner, x, given_weight if weight else None, given_bias if bias else None, norm=norm)
 
@@ -199,15 +202,17 @@ def test_residual_and_activation_together(
     check(runner, x, weight, bias, axis, norm=norm, residual=residual, dresidual_out=dresidual_out)
 
 
+MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("mask", [mask for mask in itertools.product((True, False), repeat=3) if any(mask)], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
 def test_only_the_gradients_asked_for(
-    runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], mask: tuple[bool, ...], activation: str
+    runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], mask: tuple[bool, ...]
 ) -> None:
     x, weight, bias, dy, dresidual_out = tensors(shape, axis, "float32")
-    norm = Norm(ACTIVATIONS.index(activation) % 2 == 0, 0.0, activation)
+    norm = ACTIVATED_NORMS[(MASKS.index(mask) + len(axis)) % len(ACTIVATED_NORMS)]
     _, _, mean, rstd = runner.forward(x, weight, bias, axis, EPS, norm)
     arrays = (dy, x, weight, mean, rstd, axis)
     every = runner.backward(*arrays, (True, True, True), norm, bias, dresidual_out)
