@@ -25,6 +25,8 @@ from cunorm.bench.suites import Row
 __all__ = ["PROVIDERS", "Provider", "Work", "find"]
 
 _from_dlpack: Any = torch.utils.dlpack.from_dlpack
+# Quack unrolls a thread's share of a row, and its table of launches, which bounds that share, ends here.
+_QUACK_COLUMNS = 262144
 _FORWARD = ("forward", "forward_stats")
 
 
@@ -321,6 +323,10 @@ class _Quack(Provider):
     def work(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host":
             return None
+        if row.columns > _QUACK_COLUMNS:
+            raise ValueError(f"not tried: its table of launches ends at {_QUACK_COLUMNS:,} columns")
+        if row.offset:
+            raise ValueError("not tried: it wants tensors that are aligned to 16 bytes")
         x, weight, dy = inputs.x, inputs.weight, inputs.dy
         stats = row.direction != "forward"
         if row.op == "rms_norm":
@@ -423,6 +429,8 @@ class _Jax(Provider):
     def work(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host":
             return None
+        if row.offset:
+            raise ValueError("not tried: its own tensors are always aligned")
         layer = row.op == "layer_norm"
         if inputs.device == "cuda":
             torch.cuda.synchronize()

@@ -32,9 +32,13 @@ def run(
     machine: Machine,
     *,
     max_seconds: float = float("inf"),
+    warm: bool = False,
     report: Report = lambda results, row, measurements: None,
 ) -> Results:
-    """Measure all rows; those that ``max_seconds`` leaves no time for are named in ``Results.missing``."""
+    """Measure all rows; those that ``max_seconds`` leaves no time for are named in ``Results.missing``.
+
+    With ``warm`` everything is called once and nothing is checked or timed: libraries compile what a later run needs.
+    """
     begin = time.monotonic()
     providers, absent = find(provider_names, machine.device, machine.cache_bytes)
     results = Results(
@@ -60,7 +64,7 @@ def run(
                 inputs = Inputs(row, machine.device)
                 exact, key = Exact(inputs), row.inputs_key
             assert inputs is not None and exact is not None
-            if row.clock == "device" and row.moved_bytes not in copies:
+            if not warm and row.clock == "device" and row.moved_bytes not in copies:
                 copies[row.moved_bytes] = _copy_seconds(row.moved_bytes, machine)
         except RuntimeError as error:  # too large for this device, say
             key = None
@@ -68,7 +72,10 @@ def run(
             measured = [dataclasses.replace(Measurement.of(row, each.name, None), note=note) for each in providers]
             results.stopped = _broken(machine, "a tensor", row)
         else:
-            if row.clock == "host":
+            if warm:
+                measured = [_warm(row, inputs, provider) for provider in providers]
+                results.stopped = _broken(machine, "a provider", row)
+            elif row.clock == "host":
                 measured = _measure_host(row, inputs, exact, providers, machine)
             else:
                 measured = []
@@ -116,6 +123,17 @@ def _measure(
         return dataclasses.replace(measured, seconds=seconds, error=error, note=work.note)
     except Exception as error:
         return dataclasses.replace(measured, note=_first_line(error))
+
+
+def _warm(row: Row, inputs: Inputs, provider: Provider) -> Measurement:
+    measured = Measurement.of(row, provider.name, copy_seconds=None)
+    try:
+        work = provider.work(row, inputs)
+        if work is not None:
+            work.results()
+    except Exception as error:
+        return dataclasses.replace(measured, note=_first_line(error))
+    return dataclasses.replace(measured, note="not timed")
 
 
 def _measure_host(
@@ -179,10 +197,11 @@ def _clocks(machine: Machine, *more: str) -> dict[str, str]:
     names = (*more, "clocks.sm", "clocks.mem", "temperature.gpu")
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    if hasattr(properties, "uuid"):
-        command.append(f"--id=GPU-{properties.uuid}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(names, (value.strip() for value in done.stdout.splitlines()[0].split(","))))
+    # Its numbers are not CUDA's where some GPUs are hidden from the process.
+    for chosen in ([f"--id=GPU-{getattr(properties, 'uuid', '')}"], []):
+        try:
+            done = subprocess.run(command + chosen, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return dict(zip(names, (value.strip() for value in done.stdout.splitlines()[0].split(","))))
+    return {}

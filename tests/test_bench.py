@@ -308,6 +308,14 @@ def test_time_that_is_up_leaves_rows_missing() -> None:
     assert not results.measurements
 
 
+def test_warming_calls_everything_once_and_times_nothing() -> None:
+    machine = FakeMachine()
+    rows = [ROW, dataclasses.replace(ROW, direction="backward")]
+    results = measure(*rows, machine=machine, warm=True)
+    assert [entry.note for entry in results.measurements] == ["not timed"] * 2
+    assert machine.calls == 0
+
+
 def test_absent_providers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("liger_kernel.ops.layer_norm", "quack.rmsnorm", "triton"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
@@ -337,6 +345,56 @@ def test_host_times_are_medians_of_batches() -> None:
     assert all(0 < time < 1e-3 for time in times)
     assert calls == {"a": 35, "b": 35}
     assert len(waits) == 2 + 6
+
+
+class FakeCuda:
+    """PyTorch's ``torch.cuda``, with a clock of its own that only the work and the fills move on."""
+
+    def __init__(self) -> None:
+        self.now, self.fills = 0.0, 0
+        self.cuda = self
+
+    def Event(self, enable_timing: bool) -> Any:
+        clock = self
+
+        class Event:
+            def record(self) -> None:
+                self.at = clock.now
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at - self.at) * 1e3
+
+        return Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def zero_(self) -> None:
+        self.now += 60e-6
+        self.fills += 1
+
+
+@pytest.mark.parametrize("took", [3e-6, 2e-3, 0.3])
+def test_time_on_the_gpu_is_that_between_events(took: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    gpu = object.__new__(timing.Gpu)
+    gpu._torch, gpu._buffer, gpu._fill_seconds = fake, fake, 60e-6
+    host = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: host)
+    works = 0
+
+    def work() -> None:
+        nonlocal host, works
+        host += 100e-6
+        works += 1
+        fake.now += took
+
+    assert gpu.seconds(work) == pytest.approx(took)
+    # The GPU is kept busy for longer than the host needs to queue the work: 100 microseconds in three fills or more.
+    timed = works - 4
+    assert 3 * timed <= fake.fills <= 5 * timed
+    assert 7 <= timed <= 102
+    assert timed == 7 if took > 0.1 else timed > 7
 
 
 @pytest.mark.gpu

@@ -48,6 +48,7 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 providers=options.providers,
                 part=options.part,
                 max_seconds=options.max_seconds,
+                warm=options.warm,
                 json=options.json,
                 plots=options.plots,
                 sources=options.sources,
@@ -122,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th shape, from the I-th on")
     bench.add_argument("--max-seconds", type=float, default=float("inf"), metavar="N", help="begin no row after that")
+    bench.add_argument(
+        "--warm",
+        action="store_true",
+        help="time nothing, only call everything once, so that a later run finds compiled what libraries keep on disk; "
+        "several parts can do so side by side",
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     bench.add_argument("--plots", type=Path, metavar="FOLDER", help="draw them there, as PNG and SVG")
     bench.add_argument(

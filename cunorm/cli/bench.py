@@ -28,6 +28,7 @@ def run(
     providers: Sequence[str] = (),
     part: tuple[int, int] = (1, 1),
     max_seconds: float = float("inf"),
+    warm: bool = False,
     json: Path | None = None,
     plots: Path | None = None,
     sources: Sequence[Path] = (),
@@ -54,7 +55,10 @@ def run(
         rows = [row for name in suites for row in suite(name, only, part)]
         if not rows:
             raise UsageError(f"no row of {', '.join(suites)} matches {only!r} or is in this part")
-        results = _measure(rows, providers, max_seconds, json)
+        results = _measure(rows, providers, max_seconds, warm, json)
+        if warm:
+            output.line(f"{len(rows) - len(results.missing)} of {len(rows)} rows called in {results.seconds:.0f} s")
+            return
     _print_notes(results)
     if plots is not None:
         _draw(results, plots)
@@ -100,7 +104,9 @@ def _machine() -> Any:
         raise UsageError(f"it cannot run: {error}") from error
 
 
-def _measure(rows: Sequence[Row], providers: Sequence[str], max_seconds: float, json: Path | None) -> Results:
+def _measure(
+    rows: Sequence[Row], providers: Sequence[str], max_seconds: float, warm: bool, json: Path | None
+) -> Results:
     begin = time.monotonic()
     machine = _machine()
     from cunorm.bench import run as runner
@@ -114,19 +120,20 @@ def _measure(rows: Sequence[Row], providers: Sequence[str], max_seconds: float, 
 
         def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
             # After every row, so that a run that is killed leaves what it has measured.
-            if json is not None:
+            if json is not None and not warm:
                 results.save(json)
             if advance is not None:
                 advance(row.label)
-            else:
+            elif not warm:
                 output.line(" | ".join(_cells(row, measured)))
 
         left = max_seconds - (time.monotonic() - begin)
-        results = runner.run(rows, providers or list(PROVIDERS), machine, max_seconds=left, report=report)
-    if json is not None:
+        names = providers or list(PROVIDERS)
+        results = runner.run(rows, names, machine, max_seconds=left, warm=warm, report=report)
+    if json is not None and not warm:
         results.save(json)
         output.line(f"written: {json}")
-    if on_terminal:
+    if on_terminal and not warm:
         _print_table(results)
     return results
 
