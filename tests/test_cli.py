@@ -230,6 +230,22 @@ def test_explain_other_problems(
     assert seen_as in run(capsys, "explain", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "moved"),
+    [
+        (["--op", "rms_norm"], "134.2 MB (x read, y written)"),
+        (["--op", "rms_norm", "--residual"], "268.4 MB (x and residual read, y and residual_out written)"),
+        (["--residual", "--backward"], "268.4 MB (x, dy and dresidual_out read, dx written)"),
+        (["--op", "rms_norm", "--backward", "--activation", "gelu"], "201.3 MB (x and dy read, dx written)"),
+    ],
+)
+def test_explain_rms_norm_residual_and_activation(
+    arguments: list[str], moved: str, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    text = run(capsys, "explain", "--shape", "4096x8192", "--dtype", "float16", *arguments)
+    assert " ".join(table_row(text, "bytes that must move")[1:]).startswith(moved)
+
+
 def test_explain_without_cupy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:

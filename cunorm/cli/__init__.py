@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cunorm import __version__
-from cunorm.problem import DTYPES
+from cunorm.problem import ACTIVATIONS, DTYPES
 
 __all__ = ["UsageError", "run"]
 
@@ -56,7 +56,16 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
         else:
             from cunorm.cli import explain
 
-            explain.run(options.op, options.shape, options.dtype, options.axis, options.backward, options.arch)
+            explain.run(
+                options.op,
+                options.shape,
+                options.dtype,
+                options.axis,
+                options.backward,
+                options.arch,
+                options.activation,
+                options.residual,
+            )
     except UsageError as error:
         print(f"python -m cunorm {options.command}: {error}", file=sys.stderr)
         return 2
@@ -102,7 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
     explain.add_argument("--dtype", choices=list(DTYPES), default="float16", help="the dtype of x, weight and bias")
-    explain.add_argument("--op", choices=["layer_norm"], default="layer_norm")
+    explain.add_argument(
+        "--op",
+        choices=["layer_norm", "rms_norm"],
+        default="layer_norm",
+        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
+    )
+    explain.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
+    explain.add_argument("--residual", action="store_true", help="added before the norm")
     explain.add_argument("--axis", type=int, nargs="+", default=[-1], help="axes to normalize (default: last)")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from cunorm import launch
 from cunorm.cli import UsageError, output
 from cunorm.cli.gpus import KNOWN_GPUS, cuda_devices, measured_copy_rate
 from cunorm.plan import Device, Launch, Plan, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
+from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View, contiguous_strides
 from cunorm.resources import compile_resources
 
 __all__ = ["run"]
 
 
-def run(op: str, shape: tuple[int, ...], dtype: str, axis: list[int], backward: bool, arch: str | None) -> None:
-    """Print the plan for C-contiguous tensors of ``shape``, with weight and bias of the same dtype."""
+def run(
+    op: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    axis: list[int],
+    backward: bool,
+    arch: str | None,
+    activation: str | None,
+    residual: bool,
+) -> None:
+    """Print the plan for C-contiguous tensors, with a weight of the same dtype, and a bias if it is a layer norm."""
     name, device, rate, rate_is = _target(arch)
-    problem = _problem(shape, dtype, _axes(axis, len(shape)), backward)
+    norm = Norm(op == "layer_norm", activation=activation)
+    problem = _problem(norm, shape, dtype, _axes(axis, len(shape)), backward, residual)
     try:
         chosen = plan(problem, device)
     except ValueError as error:
@@ -64,18 +75,25 @@ def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
 
 
 def _problem(
-    shape: tuple[int, ...], dtype: str, axes: tuple[int, ...], backward: bool
+    norm: Norm, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...], backward: bool, residual: bool
 ) -> ForwardProblem | BackwardProblem:
     x = View(0, shape, contiguous_strides(shape), dtype, ("cuda", 0))
     columns_shape = tuple(shape[i] for i in axes)
-    vector = View(0, columns_shape, contiguous_strides(columns_shape), dtype, ("cuda", 0))
+    weight = View(0, columns_shape, contiguous_strides(columns_shape), dtype, ("cuda", 0))
+    bias = weight if norm.centered else None
+    added = x if residual else None
     if backward:
-        return BackwardProblem.of(x, x, vector, x, axis=axes, dweight=dtype, dbias=dtype)
-    return ForwardProblem.of(x, vector, vector, x, axis=axes, eps=1e-5, stats=False)
+        dbias = dtype if bias else None
+        options: dict[str, Any] = {"axis": axes, "norm": norm, "bias": bias, "dresidual_out": added}
+        return BackwardProblem.of(x, x, weight, x, dweight=dtype, dbias=dbias, **options)
+    options = {"axis": axes, "norm": norm, "residual": added, "residual_out": added}
+    return ForwardProblem.of(x, weight, bias, x, eps=1e-5, stats=False, **options)
 
 
 def _moves(problem: ForwardProblem | BackwardProblem) -> str:
-    return "x read, y written" if isinstance(problem, ForwardProblem) else "x and dy read, dx written"
+    if isinstance(problem, ForwardProblem):
+        return "x and residual read, y and residual_out written" if problem.residual else "x read, y written"
+    return "x, dy and dresidual_out read, dx written" if problem.dresidual_out else "x and dy read, dx written"
 
 
 def _print_launches(chosen: Plan, device: Device) -> None:
