@@ -36,7 +36,7 @@ class Activation(NamedTuple):
 
 
 def _relu(z: Array) -> Array:
-    return np.maximum(z, 0)
+    return np.asarray(np.maximum(z, 0))
 
 
 def _relu_derivative(z: Array) -> Array:
@@ -46,7 +46,7 @@ def _relu_derivative(z: Array) -> Array:
 def _sigmoid(t: Array) -> Array:
     # The exponential of a number that is not positive, which cannot overflow.
     e = np.exp(-np.abs(t))
-    return np.where(t < 0, e, 1) / (1 + e)
+    return np.asarray(np.where(t < 0, e, 1) / (1 + e))
 
 
 def _silu(z: Array) -> Array:

@@ -174,9 +174,10 @@ def rms_norm(
 
     Notes
     -----
-    The default eps is that of Llama 1 and most models since (``transformers``: 1e-6), of Flax and of Keras' layer.
-    ``torch.nn.functional.rms_norm`` takes the machine epsilon of the dtype that it computes in (1.2e-7 for float32 and
-    narrower, 2.2e-16 for float64); Llama 2 and 3 take 1e-5.
+    The default eps is that of ``flax.nnx.RMSNorm``, ``keras.layers.RMSNormalization`` and the Llama and Gemma layers of
+    ``transformers``; what a model was trained with is in its configuration (Llama 2 and 3: 1e-5).
+    ``torch.nn.functional.rms_norm`` takes the machine epsilon of the dtype that it computes in: 1.2e-7 for float32 and
+    narrower, 2.2e-16 for float64.
 
     Examples
     --------
