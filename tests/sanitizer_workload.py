@@ -4,8 +4,8 @@
         compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitizer_workload.py
     done
 
-Every kernel, every layout of rows over threads, odd sizes and offsets, each array in an allocation of its own, so that
-a step past its end is seen. Not a test by itself: what is checked is checked by the tool.
+Every kernel, every layout of rows over threads, odd sizes and offsets, with and without residual and activation, each
+array in an allocation of its own, so that a step past its end is seen. Not a test by itself: what is checked is checked by the tool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import cupy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import CupyRunner, columns_shape, data
+from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, CupyRunner, columns_shape, data
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -43,15 +43,22 @@ PROBLEMS = [
 
 def main() -> None:
     cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
-    for shape, axis, dtype in PROBLEMS:
+    mask = (True, True, True)
+    for place, (shape, axis, dtype) in enumerate(PROBLEMS):
         runner = CupyRunner(pool=False)
-        x, dy = data(0, shape, dtype), data(1, shape, dtype)
+        x, dy, residual, dresidual_out = (data(seed, shape, dtype) for seed in (0, 1, 5, 6))
         weight, bias = (data(seed, columns_shape(shape, axis), dtype) for seed in (2, 3))
-        _, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5)
-        runner.backward(dy, x, weight, mean, rstd, axis, (True, True, True))
+        for norm in (LAYER_NORM, RMS_NORM):
+            _, _, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5, norm)
+            runner.backward(dy, x, weight, mean, rstd, axis, mask, norm)
+        norm = ACTIVATED_NORMS[place % len(ACTIVATED_NORMS)]
+        _, total, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5, norm, residual)
+        assert total is not None
+        runner.backward(dy, total, weight, mean, rstd, axis, mask, norm, bias, dresidual_out)
         odd = data(4, (x.size + 1,), dtype)[1:].reshape(shape)
-        runner.forward(odd, None, bias, axis, 1e-5)
+        _, _, mean, rstd = runner.forward(odd, None, bias, axis, 1e-5)
         runner.backward(odd, odd, weight, mean, rstd, axis, (True, False, True))
+        runner.forward(x, weight, bias, axis, 1e-5, norm, odd)
     cupy.cuda.Device().synchronize()
     print(f"{len(PROBLEMS)} problems done")
 
