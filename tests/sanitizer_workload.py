@@ -5,7 +5,8 @@
     done
 
 Every kernel, every layout of rows over threads, odd sizes and offsets, with and without residual and activation, each
-array in an allocation of its own, so that a step past its end is seen. Not a test by itself: what is checked is checked by the tool.
+array in an allocation of its own, so that a step past its end is seen. Not a test by itself: what is checked is checked
+by the tool.
 """
 
 from __future__ import annotations

@@ -22,8 +22,12 @@ def gpu_data(seed: int, *shape: int, dtype: str = "float32") -> Any:
 
 
 def everything(x: Any, weight: Any, dy: Any) -> tuple[Any, ...]:
+    """Both norms with their gradients, the second with a residual and an activation."""
     y, mean, rstd = cunorm.layer_norm(x, weight, weight, return_stats=True)
-    return (y, mean, rstd, *cunorm.layer_norm_backward(dy, x, weight, mean, rstd))
+    results = (y, mean, rstd, *cunorm.layer_norm_backward(dy, x, weight, mean, rstd))
+    y, total, rstd = cunorm.rms_norm(x, weight, residual=dy, activation="silu", return_stats=True)
+    dx, dweight, _ = cunorm.rms_norm_backward(dy, total, weight, rstd, activation="silu", dresidual_out=x)
+    return (*results, y, total, rstd, dx, dweight)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
