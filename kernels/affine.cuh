@@ -2,21 +2,22 @@
 //
 // xhat is (x - mean) * rstd, or x * rstd where the norm is not CENTERED (RMS norm).
 
-// COUNT weights in Compute, with the offset.
+// Weights as they are multiplied with.
 template <int COUNT>
-__device__ __forceinline__ void load_weight(const WEIGHT_TYPE* weights, Compute (&weight)[COUNT]) {
-  if constexpr (HAS_WEIGHT) {
-    load_widened<COUNT, WEIGHT_ACCESS>(weights, weight);
-    if constexpr (WEIGHT_OFFSET != 0) {
+__device__ __forceinline__ void add_weight_offset(Compute (&weight)[COUNT]) {
+  if constexpr (HAS_WEIGHT && WEIGHT_OFFSET != 0) {
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) weight[i] += static_cast<Compute>(WEIGHT_OFFSET);
-    }
+    for (int i = 0; i < COUNT; ++i) weight[i] += static_cast<Compute>(WEIGHT_OFFSET);
   }
 }
 
+// COUNT weights and biases from where they are aligned.
 template <int COUNT>
-__device__ __forceinline__ void load_bias(const BIAS_TYPE* biases, Compute (&bias)[COUNT]) {
+__device__ __forceinline__ void load_affine(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases,
+                                            Compute (&weight)[COUNT], Compute (&bias)[COUNT]) {
+  if constexpr (HAS_WEIGHT) load_widened<COUNT, WEIGHT_ACCESS>(weights, weight);
   if constexpr (HAS_BIAS) load_widened<COUNT, BIAS_ACCESS>(biases, bias);
+  add_weight_offset(weight);
 }
 
 __device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight, Compute bias) {
@@ -25,19 +26,17 @@ __device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight,
   return xhat;
 }
 
-// VECTOR numbers of a row, from `column` on: normalized, scaled, shifted, activated and rounded.
+// Numbers of a row: normalized, scaled, shifted, activated and rounded.
 //
 // The mean comes as two numbers, mean + remainder: its rounding alone would show where a row lies far from zero.
-__device__ __forceinline__ Vector<X_TYPE, VECTOR> normalized(const Vector<X_TYPE, VECTOR>& x, Compute mean,
-                                                             Compute remainder, Compute rstd,
-                                                             const WEIGHT_TYPE* weights, const BIAS_TYPE* biases,
-                                                             long long column) {
-  Compute weight[VECTOR], bias[VECTOR];
-  load_weight<VECTOR>(weights + column, weight);
-  load_bias<VECTOR>(biases + column, bias);
-  Vector<X_TYPE, VECTOR> result;
+template <int COUNT>
+__device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE, COUNT>& x, Compute mean,
+                                                            Compute remainder, Compute rstd,
+                                                            const Compute (&weight)[COUNT],
+                                                            const Compute (&bias)[COUNT]) {
+  Vector<X_TYPE, COUNT> result;
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
+  for (int i = 0; i < COUNT; ++i) {
     const Compute value = widen(x.lane[i]);
     const Compute xhat = CENTERED ? (value - mean - remainder) * rstd : value * rstd;
     narrow(activate(scale_and_shift(xhat, weight[i], bias[i])), result.lane[i]);

@@ -14,6 +14,7 @@
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -39,26 +40,30 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     row_block_backward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
-  __shared__ Compute everyones[2][BLOCKS_PER_ROW][2];
-  extern __shared__ __align__(16) X_TYPE staged[];  // x, dy, dx, dresidual_out
-  cluster_arrive();
+  __shared__ Exchange<2> exchange;
+  extern __shared__ __align__(16) X_TYPE staged[];  // x, dy, dresidual_out; dx where it is a run; weight, bias
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, staged};
-  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, staged + STAGE_ELEMENTS};
-  const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, staged + 2 * STAGE_ELEMENTS};
-  const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
-                                            staged + (stage == Stage::run ? 3 : 2) * STAGE_ELEMENTS};
-  const auto weight_of = [&](int i, Compute(&weight)[VECTOR], Compute(&bias)[VECTOR]) {
-    load_weight<VECTOR>(arguments.weight + part.first_column + column_of(i), weight);
-    load_bias<VECTOR>(arguments.bias + part.first_column + column_of(i), bias);
+  X_TYPE* unused = staged;
+  const auto take = [&](bool needed) {
+    X_TYPE* taken = unused;
+    unused += needed ? STAGE_ELEMENTS : 0;
+    return taken;
   };
-  Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
+  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(true)};
+  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(true)};
+  const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
+                                            take(HAS_DRESIDUAL)};
+  const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
+  const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = group * ROWS_PER_BLOCK;
-  Compute mean = 0, rstd = 0, next_mean = 0, next_rstd = 0;
+  // Rows that are PEELED are peeled as x is, since dx may not be wanted. All rows of a thread begin in the same way: the
+  // plan sees to it that the step is a whole number of vectors.
+  const Place first_place = place_of(x, part, first_row);
+  Compute next_mean = 0, next_rstd = 0;
   const auto fetch_statistics = [&](long long first) {
     const long long row = first + threadIdx.y;
     if constexpr (CENTERED) next_mean = row < arguments.rows ? arguments.mean[row] : 0;
@@ -68,22 +73,30 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   fetch(dy, part, first_row);
   if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row);
   fetch_statistics(first_row);
-  cluster_wait();
-  for (int turn = 0; first_row < arguments.rows; first_row += step, turn ^= 1) {
-    const long long row = first_row + threadIdx.y;
+  affine.stage(first_place);
+  begin_exchanges(exchange);
+
+  Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
+  Compute dweight_edge[1] = {0}, dbias_edge[1] = {0};
+  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
+    const Place place = place_of(x, part, first_row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
-    mean = next_mean;
-    rstd = next_rstd;
+    const Compute mean = next_mean, rstd = next_rstd;
     fetch_statistics(first_row + step);
     wait_for_rows();
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
+    Vector<X_TYPE, 1> x_edge, dy_edge;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) {
-        x_values[i] = vector_of(x, part, first_row, i);
-        dy_values[i] = vector_of(dy, part, first_row, i);
+      if (place.has(i)) {
+        x_values[i] = vector_of(x, part, place, i);
+        dy_values[i] = vector_of(dy, part, place, i);
       }
+    }
+    if (place.has_edge()) {
+      x_edge = edge_of(x, part, place);
+      dy_edge = edge_of(dy, part, place);
     }
     if constexpr (stage == Stage::run) {
       release_rows();
@@ -93,38 +106,46 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
     // Reduce along the row, and add to the column sums on the way.
     Compute sums[2] = {0, 0};  // of g, and of g * xhat
+    const auto add = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
+                         Compute& sum, Compute& product) {
+      const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
+      if constexpr (WANTS_DWEIGHT) dweight += gradient.dz * gradient.xhat;
+      if constexpr (WANTS_DBIAS) dbias += gradient.dz;
+      if constexpr (CENTERED) sum += gradient.g;
+      product += gradient.g * gradient.xhat;
+    };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) {
-        Compute weight[VECTOR], bias[VECTOR];
-        weight_of(i, weight, bias);
-        Compute vector_sum = 0, vector_product = 0;
+      if (place.has(i)) {
+        Compute weight[VECTOR], bias[VECTOR], sum = 0, product = 0;
+        affine.get(place, i, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Gradient gradient =
-              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[j], bias[j]);
-          if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
-          if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
-          if constexpr (CENTERED) vector_sum += gradient.g;
-          vector_product += gradient.g * gradient.xhat;
+          add(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], dweight_sums[i][j], dbias_sums[i][j], sum,
+              product);
         }
-        sums[0] += vector_sum;
-        sums[1] += vector_product;
+        sums[0] += sum;
+        sums[1] += product;
       }
+    }
+    if (place.has_edge()) {
+      Compute weight[1], bias[1];
+      affine.get_edge(place, weight, bias);
+      add(x_edge.lane[0], dy_edge.lane[0], weight[0], bias[0], dweight_edge[0], dbias_edge[0], sums[0], sums[1]);
     }
     if constexpr (stage == Stage::ahead) {
       fetch(x, part, first_row + step);
       fetch(dy, part, first_row + step);
     }
     if constexpr (!WANTS_DX) continue;
-    row_sum<THREADS_PER_ROW>(sums, scratch[turn]);
+    row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2]);
     if constexpr (BLOCKS_PER_ROW > 1) {
-      exchange_in_row(sums, everyones[turn]);
+      const Compute(&everyones)[BLOCKS_PER_ROW][2] = exchange_in_row(exchange, turn, sums);
       sums[0] = sums[1] = 0;
 #pragma unroll
       for (int i = 0; i < BLOCKS_PER_ROW; ++i) {
-        sums[0] += everyones[turn][i][0];
-        sums[1] += everyones[turn][i][1];
+        sums[0] += everyones[i][0];
+        sums[1] += everyones[i][1];
       }
     }
     // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with what is the same along the row put together: but for the
@@ -132,6 +153,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     const Compute offset = -sums[0] / arguments.columns * rstd, slope = -sums[1] / arguments.columns * rstd;
 
     // Finish and store.
+    const auto dx_of = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, X_TYPE dresidual_out, X_TYPE& dx) {
+      const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
+      Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
+      if constexpr (HAS_DRESIDUAL) value += widen(dresidual_out);
+      narrow(value, dx);
+    };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       forget_widened(x_values[i]);
@@ -139,61 +166,68 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) {
+      if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
-        weight_of(i, weight, bias);
+        affine.get(place, i, weight, bias);
         Vector<X_TYPE, VECTOR> added, result;
-        if constexpr (HAS_DRESIDUAL) added = vector_of(dresidual_out, part, first_row, i);
+        if constexpr (HAS_DRESIDUAL) added = vector_of(dresidual_out, part, place, i);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          const Gradient gradient =
-              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[j], bias[j]);
-          Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
-          if constexpr (HAS_DRESIDUAL) value += widen(added.lane[j]);
-          narrow(value, result.lane[j]);
+          dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added.lane[j], result.lane[j]);
         }
-        put(dx, part, first_row, i, result);
+        put(dx, part, place, i, result);
       }
+    }
+    if (place.has_edge()) {
+      Compute weight[1], bias[1];
+      affine.get_edge(place, weight, bias);
+      Vector<X_TYPE, 1> added, result;
+      if constexpr (HAS_DRESIDUAL) added = edge_of(dresidual_out, part, place);
+      dx_of(x_edge.lane[0], dy_edge.lane[0], weight[0], bias[0], added.lane[0], result.lane[0]);
+      put_edge(dx, part, place, result);
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();
-      flush(dx, part, first_row);
+      flush(dx, part, place);
     }
     if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row + step);
   }
 
-  // Add over threadIdx.y, and write the group's row of sums.
-  if constexpr (WANTS_DWEIGHT || WANTS_DBIAS) {
-    constexpr int BLOCK_COLUMNS = THREADS_PER_ROW * VECTOR;
-    constexpr int ROW_SUMS = ROWS_PER_BLOCK > 1 ? ROWS_PER_BLOCK * BLOCK_COLUMNS : 1;
-    __shared__ Compute row_sums[ROW_SUMS];
-    const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], auto* sums) {
+  // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower one,
+  // by column, until there is one row: two rows may be peeled differently.
+  const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto use) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        if constexpr (ROWS_PER_BLOCK > 1) {
-          __syncthreads();
+    for (int i = 0; i < VECTORS; ++i) {
+      if (first_place.has(i)) {
 #pragma unroll
-          for (int j = 0; j < VECTOR; ++j) {
-            row_sums[threadIdx.y * BLOCK_COLUMNS + j * THREADS_PER_ROW + threadIdx.x] = values[i][j];
-          }
-          __syncthreads();
-          if (threadIdx.y == 0) {
-#pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-              for (int other = 1; other < ROWS_PER_BLOCK; ++other) {
-                values[i][j] += row_sums[other * BLOCK_COLUMNS + j * THREADS_PER_ROW + threadIdx.x];
-              }
-            }
-          }
-        }
-        if (threadIdx.y == 0 && (FULL || column_of(i) < part.columns)) {
-          const long long first = group * arguments.columns + part.first_column + column_of(i);
-#pragma unroll
-          for (int j = 0; j < VECTOR; ++j) narrow(values[i][j], sums[first + j]);
-        }
+        for (int j = 0; j < VECTOR; ++j) use(first_place.column(i) + j, values[i][j]);
       }
+    }
+    if (first_place.has_edge()) use(first_place.edge_column(), edge[0]);
+  };
+  const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto* sums) {
+    // The columns of neighbouring threads lie side by side: no bank of shared memory is asked twice at once.
+    const int vectors = part.columns / VECTOR + 1;
+    const auto shared = [&](int row, int column) -> Compute& {
+      return reinterpret_cast<Compute*>(staged)[(row * VECTOR + column % VECTOR) * vectors + column / VECTOR];
     };
-    if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
-    if constexpr (WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
-  }
+    for (int rows = ROWS_PER_BLOCK / 2; rows > 0; rows /= 2) {
+      const int y = threadIdx.y;
+      __syncthreads();
+      if (y >= rows && y < 2 * rows) {
+        for_each_sum(values, edge, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
+      }
+      __syncthreads();
+      // A row past the last has nothing to give.
+      if (y < rows && group * ROWS_PER_BLOCK + y + rows < arguments.rows) {
+        for_each_sum(values, edge, [&](int column, Compute& sum) { sum += shared(y, column); });
+      }
+    }
+    if (threadIdx.y == 0) {
+      const long long first = group * arguments.columns + part.first_column;
+      for_each_sum(values, edge, [&](int column, Compute& sum) { narrow(sum, sums[first + column]); });
+    }
+  };
+  if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, dweight_edge, arguments.dweight);
+  if constexpr (WANTS_DBIAS) write_sums(dbias_sums, dbias_edge, arguments.dbias);
 }

@@ -14,6 +14,7 @@
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -45,9 +46,9 @@ struct Statistics {
 // rule: the squared deviation of the whole is that of the parts, plus that of their means.
 __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, const Part& part,
                                                         long long columns_per_block,
-                                                        Compute (&everyones)[BLOCKS_PER_ROW][3]) {
+                                                        Exchange<3>& exchange, int turn) {
   const Compute numbers[3] = {own.mean, own.remainder, own.variance};
-  exchange_in_row(numbers, everyones);
+  const Compute(&everyones)[BLOCKS_PER_ROW][3] = exchange_in_row(exchange, turn, numbers);
   const auto weight_of = [&](int block) {
     const long long left = part.row_columns - block * columns_per_block;
     return static_cast<Compute>(left < columns_per_block ? left : columns_per_block) / part.row_columns;
@@ -65,114 +66,145 @@ __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, c
   return row;
 }
 
+// Adds what one vector has to a sum. Each vector is summed by itself first: less rounding, shorter chains.
+template <int COUNT>
+__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
+  Compute part = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) part += widen(values.lane[i]);
+  sum[0] += part;
+}
+
+// The same for the differences from the mean, and for their squares.
+template <int COUNT>
+__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute mean, Compute (&sums)[2]) {
+  Compute part = 0, part_of_squares = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const Compute difference = CENTERED ? widen(values.lane[i]) - mean : widen(values.lane[i]);
+    if constexpr (CENTERED) part += difference;
+    part_of_squares += difference * difference;
+  }
+  sums[0] += part;
+  sums[1] += part_of_squares;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void add_residual(Vector<X_TYPE, COUNT>& values, const Vector<X_TYPE, COUNT>& residual) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) narrow(widen(values.lane[i]) + widen(residual.lane[i]), values.lane[i]);
+}
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
     row_block_forward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
-  __shared__ Compute everyones[2][BLOCKS_PER_ROW][3];
-  extern __shared__ __align__(16) X_TYPE staged[];  // x, y, residual, residual_out
-  cluster_arrive();
+  __shared__ Exchange<3> exchange;
+  extern __shared__ __align__(16) X_TYPE staged[];  // x, residual; y, residual_out where they are runs; weight, bias
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, staged};
-  const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, staged + STAGE_ELEMENTS};
-  const int residuals = stage == Stage::run ? 2 * STAGE_ELEMENTS : STAGE_ELEMENTS;
-  const Rows<const X_TYPE> residual = {arguments.residual, arguments.residual_stride, staged + residuals};
+  X_TYPE* unused = staged;
+  const auto take = [&](bool needed) {
+    X_TYPE* taken = unused;
+    unused += needed ? STAGE_ELEMENTS : 0;
+    return taken;
+  };
+  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(true)};
+  const Rows<const X_TYPE> residual = {arguments.residual, arguments.residual_stride, take(HAS_RESIDUAL)};
+  const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
-                                     staged + residuals + STAGE_ELEMENTS};
-  const WEIGHT_TYPE* weight = arguments.weight + part.first_column;
-  const BIAS_TYPE* bias = arguments.bias + part.first_column;
+                                     take(stage == Stage::run && HAS_RESIDUAL)};
+  const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   fetch(x, part, first_row);
   if constexpr (HAS_RESIDUAL) fetch(residual, part, first_row);
-  cluster_wait();
-  for (int turn = 0; first_row < arguments.rows; first_row += step, turn ^= 1) {
-    const long long row = first_row + threadIdx.y;
+  affine.stage(place_of(y, part, first_row));
+  begin_exchanges(exchange);
+  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
+    const Place place = place_of(y, part, first_row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     wait_for_rows();
     Vector<X_TYPE, VECTOR> values[VECTORS];
+    Vector<X_TYPE, 1> edge;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) values[i] = vector_of(x, part, first_row, i);
+      if (place.has(i)) values[i] = vector_of(x, part, place, i);
     }
+    if (place.has_edge()) edge = edge_of(x, part, place);
     if constexpr (HAS_RESIDUAL) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        if (part.has(row, i)) {
-          const Vector<X_TYPE, VECTOR> added = vector_of(residual, part, first_row, i);
-#pragma unroll
-          for (int j = 0; j < VECTOR; ++j) narrow(widen(values[i].lane[j]) + widen(added.lane[j]), values[i].lane[j]);
-          put(residual_out, part, first_row, i, values[i]);
+        if (place.has(i)) {
+          add_residual(values[i], vector_of(residual, part, place, i));
+          put(residual_out, part, place, i, values[i]);
         }
+      }
+      if (place.has_edge()) {
+        add_residual(edge, edge_of(residual, part, place));
+        put_edge(residual_out, part, place, edge);
       }
     }
     release_rows();
     fetch(x, part, first_row + step);
     if constexpr (HAS_RESIDUAL) fetch(residual, part, first_row + step);
+    // With one vector a thread there are registers for the weights too, whose way from memory then costs no time.
+    Compute weight[VECTOR], bias[VECTOR];
+    if (VECTORS == 1 && place.has(0)) affine.get(place, 0, weight, bias);
 
-    // Reduce: the mean, then the differences from it. Each vector is summed by itself first: less rounding, shorter
-    // chains.
+    // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
     if constexpr (CENTERED) {
       Compute sum[1] = {0};
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        if (part.has(row, i)) {
-          Compute vector_sum = 0;
-#pragma unroll
-          for (int j = 0; j < VECTOR; ++j) vector_sum += widen(values[i].lane[j]);
-          sum[0] += vector_sum;
-        }
+        if (place.has(i)) add_values(values[i], sum);
       }
+      if (place.has_edge()) add_values(edge, sum);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
       statistics.mean = sum[0] / part.columns;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
     }
-    Compute sums[2] = {0, 0};  // of the differences, and of their squares
+    Compute sums[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) {
-        Compute vector_sum = 0, vector_squares = 0;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          const Compute difference = CENTERED ? widen(values[i].lane[j]) - statistics.mean : widen(values[i].lane[j]);
-          if constexpr (CENTERED) vector_sum += difference;
-          vector_squares += difference * difference;
-        }
-        sums[0] += vector_sum;
-        sums[1] += vector_squares;
-      }
+      if (place.has(i)) add_differences(values[i], statistics.mean, sums);
     }
-    row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn]);
+    if (place.has_edge()) add_differences(edge, statistics.mean, sums);
+    row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = sums[0] / part.columns;
     statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
-      statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, everyones[turn]);
+      statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }
 
     // Finish and store.
     const Compute rstd = reciprocal_sqrt(statistics.variance + static_cast<Compute>(arguments.eps));
-    if (threadIdx.x == 0 && part.first_column == 0 && row < arguments.rows && arguments.rstd != nullptr) {
-      if constexpr (CENTERED) arguments.mean[row] = statistics.mean + statistics.remainder;
-      arguments.rstd[row] = rstd;
+    if (threadIdx.x == 0 && part.first_column == 0 && place.there && arguments.rstd != nullptr) {
+      if constexpr (CENTERED) arguments.mean[place.row] = statistics.mean + statistics.remainder;
+      arguments.rstd[place.row] = rstd;
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) {
-        put(y, part, first_row, i,
-            normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias, column_of(i)));
+      if (place.has(i)) {
+        if constexpr (VECTORS > 1) affine.get(place, i, weight, bias);
+        put(y, part, place, i, normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias));
       }
+    }
+    if (place.has_edge()) {
+      Compute edge_weight[1], edge_bias[1];
+      affine.get_edge(place, edge_weight, edge_bias);
+      put_edge(y, part, place, normalized(edge, statistics.mean, statistics.remainder, rstd, edge_weight, edge_bias));
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();
-      flush(y, part, first_row);
-      if constexpr (HAS_RESIDUAL) flush(residual_out, part, first_row);
+      flush(y, part, place);
+      if constexpr (HAS_RESIDUAL) flush(residual_out, part, place);
     }
   }
 }

@@ -57,8 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
       if constexpr (HAS_DRESIDUAL) {
         added_offsets[i] = offset_of(column, arguments.column_sizes, arguments.dresidual_out_column_strides);
       }
-      load_weight<VECTOR>(arguments.weight + column, weight[i]);
-      load_bias<VECTOR>(arguments.bias + column, bias[i]);
+      load_affine<VECTOR>(arguments.weight + column, arguments.bias + column, weight[i], bias[i]);
     }
   }
 

@@ -47,8 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_forward(const
     for (int i = 0; i < UNROLL; ++i) {
       const long long column = tile_column(first, i);
       if (column < chunk.end_column) {
+        Compute weight[VECTOR], bias[VECTOR];
+        load_affine<VECTOR>(arguments.weight + column, arguments.bias + column, weight, bias);
         store(y + offset_of(column, arguments.column_sizes, arguments.y_column_strides),
-              normalized(values[i], mean, mean_remainder, rstd, arguments.weight, arguments.bias, column));
+              normalized(values[i], mean, mean_remainder, rstd, weight, bias));
       }
     }
   }

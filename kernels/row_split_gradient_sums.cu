@@ -55,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
       const long long column = tile_column(first, i);
       if (column < end) {
         Compute weight[VECTOR], bias[VECTOR];
-        load_weight<VECTOR>(arguments.weight + column, weight);
-        load_bias<VECTOR>(arguments.bias + column, bias);
+        load_affine<VECTOR>(arguments.weight + column, arguments.bias + column, weight, bias);
         Compute part = 0, part_with_xhat = 0;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {

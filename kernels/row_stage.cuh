@@ -1,27 +1,26 @@
-// How the rows of row_block_* lie over threads, and how they come from memory: STAGE is the name of a way.
+// How the rows of row_block_* lie over threads, and how they come from memory.
 //
 // THREADS_PER_ROW threads hold VECTORS vectors each of a row, ROWS_PER_BLOCK rows a block; or BLOCKS_PER_ROW blocks a
-// part each of one row. A thread's vectors come
-// - direct: straight into its registers;
-// - ahead: through shared memory that it alone uses, where those of the next row are on their way while it works on
-//   this one's: the bytes in flight are what keeps the memory busy while a block waits for its sums;
-// - run: ahead too, but the block copies its rows as one run of memory, 16 bytes at a time, wherever they begin and
-//   end, and every thread then picks its (short) vectors from it. Results leave in the same way. Where a block has more
-//   than one row, they lie directly behind each other.
+// part each of one row. STAGE names the way to the registers:
+// - direct: straight;
+// - ahead: through shared memory that a thread alone uses, where its vectors of the next row are on their way while it
+//   works on this one: the bytes in flight are what keeps the memory busy while a block waits for its sums. WEIGHTS_STAGED
+//   keeps its weights and biases there too;
+// - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead. For
+//   tiny rows, of vectors shorter than 16 bytes; they lie directly behind each other. Results leave in the same way.
+//
+// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE columns
+// from either end of the row, and the columns beside them, its edges, go one to a thread. What lies in another way than
+// the result (always the weights) is read as two aligned pieces: those margins keep that within the row.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
-constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements of a run that are copied at once
+constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
 constexpr int STAGE_ELEMENTS = BLOCK_THREADS * VECTORS * VECTOR + (stage == Stage::run ? 2 * PIECE : 0);
 
 __device__ __forceinline__ int thread_in_block() { return threadIdx.y * THREADS_PER_ROW + threadIdx.x; }
-
-// The first column of a thread's i-th vector, in its block's part of the row.
-__device__ __forceinline__ int column_of(int i) {
-  return (i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)) * VECTOR;
-}
 
 // A block's part of every row it works on: `columns` of them, from `first_column` on.
 struct Part {
@@ -29,11 +28,6 @@ struct Part {
   long long row_columns;
   long long first_column;
   int columns;
-
-  // Whether a thread's i-th vector of a row is there. Where FULL, the threads hold a row to the last column.
-  __device__ __forceinline__ bool has(long long row, int i) const {
-    return (ROWS_PER_BLOCK == 1 || row < rows) && (FULL || column_of(i) < columns);
-  }
 };
 
 __device__ __forceinline__ Part part_of_block(long long rows, long long columns, long long columns_per_block) {
@@ -56,45 +50,91 @@ struct Rows {
   __device__ __forceinline__ X_TYPE* own(int i) const {
     return staged + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
   }
-  // How far a run begins behind a multiple of 16 bytes, in elements.
-  __device__ __forceinline__ int shift(const Part& part, long long first_row) const {
-    return static_cast<int>(reinterpret_cast<size_t>(at(part, first_row)) % 16 / sizeof(X_TYPE));
-  }
-  // A thread's i-th vector in shared memory, where the stage is a run.
-  __device__ __forceinline__ X_TYPE* in_run(const Part& part, long long first_row, int i) const {
-    return staged + shift(part, first_row) + static_cast<int>(threadIdx.y) * part.columns + column_of(i);
+  // How far a row begins behind a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift(const Part& part, long long row) const {
+    return static_cast<int>(reinterpret_cast<size_t>(at(part, row)) % 16 / sizeof(X_TYPE));
   }
 };
+
+// Where a thread is in one step: its row, and its vectors and its edge among the columns of the block's part.
+struct Place {
+  long long first_row;  // of the block
+  long long row;
+  bool there;  // whether the row is
+  int head;     // columns before the first vector
+  int vectors;  // of the row
+  int columns;
+
+  __device__ __forceinline__ int vector_index(int i) const {
+    return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
+  }
+  // Whether the thread's i-th vector is there. Where FULL, the threads hold a row to the last column.
+  __device__ __forceinline__ bool has(int i) const {
+    return (ROWS_PER_BLOCK == 1 || there) && (FULL || vector_index(i) < vectors);
+  }
+  __device__ __forceinline__ int column(int i) const { return (PEELED ? head : 0) + vector_index(i) * VECTOR; }
+
+  __device__ __forceinline__ bool has_edge() const {
+    return PEELED && there && static_cast<int>(threadIdx.x) < columns - vectors * VECTOR;
+  }
+  __device__ __forceinline__ int edge_column() const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return thread < head ? thread : thread + vectors * VECTOR;
+  }
+};
+
+// The place in the rows from first_row on; `aligned` is what the vectors are aligned to.
+template <typename T>
+__device__ __forceinline__ Place place_of(const Rows<T>& aligned, const Part& part, long long first_row) {
+  const long long row = first_row + threadIdx.y;
+  const bool there = row < part.rows;
+  if constexpr (!PEELED) return {first_row, row, there, 0, part.columns / VECTOR, part.columns};
+  // From PIECE to 2 * PIECE - 1.
+  const int head = PIECE + (PIECE - aligned.shift(part, row)) % PIECE;
+  return {first_row, row, there, head, max(0, part.columns - head - PIECE) / VECTOR, part.columns};
+}
+
+// ---- Runs.
+
+// A thread's i-th vector in shared memory, where the stage is a run.
+template <typename T>
+__device__ __forceinline__ X_TYPE* in_run(const Rows<T>& rows, const Part& part, const Place& place, int i) {
+  return rows.staged + rows.shift(part, place.first_row) + static_cast<int>(threadIdx.y) * part.columns + place.column(i);
+}
 
 __device__ __forceinline__ int run_length(const Part& part, long long first_row) {
   const long long left = part.rows - first_row;
   return static_cast<int>(left < ROWS_PER_BLOCK ? left : ROWS_PER_BLOCK) * part.columns;
 }
 
+__device__ __forceinline__ void fetch_run(const Rows<const X_TYPE>& rows, const Part& part, long long first_row) {
+  const X_TYPE* run = rows.at(part, first_row);
+  const int shift = rows.shift(part, first_row), length = run_length(part, first_row);
+  // A piece at an end of the run is copied whole too where what it has beside the run is still the tensor's.
+  const long long before = first_row * part.columns, after = (part.rows - first_row) * part.columns;
+  for (int i = thread_in_block() * PIECE - shift; i < length; i += BLOCK_THREADS * PIECE) {
+    if (i >= -before && i + PIECE <= after) {
+      copy_async<PIECE>(rows.staged + shift + i, run + i);
+    } else {
+      for (int j = max(i, 0); j < min(i + PIECE, length); ++j) rows.staged[shift + j] = run[j];
+    }
+  }
+}
+
+// ---- In.
+
 // Starts to bring in the rows from first_row on, if there are any left.
 __device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part& part, long long first_row) {
   if constexpr (stage == Stage::ahead) {
-    const long long row = first_row + threadIdx.y;
-    if (row >= part.rows) return;
+    const Place place = place_of(rows, part, first_row);
+    if (!place.there) return;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (part.has(row, i)) copy_async<VECTOR>(rows.own(i), rows.at(part, row) + column_of(i));
+      if (place.has(i)) copy_async<VECTOR>(rows.own(i), rows.at(part, place.row) + place.column(i));
     }
   }
   if constexpr (stage == Stage::run) {
-    if (first_row >= part.rows) return;
-    const X_TYPE* run = rows.at(part, first_row);
-    const int shift = rows.shift(part, first_row), length = run_length(part, first_row);
-    // A piece at an end of the run is copied whole too where what it has beside the run is still the tensor's.
-    const long long before = first_row * rows.stride + part.first_column;
-    const long long after = (part.rows - 1) * rows.stride + part.row_columns - before;
-    for (int i = thread_in_block() * PIECE - shift; i < length; i += BLOCK_THREADS * PIECE) {
-      if (i >= -before && i + PIECE <= after) {
-        copy_async<PIECE>(rows.staged + shift + i, run + i);
-      } else {
-        for (int j = max(i, 0); j < min(i + PIECE, length); ++j) rows.staged[shift + j] = run[j];
-      }
-    }
+    if (first_row < part.rows) fetch_run(rows, part, first_row);
   }
 }
 
@@ -104,12 +144,20 @@ __device__ __forceinline__ void wait_for_rows() {
   if constexpr (stage == Stage::run) __syncthreads();
 }
 
-// A thread's i-th vector of its row among those from first_row on.
+// A thread's i-th vector of its row.
 __device__ __forceinline__ Vector<X_TYPE, VECTOR> vector_of(const Rows<const X_TYPE>& rows, const Part& part,
-                                                            long long first_row, int i) {
+                                                            const Place& place, int i) {
   if constexpr (stage == Stage::ahead) return load<X_TYPE, VECTOR>(rows.own(i));
-  if constexpr (stage == Stage::run) return load<X_TYPE, VECTOR>(rows.in_run(part, first_row, i));
-  return load<X_TYPE, VECTOR>(rows.at(part, first_row + threadIdx.y) + column_of(i));
+  if constexpr (stage == Stage::run) return load<X_TYPE, VECTOR>(in_run(rows, part, place, i));
+  const X_TYPE* source = rows.at(part, place.row) + place.column(i);
+  if constexpr (PEELED) return load_anywhere<X_TYPE, VECTOR>(source);
+  return load<X_TYPE, VECTOR>(source);
+}
+
+// A thread's edge of its row, as a vector of one.
+__device__ __forceinline__ Vector<X_TYPE, 1> edge_of(const Rows<const X_TYPE>& rows, const Part& part,
+                                                     const Place& place) {
+  return load<X_TYPE, 1>(rows.at(part, place.row) + place.edge_column());
 }
 
 // To be called between the last vector_of of a step and the fetch of the next rows into the same place.
@@ -117,21 +165,30 @@ __device__ __forceinline__ void release_rows() {
   if constexpr (stage == Stage::run) __syncthreads();
 }
 
+// ---- Out.
+
 // Writes a thread's i-th vector of a result; a run is then in shared memory, until flush.
-__device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, long long first_row, int i,
+__device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                     const Vector<X_TYPE, VECTOR>& values) {
   if constexpr (stage == Stage::run) {
-    store(rows.in_run(part, first_row, i), values);
+    store(in_run(rows, part, place, i), values);
+  } else if constexpr (PEELED) {
+    store_anywhere(rows.at(part, place.row) + place.column(i), values);
   } else {
-    store(rows.at(part, first_row + threadIdx.y) + column_of(i), values);
+    store(rows.at(part, place.row) + place.column(i), values);
   }
 }
 
-// Copies a run that was put out. All threads must have put theirs: a __syncthreads lies between.
-__device__ __forceinline__ void flush(const Rows<X_TYPE>& rows, const Part& part, long long first_row) {
+__device__ __forceinline__ void put_edge(const Rows<X_TYPE>& rows, const Part& part, const Place& place,
+                                         const Vector<X_TYPE, 1>& value) {
+  store(rows.at(part, place.row) + place.edge_column(), value);
+}
+
+// Copies out a run that was put. All threads must have put theirs: a __syncthreads lies between.
+__device__ __forceinline__ void flush(const Rows<X_TYPE>& rows, const Part& part, const Place& place) {
   if constexpr (stage == Stage::run) {
-    X_TYPE* run = rows.at(part, first_row);
-    const int shift = rows.shift(part, first_row), length = run_length(part, first_row);
+    X_TYPE* run = rows.at(part, place.first_row);
+    const int shift = rows.shift(part, place.first_row), length = run_length(part, place.first_row);
     for (int i = thread_in_block() * PIECE - shift; i < length; i += BLOCK_THREADS * PIECE) {
       if (i >= 0 && i + PIECE <= length) {
         store(run + i, load<X_TYPE, PIECE>(rows.staged + shift + i));

@@ -40,6 +40,59 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
   *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
 }
 
+// COUNT elements from anywhere. Those that are not aligned, and together a multiple of 16 bytes, come as aligned pieces of
+// 16 bytes: what these have beside the elements must be memory too.
+template <typename T, int COUNT>
+__device__ __forceinline__ Vector<T, COUNT> load_anywhere(const T* source) {
+  constexpr int WORDS = sizeof(T) * COUNT / 4;
+  Vector<T, COUNT> result;
+  if constexpr (WORDS % 4 != 0 || sizeof(T) * COUNT % 4 != 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) result.lane[i] = source[i];
+    return result;
+  } else {
+    constexpr int PIECE_WORDS = 4;
+    const int shift = static_cast<int>(reinterpret_cast<size_t>(source) % 16);
+    const unsigned* pieces = reinterpret_cast<const unsigned*>(source - shift / static_cast<int>(sizeof(T)));
+    unsigned words[WORDS + PIECE_WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS + PIECE_WORDS; i += PIECE_WORDS) {
+      if (i < WORDS || shift > 0) {
+        const Vector<unsigned, PIECE_WORDS> piece = load<unsigned, PIECE_WORDS>(pieces + i);
+#pragma unroll
+        for (int j = 0; j < PIECE_WORDS; ++j) words[i + j] = piece.lane[j];
+      }
+    }
+    if (shift > 0) {
+#pragma unroll
+      for (int step = 2; step > 0; --step) {
+        if (shift & 4 * step) {
+#pragma unroll
+          for (int i = 0; i + step < WORDS + PIECE_WORDS; ++i) words[i] = words[i + step];
+        }
+      }
+      if (sizeof(T) == 2 && shift & 2) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] = words[i] >> 16 | words[i + 1] << 16;
+      }
+    }
+    unsigned* target = reinterpret_cast<unsigned*>(&result);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) target[i] = words[i];
+    return result;
+  }
+}
+
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_anywhere(T* target, const Vector<T, COUNT>& values) {
+  if (reinterpret_cast<size_t>(target) % sizeof(values) == 0) {
+    store(target, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) target[i] = values.lane[i];
+  }
+}
+
 // Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
 // both, and spill.
 template <typename T, int COUNT>
@@ -59,6 +112,18 @@ __device__ __forceinline__ void load_widened(const T* source, Compute (&values)[
 #pragma unroll
   for (int first = 0; first < COUNT; first += STEP) {
     const Vector<T, STEP> piece = load<T, STEP>(source + first);
+#pragma unroll
+    for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
+  }
+}
+
+// The same from anywhere, as load_anywhere reads.
+template <int COUNT, typename T>
+__device__ __forceinline__ void load_widened_anywhere(const T* source, Compute (&values)[COUNT]) {
+  constexpr int STEP = 16 / sizeof(T) < COUNT ? 16 / sizeof(T) : COUNT;
+#pragma unroll
+  for (int first = 0; first < COUNT; first += STEP) {
+    const Vector<T, STEP> piece = load_anywhere<T, STEP>(source + first);
 #pragma unroll
     for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
   }

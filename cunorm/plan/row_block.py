@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix
 
-__all__ = ["RowBlock", "backward_geometry", "forward_geometry", "plan_backward", "plan_forward"]
+__all__ = ["RowBlock", "backward_geometry", "candidates", "forward_geometry", "plan_backward", "plan_forward"]
 
 Problem = ForwardProblem | BackwardProblem
 
 # What the kernels declare of shared memory themselves, at most.
-_STATIC_SHARED_BYTES = 18 * 1024
+_STATIC_SHARED_BYTES = 3 * 1024
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class RowBlock:
     rows_per_block: int = 1
     blocks_per_row: int = 1
     stage: str = "direct"  # or "ahead", or "run"
+    peeled: bool = False
+    weights_staged: bool = False
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
 
     @property
@@ -40,14 +43,20 @@ class RowBlock:
         """Columns that the threads of a row can hold."""
         return self.blocks_per_row * self.threads_per_row * self.vectors * self.width
 
-    def stage_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory: for the tensors that are read and, where they are runs, for those that are written."""
-        if self.stage == "direct":
-            return 0
-        itemsize = DTYPES[problem.x.dtype].itemsize
-        tensors = len(_read(problem)) + (len(_written(problem)) if self.stage == "run" else 0)
-        ends = 32 if self.stage == "run" else 0
-        return tensors * (self.threads * self.vectors * self.width * itemsize + ends)
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
+        elements = self.threads * self.vectors * self.width
+        tensors = 0
+        if self.stage != "direct":
+            tensors = len(_read(problem)) + (len(_written(problem)) if self.stage == "run" else 0)
+        total = tensors * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
+        if self.weights_staged:
+            total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
+        if isinstance(problem, BackwardProblem) and self.rows_per_block > 1:
+            # The sums of half the rows, when they are added up at the end.
+            columns = (problem.columns // self.width + 1) * self.width
+            total = max(total, self.rows_per_block // 2 * columns * compute_itemsize(problem))
+        return total
 
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
@@ -61,15 +70,23 @@ class RowBlock:
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
             "STAGE": self.stage,
-            "FULL": int(self.capacity == problem.columns),
+            "PEELED": int(self.peeled),
+            "WEIGHTS_STAGED": int(self.weights_staged),
+            "FULL": int(self.capacity == problem.columns and not self.peeled),
         }
 
     def groups(self, problem: Problem, device: Device) -> int:
         """How many groups of ``blocks_per_row`` blocks are launched."""
         all_rows = -(-problem.rows // self.rows_per_block)
-        if not self.blocks_per_multiprocessor:
+        most = self.blocks_per_multiprocessor * device.clusters(self.blocks_per_row)
+        if not most or all_rows <= most:
             return all_rows
-        return min(all_rows, self.blocks_per_multiprocessor * device.clusters(self.blocks_per_row))
+        if not self.peeled:
+            return most
+        # All rows of a thread begin equally far from a multiple of 16 bytes: a step over rows is whole vectors.
+        periods = (self.width // math.gcd(self.width, matrix.row_strides[0]) for matrix in problem.matrices)
+        step = math.lcm(self.rows_per_block, *periods) // self.rows_per_block
+        return min(all_rows, max(1, most // step) * step)
 
 
 def _read(problem: Problem) -> list[Matrix]:
@@ -131,7 +148,8 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
     weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
     sums = 2 * width * compute_itemsize(problem) // 4
     unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
-    return 2 * loaded + sums + 4 * narrow + unpacked, weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
+    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64") + 24 * (problem.norm.activation is not None)
+    return 2 * loaded + sums + 4 * narrow + unpacked, more
 
 
 def _spread(problem: Problem, columns: int, width: int, tuning: _Tuning) -> tuple[int, int] | None:
@@ -157,7 +175,7 @@ def _is_row_matrix(problem: Problem) -> bool:
     return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
 
 
-def _blocks_per_row(problem: Problem, device: Device) -> Iterator[int]:
+def _blocks_per_row(device: Device) -> Iterator[int]:
     blocks = 1
     while blocks <= device.most_blocks_per_cluster:
         yield blocks
@@ -165,7 +183,7 @@ def _blocks_per_row(problem: Problem, device: Device) -> Iterator[int]:
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    return geometry.stage_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
+    return geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
 
 
 def _runs(problem: Problem, device: Device, width: int, tuning: _Tuning) -> RowBlock | None:
@@ -173,7 +191,7 @@ def _runs(problem: Problem, device: Device, width: int, tuning: _Tuning) -> RowB
     if any(matrix.row_strides[0] < 0 for matrix in problem.matrices):
         return None
     dense = problem.rows == 1 or all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
-    for blocks in _blocks_per_row(problem, device):
+    for blocks in _blocks_per_row(device):
         spread = _spread(problem, -(-problem.columns // blocks // width) * width, width, tuning)
         if spread is None:
             continue
@@ -202,7 +220,7 @@ def _direct(problem: Problem, width: int, tuning: _Tuning) -> RowBlock | None:
 
 def _long(problem: Problem, device: Device, width: int, tuning: _Tuning) -> RowBlock | None:
     """Rows of full vectors that are fetched ahead, over as few blocks as can hold one."""
-    for blocks in _blocks_per_row(problem, device):
+    for blocks in _blocks_per_row(device):
         spread = _spread(problem, -(-problem.columns // blocks // width) * width, width, tuning)
         if spread is not None:
             threads, vectors = spread
@@ -210,10 +228,6 @@ def _long(problem: Problem, device: Device, width: int, tuning: _Tuning) -> RowB
             if _fits(geometry, problem, device):
                 return geometry
     return None
-
-
-def _persistent(geometry: RowBlock, blocks: int) -> RowBlock:
-    return RowBlock(**(vars(geometry) | {"blocks_per_multiprocessor": blocks}))
 
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
@@ -225,12 +239,12 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     if not full:
         geometry = _runs(problem, device, width, _RUN_FORWARD)
         if geometry is not None:
-            return _persistent(geometry, _resident(geometry, problem, device))
+            return replace(geometry, blocks_per_multiprocessor=_resident(geometry, problem, device))
     geometry = _direct(problem, width, _FORWARD)
     if geometry is None and full:
         geometry = _long(problem, device, width, _LONG_FORWARD)
         if geometry is not None:
-            return _persistent(geometry, 1)
+            return replace(geometry, blocks_per_multiprocessor=1)
     return geometry
 
 
@@ -245,7 +259,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if not full:
         geometry = _runs(problem, device, width, _RUN_BACKWARD)
         if geometry is not None:
-            return _persistent(geometry, _resident(geometry, problem, device))
+            return replace(geometry, blocks_per_multiprocessor=_resident(geometry, problem, device))
     # From sm_100 on the compiler would spill.
     elif itemsize == 2 and problem.columns >= 1024 and device.capability < 100:
         geometry = _long(problem, device, width, _LONG_BACKWARD)
@@ -253,15 +267,69 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
         geometry = _direct(problem, width, _BACKWARD)
     if geometry is None and full:
         geometry = _long(problem, device, width, _BACKWARD)
-    return geometry and _persistent(geometry, max(1, _PERSISTENT_THREADS // geometry.threads))
+    return geometry and replace(geometry, blocks_per_multiprocessor=max(1, _PERSISTENT_THREADS // geometry.threads))
 
 
 def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
     """How many blocks of runs share a multiprocessor."""
-    # The runtime keeps 1 KB of shared memory for itself; the kernels' own arrays are small here.
-    by_memory = (device.shared_bytes + 1024) // (geometry.stage_bytes(problem) + 3 * 1024)
+    # The runtime keeps 1 KB of shared memory for itself; the kernels' own arrays are small where rows are runs.
+    by_memory = (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
     by_registers = 65536 // (geometry.threads * 64)
     return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
+
+
+def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
+    """The ways in which rows can come: (width, stage, peeled)."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    width, piece = vector_width(problem), 16 // itemsize
+    yield width, "direct", False
+    if width == piece:
+        yield width, "ahead", False
+        return
+    strides = [matrix.row_strides[0] for matrix in problem.matrices]
+    if problem.rows == 1 or all(stride == problem.columns for stride in strides):
+        yield width, "run", False
+    if problem.columns >= 4 * piece:
+        yield piece, "direct", True
+        if all(matrix.alignment == 16 for matrix in problem.matrices) and len(set(strides)) == 1:
+            yield piece, "ahead", True
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
+    """Every geometry that is worth a try for a problem, for whoever measures."""
+    if problem.columns == 0 or not _is_row_matrix(problem):
+        return
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    forward = isinstance(problem, ForwardProblem)
+    for width, stage, peeled in _ways(problem):
+        registers, more_registers = _registers(problem, width)
+        for blocks in _blocks_per_row(device):
+            columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+            if blocks > 1 and columns * itemsize < 8192:
+                break
+            for threads_per_row in (1 << i for i in range(5 if peeled else 0, 11)):
+                vectors = -(-columns // (threads_per_row * width))
+                if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
+                    continue
+                for rows in (1 << i for i in range(9)):
+                    threads = threads_per_row * rows
+                    available = min(255, 65536 // threads // 8 * 8) - 24 if threads <= 1024 else 0
+                    if threads < (64 if blocks == 1 else 128) or vectors * registers + more_registers > available:
+                        continue
+                    if rows > 1 and (blocks > 1 or threads > 512):
+                        continue
+                    for staged in (False, True) if stage == "ahead" and rows == 1 else (False,):
+                        geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, staged)
+                        if not _fits(geometry, problem, device):
+                            continue
+                        if forward and stage == "direct":
+                            yield geometry
+                        most = _resident(geometry, problem, device)
+                        yield from (
+                            replace(geometry, blocks_per_multiprocessor=share)
+                            for share in (1, 2, 3, 4, 6, 8, 12, 16)
+                            if share <= most
+                        )
 
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
@@ -279,7 +347,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
             **_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
         },
-        geometry.stage_bytes(problem),
+        geometry.shared_bytes(problem),
         geometry.blocks_per_row,
     )
     return _strategy(geometry)
@@ -303,7 +371,7 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
             **_sizes(problem, geometry),
             **_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
         },
-        geometry.stage_bytes(problem),
+        geometry.shared_bytes(problem),
         geometry.blocks_per_row,
     )
     launch_column_sums(builder, problem, targets, groups)
