@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector, View, contiguous_strides
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector, View, contiguous_strides
 
 Array = np.ndarray[Any, Any]
 Problem = ForwardProblem | BackwardProblem
@@ -127,6 +127,13 @@ def test_rows_and_columns_walk_the_elements_in_order(call: tuple[list[Layout], t
     # matrices of the gradient: x, dy, dx
     assert_canonical(backward(y.view, x.view, other.view, axis), [x, y, other], axis)
     assert_canonical(backward(y.view, x.view, None, axis), [x, y], axis)
+    # and with a residual: x, y, residual, residual_out; x, dy, dresidual_out, dx
+    options: Any = {"residual": other.view, "residual_out": x.view}
+    summed = ForwardProblem.of(x.view, None, None, y.view, axis=axis, eps=0.0, stats=False, **options)
+    assert_canonical(summed, [x, y, other, x], axis)
+    options = {"dweight": None, "dbias": None, "dresidual_out": other.view}
+    summed_backward = BackwardProblem.of(y.view, x.view, None, x.view, axis=axis, **options)
+    assert_canonical(summed_backward, [x, y, other, x], axis)
 
 
 def test_the_views_drawn_are_of_every_kind() -> None:
@@ -251,6 +258,23 @@ def test_bytes_moved(dtype: str) -> None:
     assert forward(x, x, (1,)).bytes_moved == 2 * size
     assert backward(x, x, x, (1,)).bytes_moved == 3 * size
     assert backward(x, x, None, (1,)).bytes_moved == 2 * size
+    options: Any = {"residual": x, "residual_out": x}
+    assert ForwardProblem.of(x, None, None, x, axis=(1,), eps=0.0, stats=False, **options).bytes_moved == 4 * size
+    options = {"dweight": None, "dbias": None, "dresidual_out": x}
+    assert BackwardProblem.of(x, x, None, x, axis=(1,), **options).bytes_moved == 4 * size
+
+
+def test_what_a_gradient_does_not_need_is_no_part_of_its_problem() -> None:
+    """Else there would be plans, and compiled kernels, that do the same."""
+    x = View(0, (2, 4), (4, 1), DTYPE, ("cuda", 0))
+    vector = View(0, (4,), (1,), DTYPE, ("cuda", 0))
+    options: Any = {"axis": (1,), "dweight": DTYPE, "dbias": DTYPE}
+    plain = BackwardProblem.of(x, x, vector, x, **options)
+    assert BackwardProblem.of(x, x, vector, x, bias=vector, **options) == plain
+    activated = BackwardProblem.of(x, x, vector, x, bias=vector, norm=Norm(activation="relu"), **options)
+    assert activated.bias == Vector(DTYPE)
+    without_dx = BackwardProblem.of(x, x, vector, None, **options)
+    assert BackwardProblem.of(x, x, vector, None, dresidual_out=x, **options) == without_dx
 
 
 @given(st.lists(st.integers(0, 9), max_size=5))
