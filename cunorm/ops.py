@@ -342,21 +342,12 @@ class RowNorm:
         weight_offset: float = 0.0,
     ) -> RowNorm:
         """The op of a user's arguments."""
-        # Only by arguments of the types that nearly all have: what equals them may be of a type to be refused.
-        plain = (
-            type(axis) is int
-            and type(eps) is float
-            and (activation is None or type(activation) is str)
-            and type(weight_offset) is float
-        )
-        if plain:
-            known = _interned.get((axis, eps, activation, centered, weight_offset))
-            if known is not None:
-                return known
-        norm = Norm(centered, check_weight_offset(weight_offset), check_activation(activation))
-        axes, value = check_axis(axis), check_eps(eps)
-        op = _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
-        return _interned.setdefault((axis, eps, activation, centered, weight_offset), op) if plain else op
+        if type(axis) is int:  # nearly always; what stands in a sequence may equal an int and be refused
+            try:
+                return _op_of(axis, eps, activation, centered, weight_offset)
+            except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
+                pass
+        return _op_of.__wrapped__(axis, eps, activation, centered, weight_offset)
 
     @functools.cached_property
     def keeps_bias(self) -> bool:
@@ -390,8 +381,14 @@ class RowNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-# By (axes, eps, norm), and by the arguments of `RowNorm.of` where axis is an int.
-_interned: dict[tuple[Any, ...], RowNorm] = {}
+_interned: dict[tuple[tuple[int, ...], float, Norm], RowNorm] = {}
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _op_of(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
+    norm = Norm(centered, check_weight_offset(weight_offset), check_activation(activation))
+    axes, value = check_axis(axis), check_eps(eps)
+    return _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
 
 
 def _layout(view: View | None) -> Any:
