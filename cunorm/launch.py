@@ -23,7 +23,9 @@ __all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device"]
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel declares itself
 _CLUSTER_WITHOUT_ASKING = 8
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # of the driver's enumeration CUfunction_attribute
+# Of the driver's enumerations CUfunction_attribute and CUlaunchAttributeID.
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_CLUSTER_DIMENSION = 4
 COMPILE_OPTIONS = ("-std=c++17",)
 
 
@@ -55,7 +57,47 @@ def device(index: int) -> Device:
         arch=f"sm_{properties['major']}{properties['minor']}",
         multiprocessors=properties["multiProcessorCount"],
         threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
+        clusters=_clusters(index) if properties["major"] >= 9 else (0, 0, 0, 0),
     )
+
+
+class _ClusterSize(ctypes.Structure):
+    """A CUlaunchAttribute of the driver that holds a cluster's dimensions."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("dimensions", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_ClusterSize)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def _clusters(index: int) -> tuple[int, int, int, int]:
+    """How many clusters of 2, 4, 8 and 16 blocks that fill a multiprocessor each run at once; 0 for what fails."""
+    with cupy().cuda.Device(index):
+        text = 'extern "C" __global__ void fill() { extern __shared__ char memory[]; memory[threadIdx.x] = 0; }'
+        function = cupy().RawModule(code=text).get_function("fill")
+        shared_bytes = cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+        function.max_dynamic_shared_size_bytes = shared_bytes
+        cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        driver = ctypes.CDLL("libcuda.so.1")
+        counts = []
+        for blocks in (2, 4, 8, 16):
+            size = _ClusterSize(_CLUSTER_DIMENSION, 0, (blocks, 1, 1))
+            config = _LaunchConfig((blocks, 1, 1), (128, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)
+            count = ctypes.c_int(0)
+            pointer = ctypes.c_void_p(function.kernel.ptr)
+            failed = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), pointer, ctypes.byref(config))
+            counts.append(0 if failed else count.value)
+    return counts[0], counts[1], counts[2], counts[3]
 
 
 def _driver_hint(runtime: Any) -> str:

@@ -60,48 +60,53 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = group * ROWS_PER_BLOCK;
-  // Rows that are PEELED are peeled as x is, since dx may not be wanted. All rows of a thread begin in the same way: the
-  // plan sees to it that the step is a whole number of vectors.
-  const Place first_place = place_of(x, part, first_row);
+  const auto place_at = [&](long long first) {
+    if constexpr (WANTS_DX) return place_of(dx, part, first);
+    return place_of(x, part, first);
+  };
+  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
+  const Place first_place = place_at(first_row);
   Compute next_mean = 0, next_rstd = 0;
   const auto fetch_statistics = [&](long long first) {
     const long long row = first + threadIdx.y;
     if constexpr (CENTERED) next_mean = row < arguments.rows ? arguments.mean[row] : 0;
     next_rstd = row < arguments.rows ? arguments.rstd[row] : 0;
   };
-  fetch(x, part, first_row);
-  fetch(dy, part, first_row);
+  // What is ahead: the next rows in shared memory, and the next edges in registers.
+  Vector<X_TYPE, 1> next_x_edge, next_dy_edge;
+  const auto fetch_rows = [&](long long first) {
+    fetch(x, part, first);
+    fetch(dy, part, first);
+    if constexpr (stage == Stage::ahead) {
+      next_x_edge = edge_of(x, part, place_at(first));
+      next_dy_edge = edge_of(dy, part, place_at(first));
+    }
+  };
+  fetch_rows(first_row);
   if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row);
   fetch_statistics(first_row);
   affine.stage(first_place);
+  Compute edge_weight[1], edge_bias[1];
+  if (first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);
 
   Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
   Compute dweight_edge[1] = {0}, dbias_edge[1] = {0};
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
-    const Place place = place_of(x, part, first_row);
+    const Place place = place_at(first_row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     const Compute mean = next_mean, rstd = next_rstd;
     fetch_statistics(first_row + step);
     wait_for_rows();
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
-    Vector<X_TYPE, 1> x_edge, dy_edge;
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) {
-        x_values[i] = vector_of(x, part, place, i);
-        dy_values[i] = vector_of(dy, part, place, i);
-      }
-    }
-    if (place.has_edge()) {
-      x_edge = edge_of(x, part, place);
-      dy_edge = edge_of(dy, part, place);
-    }
+    const Vector<X_TYPE, 1> x_edge = stage == Stage::ahead ? next_x_edge : edge_of(x, part, place);
+    const Vector<X_TYPE, 1> dy_edge = stage == Stage::ahead ? next_dy_edge : edge_of(dy, part, place);
+    get_vectors(x, part, place, x_values);
+    get_vectors(dy, part, place, dy_values);
     if constexpr (stage == Stage::run) {
       release_rows();
-      fetch(x, part, first_row + step);
-      fetch(dy, part, first_row + step);
+      fetch_rows(first_row + step);
     }
 
     // Reduce along the row, and add to the column sums on the way.
@@ -129,14 +134,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
     if (place.has_edge()) {
-      Compute weight[1], bias[1];
-      affine.get_edge(place, weight, bias);
-      add(x_edge.lane[0], dy_edge.lane[0], weight[0], bias[0], dweight_edge[0], dbias_edge[0], sums[0], sums[1]);
+      add(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], dweight_edge[0], dbias_edge[0], sums[0],
+          sums[1]);
     }
-    if constexpr (stage == Stage::ahead) {
-      fetch(x, part, first_row + step);
-      fetch(dy, part, first_row + step);
-    }
+    if constexpr (stage == Stage::ahead) fetch_rows(first_row + step);
     if constexpr (!WANTS_DX) continue;
     row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2]);
     if constexpr (BLOCKS_PER_ROW > 1) {
@@ -164,26 +165,26 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       forget_widened(x_values[i]);
       forget_widened(dy_values[i]);
     }
+    Vector<X_TYPE, VECTOR> added[VECTORS];
+    if constexpr (HAS_DRESIDUAL && stage == Stage::direct) get_vectors(dresidual_out, part, place, added);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
-        Vector<X_TYPE, VECTOR> added, result;
-        if constexpr (HAS_DRESIDUAL) added = vector_of(dresidual_out, part, place, i);
+        Vector<X_TYPE, VECTOR> result;
+        if constexpr (HAS_DRESIDUAL && stage != Stage::direct) added[i] = staged_vector(dresidual_out, part, place, i);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added.lane[j], result.lane[j]);
+          dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added[i].lane[j], result.lane[j]);
         }
         put(dx, part, place, i, result);
       }
     }
     if (place.has_edge()) {
-      Compute weight[1], bias[1];
-      affine.get_edge(place, weight, bias);
-      Vector<X_TYPE, 1> added, result;
-      if constexpr (HAS_DRESIDUAL) added = edge_of(dresidual_out, part, place);
-      dx_of(x_edge.lane[0], dy_edge.lane[0], weight[0], bias[0], added.lane[0], result.lane[0]);
+      Vector<X_TYPE, 1> added_edge, result;
+      if constexpr (HAS_DRESIDUAL) added_edge = edge_of(dresidual_out, part, place);
+      dx_of(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], added_edge.lane[0], result.lane[0]);
       put_edge(dx, part, place, result);
     }
     if constexpr (stage == Stage::run) {
@@ -195,22 +196,24 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower one,
   // by column, until there is one row: two rows may be peeled differently.
+  const Place place = place_at(group * ROWS_PER_BLOCK);
   const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto use) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (first_place.has(i)) {
+      if (place.has(i)) {
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) use(first_place.column(i) + j, values[i][j]);
+        for (int j = 0; j < VECTOR; ++j) use(place.column(i) + j, values[i][j]);
       }
     }
-    if (first_place.has_edge()) use(first_place.edge_column(), edge[0]);
+    if (place.has_edge()) use(place.edge_column(), edge[0]);
   };
   const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto* sums) {
     // The columns of neighbouring threads lie side by side: no bank of shared memory is asked twice at once.
-    const int vectors = part.columns / VECTOR + 1;
-    const auto shared = [&](int row, int column) -> Compute& {
+    const unsigned vectors = part.columns / VECTOR + 1;
+    const auto shared = [&](unsigned row, unsigned column) -> Compute& {
       return reinterpret_cast<Compute*>(staged)[(row * VECTOR + column % VECTOR) * vectors + column / VECTOR];
     };
+#pragma unroll 1
     for (int rows = ROWS_PER_BLOCK / 2; rows > 0; rows /= 2) {
       const int y = threadIdx.y;
       __syncthreads();

@@ -118,8 +118,17 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
-  fetch(x, part, first_row);
-  if constexpr (HAS_RESIDUAL) fetch(residual, part, first_row);
+  // What is ahead: the next rows in shared memory, and the next edges in registers.
+  Vector<X_TYPE, 1> next_edge, next_residual_edge;
+  const auto fetch_rows = [&](long long first) {
+    fetch(x, part, first);
+    if constexpr (HAS_RESIDUAL) fetch(residual, part, first);
+    if constexpr (stage == Stage::ahead) {
+      next_edge = edge_of(x, part, place_of(y, part, first));
+      if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
+    }
+  };
+  fetch_rows(first_row);
   affine.stage(place_of(y, part, first_row));
   begin_exchanges(exchange);
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
@@ -128,31 +137,32 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     wait_for_rows();
     Vector<X_TYPE, VECTOR> values[VECTORS];
-    Vector<X_TYPE, 1> edge;
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) values[i] = vector_of(x, part, place, i);
-    }
-    if (place.has_edge()) edge = edge_of(x, part, place);
+    Vector<X_TYPE, 1> edge = stage == Stage::ahead ? next_edge : edge_of(x, part, place);
+    get_vectors(x, part, place, values);
     if constexpr (HAS_RESIDUAL) {
+      Vector<X_TYPE, VECTOR> residual_values[VECTORS];
+      const Vector<X_TYPE, 1> residual_edge =
+          stage == Stage::ahead ? next_residual_edge : edge_of(residual, part, place);
+      get_vectors(residual, part, place, residual_values);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (place.has(i)) {
-          add_residual(values[i], vector_of(residual, part, place, i));
-          put(residual_out, part, place, i, values[i]);
+          add_residual(values[i], residual_values[i]);
+          put_anywhere(residual_out, part, place, i, values[i]);
         }
       }
       if (place.has_edge()) {
-        add_residual(edge, edge_of(residual, part, place));
+        add_residual(edge, residual_edge);
         put_edge(residual_out, part, place, edge);
       }
     }
     release_rows();
-    fetch(x, part, first_row + step);
-    if constexpr (HAS_RESIDUAL) fetch(residual, part, first_row + step);
-    // With one vector a thread there are registers for the weights too, whose way from memory then costs no time.
-    Compute weight[VECTOR], bias[VECTOR];
+    fetch_rows(first_row + step);
+    // The edge's weights; and with one vector a thread there are registers for that one's too, whose way from memory
+    // then costs no time.
+    Compute weight[VECTOR], bias[VECTOR], edge_weight[1], edge_bias[1];
     if (VECTORS == 1 && place.has(0)) affine.get(place, 0, weight, bias);
+    if (place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
@@ -197,8 +207,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
     if (place.has_edge()) {
-      Compute edge_weight[1], edge_bias[1];
-      affine.get_edge(place, edge_weight, edge_bias);
       put_edge(y, part, place, normalized(edge, statistics.mean, statistics.remainder, rstd, edge_weight, edge_bias));
     }
     if constexpr (stage == Stage::run) {

@@ -4,14 +4,13 @@
 // part each of one row. STAGE names the way to the registers:
 // - direct: straight;
 // - ahead: through shared memory that a thread alone uses, where its vectors of the next row are on their way while it
-//   works on this one: the bytes in flight are what keeps the memory busy while a block waits for its sums. WEIGHTS_STAGED
-//   keeps its weights and biases there too;
-// - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead. For
-//   tiny rows, of vectors shorter than 16 bytes; they lie directly behind each other. Results leave in the same way.
+//   works on this one: the bytes in flight are what keeps the memory busy while a block waits for its sums;
+// - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
+//   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
 //
 // Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE columns
 // from either end of the row, and the columns beside them, its edges, go one to a thread. What lies in another way than
-// the result (always the weights) is read as two aligned pieces: those margins keep that within the row.
+// the result (always the weights) is read as two aligned pieces: the margins keep that within the row.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
@@ -99,7 +98,8 @@ __device__ __forceinline__ Place place_of(const Rows<T>& aligned, const Part& pa
 // A thread's i-th vector in shared memory, where the stage is a run.
 template <typename T>
 __device__ __forceinline__ X_TYPE* in_run(const Rows<T>& rows, const Part& part, const Place& place, int i) {
-  return rows.staged + rows.shift(part, place.first_row) + static_cast<int>(threadIdx.y) * part.columns + place.column(i);
+  X_TYPE* run = rows.staged + rows.shift(part, place.first_row);
+  return run + static_cast<int>(threadIdx.y) * part.columns + place.column(i);
 }
 
 __device__ __forceinline__ int run_length(const Part& part, long long first_row) {
@@ -144,38 +144,76 @@ __device__ __forceinline__ void wait_for_rows() {
   if constexpr (stage == Stage::run) __syncthreads();
 }
 
-// A thread's i-th vector of its row.
-__device__ __forceinline__ Vector<X_TYPE, VECTOR> vector_of(const Rows<const X_TYPE>& rows, const Part& part,
-                                                            const Place& place, int i) {
-  if constexpr (stage == Stage::ahead) return load<X_TYPE, VECTOR>(rows.own(i));
-  if constexpr (stage == Stage::run) return load<X_TYPE, VECTOR>(in_run(rows, part, place, i));
-  const X_TYPE* source = rows.at(part, place.row) + place.column(i);
-  if constexpr (PEELED) return load_anywhere<X_TYPE, VECTOR>(source);
-  return load<X_TYPE, VECTOR>(source);
+// A thread's i-th vector of its row in shared memory.
+template <typename T>
+__device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T>& rows, const Part& part,
+                                                                const Place& place, int i) {
+  return load<X_TYPE, VECTOR>(stage == Stage::ahead ? rows.own(i) : in_run(rows, part, place, i));
 }
 
-// A thread's edge of its row, as a vector of one.
+// A thread's vectors of its row.
+__device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
+                                            Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
+  const X_TYPE* row = rows.at(part, place.row);
+  if constexpr (PEELED && stage == Stage::direct) {
+    const unsigned shift = reinterpret_cast<size_t>(row + place.head) % 16;
+    if (shift > 0) {
+      // Several at once, so that they are all under way before the first is waited for.
+      constexpr int TOGETHER = 4;
+#pragma unroll
+      for (int first = 0; first < VECTORS; first += TOGETHER) {
+        Straddling<X_TYPE, VECTOR> pieces[TOGETHER];
+#pragma unroll
+        for (int i = first; i < first + TOGETHER && i < VECTORS; ++i) {
+          if (place.has(i)) pieces[i - first].load_pieces(row + place.column(i));
+        }
+#pragma unroll
+        for (int i = first; i < first + TOGETHER && i < VECTORS; ++i) {
+          if (place.has(i)) values[i] = pieces[i - first].at(shift);
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    if (place.has(i)) {
+      values[i] = stage == Stage::direct ? load<X_TYPE, VECTOR>(row + place.column(i))
+                                         : staged_vector(rows, part, place, i);
+    }
+  }
+}
+
+// A thread's edge of its row, if it has one, as a vector of one.
 __device__ __forceinline__ Vector<X_TYPE, 1> edge_of(const Rows<const X_TYPE>& rows, const Part& part,
                                                      const Place& place) {
-  return load<X_TYPE, 1>(rows.at(part, place.row) + place.edge_column());
+  Vector<X_TYPE, 1> edge;
+  if (place.has_edge()) edge = load<X_TYPE, 1>(rows.at(part, place.row) + place.edge_column());
+  return edge;
 }
 
-// To be called between the last vector_of of a step and the fetch of the next rows into the same place.
+// To be called between the last get_vectors of a step and the fetch of the next rows into the same place.
 __device__ __forceinline__ void release_rows() {
   if constexpr (stage == Stage::run) __syncthreads();
 }
 
 // ---- Out.
 
-// Writes a thread's i-th vector of a result; a run is then in shared memory, until flush.
+// Writes a thread's i-th vector of the result that rows are peeled for; a run is then in shared memory, until flush.
 __device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                     const Vector<X_TYPE, VECTOR>& values) {
-  if constexpr (stage == Stage::run) {
-    store(in_run(rows, part, place, i), values);
-  } else if constexpr (PEELED) {
-    store_anywhere(rows.at(part, place.row) + place.column(i), values);
+  store(stage == Stage::run ? in_run(rows, part, place, i) : rows.at(part, place.row) + place.column(i), values);
+}
+
+// The same for another result, which may lie otherwise.
+__device__ __forceinline__ void put_anywhere(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
+                                             const Vector<X_TYPE, VECTOR>& values) {
+  if (PEELED && rows.shift(part, place.row) != (PIECE - place.head % PIECE) % PIECE) {
+    X_TYPE* target = rows.at(part, place.row) + place.column(i);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) target[j] = values.lane[j];
   } else {
-    store(rows.at(part, place.row) + place.column(i), values);
+    put(rows, part, place, i, values);
   }
 }
 

@@ -40,58 +40,36 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
   *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
 }
 
-// COUNT elements from anywhere. Those that are not aligned, and together a multiple of 16 bytes, come as aligned pieces of
-// 16 bytes: what these have beside the elements must be memory too.
+// COUNT elements from anywhere, together 16 bytes: as the two aligned pieces of 16 bytes that they lie in. The second is
+// read even where the first holds them all; what the two have beside the elements must be memory too.
 template <typename T, int COUNT>
-__device__ __forceinline__ Vector<T, COUNT> load_anywhere(const T* source) {
-  constexpr int WORDS = sizeof(T) * COUNT / 4;
-  Vector<T, COUNT> result;
-  if constexpr (WORDS % 4 != 0 || sizeof(T) * COUNT % 4 != 0) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) result.lane[i] = source[i];
-    return result;
-  } else {
-    constexpr int PIECE_WORDS = 4;
-    const int shift = static_cast<int>(reinterpret_cast<size_t>(source) % 16);
-    const unsigned* pieces = reinterpret_cast<const unsigned*>(source - shift / static_cast<int>(sizeof(T)));
-    unsigned words[WORDS + PIECE_WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS + PIECE_WORDS; i += PIECE_WORDS) {
-      if (i < WORDS || shift > 0) {
-        const Vector<unsigned, PIECE_WORDS> piece = load<unsigned, PIECE_WORDS>(pieces + i);
-#pragma unroll
-        for (int j = 0; j < PIECE_WORDS; ++j) words[i + j] = piece.lane[j];
-      }
-    }
-    if (shift > 0) {
-#pragma unroll
-      for (int step = 2; step > 0; --step) {
-        if (shift & 4 * step) {
-#pragma unroll
-          for (int i = 0; i + step < WORDS + PIECE_WORDS; ++i) words[i] = words[i + step];
-        }
-      }
-      if (sizeof(T) == 2 && shift & 2) {
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) words[i] = words[i] >> 16 | words[i + 1] << 16;
-      }
-    }
-    unsigned* target = reinterpret_cast<unsigned*>(&result);
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) target[i] = words[i];
-    return result;
-  }
-}
+struct Straddling {
+  unsigned words[8];
 
-template <typename T, int COUNT>
-__device__ __forceinline__ void store_anywhere(T* target, const Vector<T, COUNT>& values) {
-  if (reinterpret_cast<size_t>(target) % sizeof(values) == 0) {
-    store(target, values);
-  } else {
+  __device__ __forceinline__ void load_pieces(const T* source) {
+    const T* aligned = source - reinterpret_cast<size_t>(source) % 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) target[i] = values.lane[i];
+    for (int i = 0; i < 8; i += 4) {
+      const Vector<unsigned, 4> piece = load<unsigned, 4>(reinterpret_cast<const unsigned*>(aligned) + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[i + j] = piece.lane[j];
+    }
   }
-}
+
+  // The elements, which begin `shift` bytes into the first piece.
+  __device__ __forceinline__ Vector<T, COUNT> at(unsigned shift) const {
+    unsigned moved[8], result[4];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) moved[i] = shift & 8 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) moved[i] = shift & 4 ? moved[i + 1] : moved[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      result[i] = sizeof(T) == 2 && shift & 2 ? moved[i] >> 16 | moved[i + 1] << 16 : moved[i];
+    }
+    return *reinterpret_cast<const Vector<T, COUNT>*>(result);
+  }
+};
 
 // Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
 // both, and spill.
@@ -117,15 +95,23 @@ __device__ __forceinline__ void load_widened(const T* source, Compute (&values)[
   }
 }
 
-// The same from anywhere, as load_anywhere reads.
+// The same from anywhere: in pieces of 16 bytes, as Straddling reads, or number by number where that is too much.
 template <int COUNT, typename T>
 __device__ __forceinline__ void load_widened_anywhere(const T* source, Compute (&values)[COUNT]) {
-  constexpr int STEP = 16 / sizeof(T) < COUNT ? 16 / sizeof(T) : COUNT;
+  constexpr int STEP = 16 / sizeof(T);
+  if constexpr (STEP <= COUNT) {
+    const unsigned shift = reinterpret_cast<size_t>(source) % 16;
 #pragma unroll
-  for (int first = 0; first < COUNT; first += STEP) {
-    const Vector<T, STEP> piece = load_anywhere<T, STEP>(source + first);
+    for (int first = 0; first < COUNT; first += STEP) {
+      Straddling<T, STEP> pieces;
+      pieces.load_pieces(source + first);
+      const Vector<T, STEP> piece = pieces.at(shift);
 #pragma unroll
-    for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
+      for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = widen(source[i]);
   }
 }
 

@@ -19,6 +19,9 @@ class Device:
     arch: str = "sm_90"
     multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
+    # How many clusters of 2, 4, 8 and 16 blocks, each filling a multiprocessor, run at the same time. They lie within
+    # groups of multiprocessors, so some of these stay idle; how many differs even between two chips of a model.
+    clusters: tuple[int, int, int, int] = (66, 30, 15, 7)
 
     @property
     def capability(self) -> int:
@@ -31,18 +34,11 @@ class Device:
         # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.
         return {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
 
-    @property
-    def most_blocks_per_cluster(self) -> int:
-        """The most blocks that can share a row through each other's shared memory; 1 where there are no clusters."""
-        # 8 everywhere; 16 where the chip has multiprocessors enough in a row of them, and the kernel asks for it.
-        return 1 if self.capability < 90 else 16 if self.capability in (90, 100, 103) else 8
-
-    def clusters(self, blocks: int) -> int:
-        """How many clusters of so many blocks, each filling a multiprocessor, are sure to run at the same time.
-
-        A cluster lies within a group of multiprocessors (16 or 18 on an H200), so some of those stay idle.
-        """
-        return self.multiprocessors if blocks == 1 else max(1, self.multiprocessors // 16 * 16 // blocks)
+    def groups(self, blocks: int) -> int:
+        """How many groups of 1, 2, 4, 8 or 16 blocks, each filling a multiprocessor, run at the same time; or 0."""
+        if blocks == 1:
+            return self.multiprocessors
+        return self.clusters[blocks.bit_length() - 2] if self.capability >= 90 else 0
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class RowBlock:
     def groups(self, problem: Problem, device: Device) -> int:
         """How many groups of ``blocks_per_row`` blocks are launched."""
         all_rows = -(-problem.rows // self.rows_per_block)
-        most = self.blocks_per_multiprocessor * device.clusters(self.blocks_per_row)
+        most = self.blocks_per_multiprocessor * device.groups(self.blocks_per_row)
         if not most or all_rows <= most:
             return all_rows
         if not self.peeled:
@@ -176,10 +176,7 @@ def _is_row_matrix(problem: Problem) -> bool:
 
 
 def _blocks_per_row(device: Device) -> Iterator[int]:
-    blocks = 1
-    while blocks <= device.most_blocks_per_cluster:
-        yield blocks
-        blocks *= 2
+    return (blocks for blocks in (1, 2, 4, 8, 16) if device.groups(blocks))
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
