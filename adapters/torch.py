@@ -25,12 +25,18 @@ _NAMES = {
     torch.uint8: "uint8",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _requires_grad(*tensors: Any) -> bool:
-    for tensor in tensors:  # noqa: SIM110 - every call comes here, and a generator takes longer
-        if tensor is not None and getattr(tensor, "requires_grad", False):
-            return True
+    # Every call comes here: a generator, or getattr with a default, would take longer.
+    for tensor in tensors:
+        if tensor is not None:
+            try:
+                if tensor.requires_grad:
+                    return True
+            except AttributeError:  # no tensor: `view` says so
+                pass
     return False
 
 
@@ -86,15 +92,17 @@ class TorchAdapter(Adapter):
 
     def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         # Forward-mode differentiation goes to `_Norm` too, where PyTorch says that there is none.
-        if (
-            torch.is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)
-        ) or forward_ad._current_level >= 0:
+        if (_is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)) or forward_ad._current_level >= 0:
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            y, residual_out, mean, rstd = _Norm.apply(op, x, residual, weight, bias)  # type: ignore[no-untyped-call]
-            return (y, residual_out, mean, rstd) if stats else (y, residual_out, None, None)
+            results = _Norm.apply(op, x, residual, weight, bias)  # type: ignore[no-untyped-call]
+            residual_out = None if residual is None else results[1]
+            if not stats:
+                return results[0], residual_out, None, None
+            has_mean = len(results) > (2 if residual is None else 3)
+            return results[0], residual_out, results[-2] if has_mean else None, results[-1]
         results = execute.forward(self, op, x, residual, weight, bias, out, stats)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
@@ -105,31 +113,40 @@ ADAPTER: Adapter = TorchAdapter()
 
 
 class _Norm(torch.autograd.Function):
-    """Any op of ``cunorm.execute.Op``. The statistics are kept for the gradient and are not differentiable."""
+    """Any op of ``cunorm.execute.Op``: y[, residual_out][, mean], rstd.
+
+    The statistics are kept for the gradient and are not differentiable. Results that a call does not have are left
+    out, since autograd takes time for a None too.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
         y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
-        ctx.op = op
-        ctx.bias_dtype = None if bias is None else _NAMES[bias.dtype]
+        ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
         normalized = x if residual_out is None else residual_out
-        ctx.save_for_backward(normalized, weight, bias if op.keeps_bias else None, mean, rstd)
+        if op.keeps_bias:
+            ctx.save_for_backward(normalized, weight, mean, rstd, bias)
+        else:
+            ctx.save_for_backward(normalized, weight, mean, rstd)
+        ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
         if mean is None:
             ctx.mark_non_differentiable(rstd)
-        else:
-            ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
-        return y, residual_out, mean, rstd
+            return (y, rstd) if residual_out is None else (y, residual_out, rstd)
+        ctx.mark_non_differentiable(mean, rstd)
+        return (y, mean, rstd) if residual_out is None else (y, residual_out, mean, rstd)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any, dresidual_out: Any, _dmean: Any, _drstd: Any) -> Any:
+    def backward(ctx: Any, dy: Any, *others: Any) -> Any:
+        op, bias_dtype, has_residual = ctx.call
+        dresidual_out = others[0] if has_residual else None
         if dy is None:  # y was not used
             return None, dresidual_out, dresidual_out, None, None
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, mean, rstd, *kept = ctx.saved_tensors
+        bias = kept[0] if kept else None
         _, needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad
         mask = (needs_x or needs_residual, needs_weight, needs_bias)
         dx, dweight, dbias = execute.backward(
-            ADAPTER, ctx.op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, ctx.bias_dtype
+            ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype
         )
         return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias

@@ -214,7 +214,10 @@ def forward(
     else:
         rstd = adapter.empty(rstd, x)
         pointers.append(adapter.pointer(rstd))
-    _run(adapter, prepared, pointers, x)
+    if prepared.workspace_bytes:
+        _run(adapter, prepared, pointers, x)
+    else:
+        prepared.run(pointers, 0, adapter.stream(prepared.device))
     return out, residual_out, mean, rstd
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -253,18 +254,23 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op works on TensorFlow's own memory; an EagerTensor on the CPU shows its address as a buffer."""
     seen: list[Any] = []
-    run = execute._run
+    prepare = execute.prepare_on_cpu
 
-    def recording(adapter: Any, prepared: Any, pointers: list[int], like: Any) -> None:
-        seen.extend(pointers)
-        run(adapter, prepared, pointers, like)
+    def recording(*arguments: Any) -> Any:
+        prepared = prepare(*arguments)
+
+        def run(pointers: list[int], workspace: int, stream: int) -> None:
+            seen.extend(pointers)
+            prepared.run(pointers, workspace, stream)
+
+        return dataclasses.replace(prepared, run=run)
 
     def address(value: Any) -> Any:
         return np.asarray(memoryview(value)).__array_interface__["data"][0]
 
-    monkeypatch.setattr(execute, "_run", recording)
+    monkeypatch.setattr(execute, "prepare_on_cpu", recording)
     x, bias = tensor(data(1, (64, 128))), tensor(data(2, (128,)))
-    y = cunorm.layer_norm(x, None, bias)
+    y = cunorm.layer_norm(x, None, bias, eps=0.375)  # a call that was not prepared before
     assert seen[:6] == [address(x), 0, 0, address(bias), address(y), 0]
     assert address(y) % 64 == 0, "TensorFlow aborts the process when it meets a tensor that is not aligned"
 
