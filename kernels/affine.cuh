@@ -26,6 +26,16 @@ __device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight,
   return xhat;
 }
 
+// What is normalized where there is a residual: the sum as it is rounded.
+template <int COUNT>
+__device__ __forceinline__ Vector<X_TYPE, COUNT> sum_of(const Vector<X_TYPE, COUNT>& x,
+                                                        const Vector<X_TYPE, COUNT>& residual) {
+  Compute sum[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sum[i] = widen(x.lane[i]) + widen(residual.lane[i]);
+  return rounded<X_TYPE>(sum);
+}
+
 // Numbers of a row: normalized, scaled, shifted, activated and rounded.
 //
 // The mean comes as two numbers, mean + remainder: its rounding alone would show where a row lies far from zero.
@@ -34,14 +44,15 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE,
                                                             Compute remainder, Compute rstd,
                                                             const Compute (&weight)[COUNT],
                                                             const Compute (&bias)[COUNT]) {
-  Vector<X_TYPE, COUNT> result;
+  const Compute shift = -remainder * rstd;
+  Compute y[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const Compute value = widen(x.lane[i]);
-    const Compute xhat = CENTERED ? (value - mean - remainder) * rstd : value * rstd;
-    narrow(activate(scale_and_shift(xhat, weight[i], bias[i])), result.lane[i]);
+    const Compute xhat = CENTERED ? (value - mean) * rstd + shift : value * rstd;
+    y[i] = activate(scale_and_shift(xhat, weight[i], bias[i]));
   }
-  return result;
+  return rounded<X_TYPE>(y);
 }
 
 // One number's part in the gradients.

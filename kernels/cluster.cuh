@@ -60,8 +60,8 @@ __device__ __forceinline__ void begin_exchanges(Exchange<COUNT>& exchange) {
   cluster_barrier();  // before it another block may not have started
 }
 
-// Every block of the row gives COUNT numbers, the same in all its threads, and gets those of all, by rank. `turn` counts
-// the exchanges. A barrier of the cluster would also wait for all that was stored before, and empty the cache.
+// Every block of the row gives COUNT numbers, the same in all its threads, and gets those of all, by rank. `turn`
+// counts the exchanges. A barrier of the cluster would also wait for all that was stored before, and empty the cache.
 template <int COUNT>
 __device__ __forceinline__ const Compute (&exchange_in_row(Exchange<COUNT>& exchange, int turn,
                                                            const Compute (&numbers)[COUNT]))[BLOCKS_PER_ROW][COUNT] {

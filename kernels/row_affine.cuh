@@ -1,7 +1,7 @@
 // The weight and bias of row_block_*: a thread gets those of its vectors (see row_stage.cuh for what a place is).
 //
-// They come from memory, through the cache, at every row. Where WEIGHTS_STAGED, a thread first takes its own into shared
-// memory: a row that fills the cache would drive them out of it, and each row would cost their bytes again.
+// They come from memory, through the cache, at every row. Where WEIGHTS_STAGED, a thread first takes its own into
+// shared memory: a row that fills the cache would drive them out of it, and each row would cost their bytes again.
 
 template <int ACCESS_BYTES, typename T>
 struct Parameter {

@@ -154,11 +154,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     const Compute offset = -sums[0] / arguments.columns * rstd, slope = -sums[1] / arguments.columns * rstd;
 
     // Finish and store.
-    const auto dx_of = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, X_TYPE dresidual_out, X_TYPE& dx) {
+    const auto dx_of = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, X_TYPE dresidual_out) {
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
       Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
       if constexpr (HAS_DRESIDUAL) value += widen(dresidual_out);
-      narrow(value, dx);
+      return value;
     };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -172,20 +172,21 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
-        Vector<X_TYPE, VECTOR> result;
+        Compute results[VECTOR];
         if constexpr (HAS_DRESIDUAL && stage != Stage::direct) added[i] = staged_vector(dresidual_out, part, place, i);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added[i].lane[j], result.lane[j]);
+          results[j] = dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added[i].lane[j]);
         }
-        put(dx, part, place, i, result);
+        put(dx, part, place, i, rounded<X_TYPE>(results));
       }
     }
     if (place.has_edge()) {
-      Vector<X_TYPE, 1> added_edge, result;
+      Vector<X_TYPE, 1> added_edge;
       if constexpr (HAS_DRESIDUAL) added_edge = edge_of(dresidual_out, part, place);
-      dx_of(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], added_edge.lane[0], result.lane[0]);
-      put_edge(dx, part, place, result);
+      const Compute result[1] = {
+          dx_of(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], added_edge.lane[0])};
+      put_edge(dx, part, place, rounded<X_TYPE>(result));
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();
@@ -194,8 +195,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row + step);
   }
 
-  // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower one,
-  // by column, until there is one row: two rows may be peeled differently.
+  // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower
+  // one, by column, until there is one row: two rows may be peeled differently.
   const Place place = place_at(group * ROWS_PER_BLOCK);
   const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto use) {
 #pragma unroll

@@ -89,12 +89,6 @@ __device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& val
   sums[1] += part_of_squares;
 }
 
-template <int COUNT>
-__device__ __forceinline__ void add_residual(Vector<X_TYPE, COUNT>& values, const Vector<X_TYPE, COUNT>& residual) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) narrow(widen(values.lane[i]) + widen(residual.lane[i]), values.lane[i]);
-}
-
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
     row_block_forward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
@@ -147,12 +141,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (place.has(i)) {
-          add_residual(values[i], residual_values[i]);
+          values[i] = sum_of(values[i], residual_values[i]);
           put_anywhere(residual_out, part, place, i, values[i]);
         }
       }
       if (place.has_edge()) {
-        add_residual(edge, residual_edge);
+        edge = sum_of(edge, residual_edge);
         put_edge(residual_out, part, place, edge);
       }
     }

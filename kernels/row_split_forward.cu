@@ -1,6 +1,6 @@
 // Layer norm and RMS norm from finished statistics: y = activate((x - mean) * rstd * weight + bias), the last launch
-// for rows that no block can hold. Reads x (or residual_out) a second time, from L2 where it is still there, and writes y.
-// One block a chunk of columns.
+// for rows that no block can hold. Reads x (or residual_out) a second time, from L2 where it is still there, and writes
+// y. One block a chunk of columns.
 #include "types.cuh"
 #include "tile.cuh"
 #include "activation.cuh"

@@ -8,6 +8,8 @@
 #include "types.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -58,10 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
       for (int i = 0; i < UNROLL; ++i) {
         const long long column = tile_column(first, i);
         if (column < end) {
-          const Vector<X_TYPE, VECTOR> added = load<X_TYPE, VECTOR>(
-              residual + offset_of(column, arguments.column_sizes, arguments.residual_column_strides));
-#pragma unroll
-          for (int j = 0; j < VECTOR; ++j) narrow(widen(values[i].lane[j]) + widen(added.lane[j]), values[i].lane[j]);
+          values[i] = sum_of(values[i], load<X_TYPE, VECTOR>(residual + offset_of(column, arguments.column_sizes,
+                                                                                  arguments.residual_column_strides)));
           store(residual_out + offset_of(column, arguments.column_sizes, arguments.residual_out_column_strides),
                 values[i]);
         }

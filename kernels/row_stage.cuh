@@ -8,9 +8,9 @@
 // - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
 //   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
 //
-// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE columns
-// from either end of the row, and the columns beside them, its edges, go one to a thread. What lies in another way than
-// the result (always the weights) is read as two aligned pieces: the margins keep that within the row.
+// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE
+// columns from either end of the row, and the columns beside them, its edges, go one to a thread. What lies in another
+// way than the result (always the weights) is read as two aligned pieces: the margins keep that within the row.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
@@ -202,7 +202,11 @@ __device__ __forceinline__ void release_rows() {
 // Writes a thread's i-th vector of the result that rows are peeled for; a run is then in shared memory, until flush.
 __device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                     const Vector<X_TYPE, VECTOR>& values) {
-  store(stage == Stage::run ? in_run(rows, part, place, i) : rows.at(part, place.row) + place.column(i), values);
+  if constexpr (stage == Stage::run) {
+    store(in_run(rows, part, place, i), values);
+  } else {
+    store_global(rows.at(part, place.row) + place.column(i), values);
+  }
 }
 
 // The same for another result, which may lie otherwise.
@@ -229,7 +233,7 @@ __device__ __forceinline__ void flush(const Rows<X_TYPE>& rows, const Part& part
     const int shift = rows.shift(part, place.first_row), length = run_length(part, place.first_row);
     for (int i = thread_in_block() * PIECE - shift; i < length; i += BLOCK_THREADS * PIECE) {
       if (i >= 0 && i + PIECE <= length) {
-        store(run + i, load<X_TYPE, PIECE>(rows.staged + shift + i));
+        store_global(run + i, load<X_TYPE, PIECE>(rows.staged + shift + i));
       } else {
         for (int j = max(i, 0); j < min(i + PIECE, length); ++j) run[j] = rows.staged[shift + j];
       }

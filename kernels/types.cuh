@@ -11,7 +11,10 @@
 using Compute = COMPUTE_TYPE;
 
 __device__ __forceinline__ Compute widen(__half value) { return __half2float(value); }
-__device__ __forceinline__ Compute widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+// The upper half of a float. As a shift it takes one instruction also from the middle of a word.
+__device__ __forceinline__ Compute widen(__nv_bfloat16 value) {
+  return __uint_as_float(static_cast<unsigned>(__bfloat16_as_ushort(value)) << 16);
+}
 __device__ __forceinline__ Compute widen(float value) { return static_cast<Compute>(value); }
 __device__ __forceinline__ Compute widen(double value) { return static_cast<Compute>(value); }
 
@@ -25,10 +28,34 @@ __device__ __forceinline__ void narrow(float value, double& result) { result = v
 __device__ __forceinline__ void narrow(double value, float& result) { result = static_cast<float>(value); }
 __device__ __forceinline__ void narrow(double value, double& result) { result = value; }
 
+// The last argument only tells the type.
+__device__ __forceinline__ __half2 round_pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
+__device__ __forceinline__ __nv_bfloat162 round_pair(float x, float y, __nv_bfloat16) {
+  return __floats2bfloat162_rn(x, y);
+}
+
 template <typename T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
   T lane[COUNT];
 };
+
+// Rounds COUNT numbers, sixteen-bit ones in pairs, for which there is one instruction.
+template <typename T, int COUNT>
+__device__ __forceinline__ Vector<T, COUNT> rounded(const Compute (&values)[COUNT]) {
+  Vector<T, COUNT> result;
+  if constexpr (sizeof(T) == 2 && sizeof(Compute) == 4 && COUNT % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 2) {
+      const auto pair = round_pair(values[i], values[i + 1], result.lane[i]);
+      result.lane[i] = pair.x;
+      result.lane[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) narrow(values[i], result.lane[i]);
+  }
+  return result;
+}
 
 template <typename T, int COUNT>
 __device__ __forceinline__ Vector<T, COUNT> load(const T* source) {
@@ -40,8 +67,30 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
   *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
 }
 
-// COUNT elements from anywhere, together 16 bytes: as the two aligned pieces of 16 bytes that they lie in. The second is
-// read even where the first holds them all; what the two have beside the elements must be memory too.
+// The same to memory that is not shared. Sixteen bytes are sure to go at once: the compiler makes several stores of
+// a plain one where the address comes from a remainder, as in a peeled row.
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_global(T* target, const Vector<T, COUNT>& values) {
+  if constexpr (sizeof(values) == 16) {
+    __stwb(reinterpret_cast<uint4*>(target), *reinterpret_cast<const uint4*>(&values));
+  } else {
+    store(target, values);
+  }
+}
+
+// Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
+// both, and spill.
+template <typename T, int COUNT>
+__device__ __forceinline__ void forget_widened(Vector<T, COUNT>& values) {
+  if constexpr (sizeof(T) * COUNT >= 4) {
+    unsigned* words = reinterpret_cast<unsigned*>(&values);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)) * COUNT / 4; ++i) asm volatile("" : "+r"(words[i]));
+  }
+}
+
+// COUNT elements from anywhere, together 16 bytes, as the two aligned pieces of 16 bytes that they lie in. The second
+// is read even where the first holds them all; what the two have beside the elements must be memory too.
 template <typename T, int COUNT>
 struct Straddling {
   unsigned words[8];
@@ -70,17 +119,6 @@ struct Straddling {
     return *reinterpret_cast<const Vector<T, COUNT>*>(result);
   }
 };
-
-// Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
-// both, and spill.
-template <typename T, int COUNT>
-__device__ __forceinline__ void forget_widened(Vector<T, COUNT>& values) {
-  if constexpr (sizeof(T) * COUNT >= 4) {
-    unsigned* words = reinterpret_cast<unsigned*>(&values);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T)) * COUNT / 4; ++i) asm volatile("" : "+r"(words[i]));
-  }
-}
 
 // COUNT values of a weight or bias in Compute. Its type may be wider than x's and its alignment smaller, so it comes in
 // pieces of ACCESS_BYTES.
