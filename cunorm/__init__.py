@@ -14,6 +14,7 @@ if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
 from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from cunorm.tuning import tune
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+__all__ = ["__version__", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "tune"]

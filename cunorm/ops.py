@@ -21,6 +21,7 @@ from cunorm.checks import (
 from cunorm.execute import Output, Prepared
 from cunorm.plan import plan
 from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View
+from cunorm.tuning_file import entry_for
 
 __all__ = ["RowNorm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
@@ -512,7 +513,8 @@ def _prepare_launches(
     outputs: tuple[Output | None, ...],
     device_index: int,
 ) -> Prepared:
-    chosen = plan(problem, launch.device(device_index))
+    tuned = entry_for(problem, device_index)
+    chosen = plan(problem, launch.device(device_index), tuned.geometry if tuned else None)
     call = launch.Call(chosen, operands, device_index)
     return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)
 

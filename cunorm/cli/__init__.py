@@ -53,6 +53,21 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 plots=options.plots,
                 sources=options.sources,
             )
+        elif options.command == "tune":
+            from cunorm.cli import tune
+
+            tune.run(
+                options.op,
+                options.shape,
+                options.dtype,
+                direction=options.direction,
+                affine_dtype=options.affine_dtype,
+                activation=options.activation,
+                residual=options.residual,
+                max_seconds=options.max_seconds,
+                file=options.file,
+                clear=options.clear,
+            )
         else:
             from cunorm.cli import explain
 
@@ -150,6 +165,36 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--from", dest="sources", type=Path, nargs="+", default=(), metavar="FILE", help="show saved results instead"
     )
+
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest plan for a shape on this GPU, and use it from now on",
+        description="Time the plans that can compute a problem, and store which is the fastest: for this GPU model and "
+        "for all problems of the same kind and about the same size (see cunorm.tune).",
+        allow_abbrev=False,
+    )
+    tune.add_argument(
+        "--shape", type=_shape, action="append", default=[], metavar="4096x8192", help="the shape of x; may be repeated"
+    )
+    tune.add_argument("--dtype", choices=list(DTYPES), default="float16", help="the dtype of x (default: float16)")
+    tune.add_argument(
+        "--op",
+        choices=["layer_norm", "rms_norm"],
+        default="layer_norm",
+        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
+    )
+    tune.add_argument("--affine-dtype", choices=list(DTYPES), help="the dtype of weight and bias (default: that of x)")
+    tune.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
+    tune.add_argument("--residual", action="store_true", help="added before the norm")
+    direction = tune.add_mutually_exclusive_group()
+    for name, what in (("backward", "the gradient instead"), ("both", "the norm and the gradient")):
+        direction.add_argument(f"--{name}", dest="direction", action="store_const", const=name, help=what)
+    tune.set_defaults(direction="forward")
+    tune.add_argument(
+        "--max-seconds", type=float, default=30.0, metavar="N", help="about how long to take in all (default: 30)"
+    )
+    tune.add_argument("--file", type=Path, metavar="FILE", help="store there, not in the file that cunorm reads")
+    tune.add_argument("--clear", action="store_true", help="forget what was found before, for every GPU and problem")
     return parser
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from cunorm import launch
 from cunorm.cli import UsageError, output
 from cunorm.cli.gpus import KNOWN_GPUS, cuda_devices, measured_copy_rate
-from cunorm.plan import Device, Launch, Plan, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View, contiguous_strides
+from cunorm.plan import Device, Launch, Plan, fitted, plan
+from cunorm.problem import BackwardProblem, ForwardProblem, Norm
 from cunorm.resources import compile_resources
+from cunorm.tuning import contiguous_problem
+from cunorm.tuning_file import Entry, entry_for
 
 __all__ = ["run"]
 
@@ -26,11 +27,14 @@ def run(
     residual: bool,
 ) -> None:
     """Print the plan for C-contiguous tensors, with a weight of the same dtype, and a bias if it is a layer norm."""
-    name, device, rate, rate_is = _target(arch)
+    name, device, rate, rate_is, is_here = _target(arch)
     norm = Norm(op == "layer_norm", activation=activation)
-    problem = _problem(norm, shape, dtype, _axes(axis, len(shape)), backward, residual)
+    vectors = dtype, dtype if norm.centered else None
+    mask = (True, True, norm.centered) if backward else None
+    problem = contiguous_problem(norm, shape, _axes(axis, len(shape)), dtype, *vectors, residual, mask)
+    tuned = entry_for(problem, 0) if is_here else None
     try:
-        chosen = plan(problem, device)
+        chosen = plan(problem, device, tuned.geometry if tuned else None)
     except ValueError as error:
         raise UsageError(f"--shape: {error}") from error
 
@@ -41,6 +45,7 @@ def run(
         [
             ("seen as", f"{problem.rows} rows of {problem.columns} columns"),
             ("strategy", chosen.strategy),
+            ("chosen", _chosen_by(tuned, problem, device)),
             ("scratch memory", output.byte_count(chosen.workspace_bytes)),
             ("bytes that must move", f"{output.byte_count(problem.bytes_moved)} ({_moves(problem)})"),
             ("floor", f"{output.duration(problem.bytes_moved / rate)} at {output.rate(rate)}, {rate_is}"),
@@ -50,18 +55,30 @@ def run(
     _print_launches(chosen, device)
 
 
-def _target(arch: str | None) -> tuple[str, Device, float, str]:
+def _chosen_by(tuned: Entry | None, problem: ForwardProblem | BackwardProblem, device: Device) -> str:
+    if tuned is None:
+        return "built in"
+    where = f"measured here on {'x'.join(map(str, tuned.shape))}"
+    if tuned.geometry is None:
+        return f"built in, the best of {tuned.tried} {where}"
+    if fitted(problem, device, tuned.geometry) is None:
+        return f"built in, since what is best of {tuned.tried} {where} does not do for this"
+    return f"tuned: the best of {tuned.tried} {where}, {tuned.built_in_seconds / tuned.seconds:.2f}x the built-in speed"
+
+
+def _target(arch: str | None) -> tuple[str, Device, float, str, bool]:
+    """The GPU: its name, what plans need of it, its copy rate and where that is from, and whether it is here."""
     names, _ = cuda_devices()
     if names:
         device = launch.device(0)
         if arch in (None, device.arch):
-            return f"{names[0]} ({device.arch})", device, measured_copy_rate(), "a copy's rate, just measured"
+            return f"{names[0]} ({device.arch})", device, measured_copy_rate(), "a copy's rate, just measured", True
     gpu = KNOWN_GPUS.get(arch or "sm_90")
     if gpu is None:
         known = ", ".join(KNOWN_GPUS)
         raise UsageError(f"--arch {arch} is not known; it must be one of {known}, or that of this machine's GPU")
     where = "" if arch else ", for want of a CUDA device here"
-    return f"{gpu.name} ({gpu.device.arch}){where}", gpu.device, gpu.rate, gpu.rate_is
+    return f"{gpu.name} ({gpu.device.arch}){where}", gpu.device, gpu.rate, gpu.rate_is, False
 
 
 def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
@@ -72,22 +89,6 @@ def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
     if len(set(axes)) < len(axes):
         raise UsageError(f"--axis {' '.join(map(str, axis))} names an axis twice")
     return tuple(axes)
-
-
-def _problem(
-    norm: Norm, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...], backward: bool, residual: bool
-) -> ForwardProblem | BackwardProblem:
-    x = View(0, shape, contiguous_strides(shape), dtype, ("cuda", 0))
-    columns_shape = tuple(shape[i] for i in axes)
-    weight = View(0, columns_shape, contiguous_strides(columns_shape), dtype, ("cuda", 0))
-    bias = weight if norm.centered else None
-    added = x if residual else None
-    if backward:
-        dbias = dtype if bias else None
-        options: dict[str, Any] = {"axis": axes, "norm": norm, "bias": bias, "dresidual_out": added}
-        return BackwardProblem.of(x, x, weight, x, dweight=dtype, dbias=dbias, **options)
-    options = {"axis": axes, "norm": norm, "residual": added, "residual_out": added}
-    return ForwardProblem.of(x, weight, bias, x, eps=1e-5, stats=False, **options)
 
 
 def _moves(problem: ForwardProblem | BackwardProblem) -> str:

@@ -2,47 +2,75 @@
 
 ``plan(problem, device)`` picks a strategy and writes down its launches. Operands and scratch buffers are named; a
 ``Launch`` gives every field of its kernel's ``struct Arguments`` either a number or the name of a buffer. Each family
-of kernels has its file here, which knows how they are launched and for what they are best.
+of kernels has its file here, which knows how they are launched and for what they are best. Whoever has measured, knows
+better: a ``geometry`` takes the place of the built-in choice wherever it can.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from cunorm.plan import row_block, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
+from cunorm.plan.row_block import RowBlock
 from cunorm.problem import BackwardProblem, ForwardProblem
 
-__all__ = ["Device", "Launch", "Plan", "Scratch", "plan"]
+__all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "fitted", "plan", "plan_with"]
+
+Problem = ForwardProblem | BackwardProblem
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
-    """The plan for a problem on a device."""
+def plan(problem: Problem, device: Device, geometry: RowBlock | None = None) -> Plan:
+    """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem."""
+    return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
+
+
+def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | None:
+    """A geometry that was found for another problem, for this one; None where it cannot compute it.
+
+    What may change is how many vectors a thread has, and, to less, how many blocks share a multiprocessor.
+    """
+    share = geometry.blocks_per_multiprocessor
+    fits = [
+        candidate
+        for candidate in row_block.candidates(problem, device)
+        if replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
+        and candidate.blocks_per_multiprocessor <= share
+        and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
+    ]
+    return max(fits, key=lambda candidate: candidate.blocks_per_multiprocessor, default=None)
+
+
+def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan:
+    """The plan with a geometry that is one of `row_block.candidates`; None is for the built-in choice."""
     builder = Builder()
     if isinstance(problem, ForwardProblem):
-        strategy = _plan_forward(problem, device, builder)
+        strategy = _plan_forward(problem, device, geometry, builder)
     else:
-        strategy = _plan_backward(problem, device, builder)
+        strategy = _plan_backward(problem, device, geometry, builder)
     return builder.finished(strategy)
 
 
-def _plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> str:
-    geometry = row_block.forward_geometry(problem, device)
+def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
+    if geometry is None:
+        geometry = row_block.forward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_forward(problem, geometry, device, builder)
     return row_split.plan_forward(problem, device, builder)
 
 
-def _plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -> str:
+def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
     if problem.dx is None and problem.dweight is None and problem.dbias is None:
         return "empty"
     if problem.rows == 0 or problem.columns == 0:
         targets, _ = column_sum_targets(builder, problem, 0)
         launch_column_sums(builder, problem, targets, 0)
         return "empty"
-    geometry = row_block.backward_geometry(problem, device)
+    if geometry is None:
+        geometry = row_block.backward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_backward(problem, geometry, device, builder)
     return row_split.plan_backward(problem, device, builder)

@@ -1,0 +1,135 @@
+"""``python -m cunorm tune``: the fastest plan for a problem on this GPU, kept for the calls to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cunorm.cli import UsageError, output
+from cunorm.cli.gpus import cuda_devices
+from cunorm.plan import RowBlock
+from cunorm.tuning import Report, TuneResult, checked_problems, tune_problem
+from cunorm.tuning_file import TuningFile, default_path
+
+__all__ = ["described", "run"]
+
+_COLUMNS = ("problem", "direction", "built in", "best", "faster", "plans timed", "how rows lie over threads")
+_NUMBERS = ("built in", "best", "faster", "plans timed")
+
+
+def run(
+    op: str,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: str,
+    *,
+    direction: str = "forward",
+    affine_dtype: str | None = None,
+    activation: str | None = None,
+    residual: bool = False,
+    max_seconds: float = 30.0,
+    file: Path | None = None,
+    clear: bool = False,
+) -> None:
+    """Tune for every shape, in ``max_seconds`` together; before that, ``clear`` removes what was found before."""
+    if not shapes and not clear:
+        raise UsageError("name a shape, such as --shape 4096x8192; or forget what was found with --clear")
+    if not max_seconds > 0:
+        raise UsageError(f"--max-seconds {max_seconds} must be positive")
+    path = file or default_path()
+    if path is None:
+        raise UsageError("there is no home folder to store the result in; set CUNORM_CACHE_DIR, or use --file")
+    vector = affine_dtype or True
+    options = {"weight": vector, "bias": vector if op == "layer_norm" else False, "residual": residual}
+    work = []
+    for shape in shapes:
+        try:
+            problems = checked_problems(op, shape, dtype, direction, activation=activation, **options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
+        work += [(shape, problem) for problem in problems]
+    if work:
+        names, reason = cuda_devices()
+        if not names:
+            raise UsageError(f"it needs an NVIDIA GPU: {reason}")
+    if clear:
+        _clear(path)
+    if work:
+        _tune(work, max_seconds, path)
+
+
+def _clear(path: Path) -> None:
+    try:
+        there = TuningFile(path).clear()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be removed: {error}") from error
+    output.line(f"removed: {path}" if there else f"nothing to remove: there is no {path}")
+
+
+def _tune(work: Sequence[tuple[tuple[int, ...], Any]], max_seconds: float, path: Path) -> None:
+    end = time.monotonic() + max_seconds
+    on_terminal = output.console().is_terminal
+    results = []
+    with _Progress() if on_terminal else nullcontext() as report:
+        for place, (shape, problem) in enumerate(work):
+            seconds = max(0.0, end - time.monotonic()) / (len(work) - place)
+            try:
+                result = tune_problem(problem, shape, seconds, path, report)
+            except RuntimeError as error:
+                raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
+            results.append(_cells(result))
+            if not on_terminal:
+                output.line(" | ".join(results[-1]))
+    if on_terminal:
+        output.table(_COLUMNS, results, numbers=_NUMBERS)
+    output.line(f"written: {path}" + ("" if path == default_path() else ", which is not the file that cunorm reads"))
+
+
+class _Progress:
+    """A progress bar. Entered, it gives the function that shows how far a step is."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=output.console(), transient=True)
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> Report:
+        self._bar.start()
+        return lambda step, done, total: self._bar.update(self._task, description=step, completed=done, total=total)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _cells(result: TuneResult) -> tuple[str, ...]:
+    faster = result.built_in_seconds / result.seconds - 1
+    return (
+        f"{result.op} {'x'.join(map(str, result.shape))} {result.dtype}",
+        result.direction,
+        output.duration(result.built_in_seconds),
+        output.duration(result.seconds),
+        f"{100 * faster:.0f} %" if result.geometry else "-",
+        f"{result.tried} of {result.candidates}",
+        "as built in" if result.geometry is None else described(result.geometry),
+    )
+
+
+def described(geometry: RowBlock) -> str:
+    """A geometry in words."""
+    words = [
+        f"{geometry.threads_per_row} threads a row and block, {geometry.vectors} vectors of {geometry.width} each",
+        f"{geometry.rows_per_block} rows a block" if geometry.rows_per_block > 1 else "",
+        f"{geometry.blocks_per_row} blocks a row" if geometry.blocks_per_row > 1 else "",
+        geometry.stage if geometry.stage != "direct" else "",
+        "peeled" if geometry.peeled else "",
+        "weights staged" if geometry.weights_staged else "",
+        f"{geometry.blocks_per_multiprocessor} a multiprocessor" if geometry.blocks_per_multiprocessor else "",
+    ]
+    return ", ".join(word for word in words if word)

@@ -1,0 +1,290 @@
+"""What `cunorm.tune` found on this user's GPUs: a JSON file, which plans are looked up in before the built-in choice.
+
+The file is ``tuning.json`` in the folder ``$CUNORM_CACHE_DIR``, else ``$XDG_CACHE_HOME/cunorm``, else
+``~/.cache/cunorm``. It is read once, when the first call on a GPU is prepared. Whatever is wrong with it costs a
+warning and the entries that cannot be used, never a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cunorm import launch
+from cunorm.plan import RowBlock
+from cunorm.plan.constants import vector_width
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+
+__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "gpu_name", "key_of"]
+
+# Raised when an entry comes to mean something else, so that files of other versions are not misread.
+_FORMAT = 1
+_NAME = "tuning.json"
+_MOST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is best for the problems of one key. ``geometry`` is None where that is the built-in choice.
+
+    The rest is for people: on which shape it was measured, by which version of cunorm, the seconds that a call takes,
+    and how many plans were compared.
+    """
+
+    geometry: RowBlock | None
+    shape: tuple[int, ...]
+    seconds: float
+    built_in_seconds: float
+    tried: int
+    cunorm: str
+
+
+Entries = dict[str, dict[str, Entry]]  # by the name of the GPU, then by the key of the problem
+
+
+def default_path() -> Path | None:
+    """The file that calls are looked up in; None where the user has no home folder."""
+    folder = os.environ.get("CUNORM_CACHE_DIR")
+    if folder:
+        return Path(folder) / _NAME
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if cache.is_absolute():  # others are to be ignored, by the specification of that variable
+        return cache / "cunorm" / _NAME
+    try:
+        return Path.home() / ".cache" / "cunorm" / _NAME
+    except RuntimeError:
+        return None
+
+
+def key_of(problem: ForwardProblem | BackwardProblem) -> str:
+    """The problems that share an entry: those for which the same is probably the best.
+
+    The same op, direction, dtypes, residual and activation, the same results; rows and columns up to the same powers
+    of two; and as many bytes in which the columns can be moved at once, since odd rows take other ways than even ones.
+    """
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    parts = ["layer_norm" if problem.norm.centered else "rms_norm"]
+    if isinstance(problem, ForwardProblem):
+        parts += ["forward", problem.x.dtype]
+        residual = problem.residual
+    else:
+        parts += ["backward", problem.x.dtype]
+        parts += ["dx"] if problem.dx else []
+        parts += [f"{name}={dtype}" for name in ("dweight", "dbias") if (dtype := getattr(problem, name))]
+        residual = problem.dresidual_out
+    parts += [f"{name}={vector.dtype}" for name in ("weight", "bias") if (vector := getattr(problem, name))]
+    parts += ["residual"] if residual else []
+    parts += [problem.norm.activation] if problem.norm.activation else []
+    parts += [f"vector={vector_width(problem) * itemsize}"]
+    parts += [f"rows<={_bucket(problem.rows)}", f"columns<={_bucket(problem.columns)}"]
+    return " ".join(parts)
+
+
+def _bucket(size: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+class TuningFile:
+    """A file of entries. Reading never raises; what cannot be used is left out, with one warning for the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Entries:
+        """What is in the file; nothing where there is none."""
+        entries, complaint = self._read()
+        if complaint:
+            warnings.warn(f"{self.path} {complaint}; `python -m cunorm tune` writes it again", stacklevel=2)
+        return entries
+
+    def _read(self) -> tuple[Entries, str]:
+        """The entries, and what is wrong with the file or some of them."""
+        try:
+            if self.path.stat().st_size > _MOST_BYTES:
+                raise ValueError("it is too large")
+            content = json.loads(self.path.read_text("utf-8"))
+            entries, bad = _parse(content)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}, ""
+        except OSError as error:
+            return {}, f"cannot be read and is ignored ({error.strerror})"
+        except (ValueError, RecursionError) as error:
+            return {}, f"is ignored, since it is no tuning file of this version of cunorm ({error})"
+        if bad:
+            return entries, f"{len(bad)} of its entries are ignored, since they make no sense here (one is {bad[0]!r})"
+        return entries, ""
+
+    def store(self, gpu: str, found: Mapping[str, Entry]) -> None:
+        """Add entries, or replace those of the same key.
+
+        The file is replaced as a whole, so that a reader sees the old or the new one. What was there and could not be
+        read is kept beside it, with ``.old`` at the end of its name.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path.parent):
+            entries, _ = self._read()
+            if not entries:
+                self._put_aside()
+            entries.setdefault(gpu, {}).update(found)
+            gpus = {name: {key: _as_json(of_gpu[key]) for key in sorted(of_gpu)} for name, of_gpu in entries.items()}
+            self._write(json.dumps({"format": _FORMAT, "gpus": gpus}, indent=1, allow_nan=False) + "\n")
+
+    def clear(self) -> bool:
+        """Remove the file, or put it aside where it is not one of ours. Returns whether there was one."""
+        entries, complaint = self._read()
+        if complaint and not entries:
+            return self._put_aside()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self.path.unlink()
+            return True
+        return False
+
+    def check_writable(self) -> None:
+        """Raise the OSError that `store` would raise."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path.parent):
+            pass
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{self.path} is a folder")
+
+    def _put_aside(self) -> bool:
+        try:
+            self.path.replace(self.path.with_name(self.path.name + ".old"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _write(self, text: str) -> None:
+        handle, name = tempfile.mkstemp(prefix=self.path.name, suffix=".part", dir=self.path.parent)
+        os.close(handle)
+        part = Path(name)
+        try:
+            part.write_text(text, "utf-8")
+            part.replace(self.path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from adding entries meanwhile, so that none is lost; where the file system has locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# ---- Entries as JSON.
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    return dataclasses.asdict(entry)
+
+
+def _parse(content: Any) -> tuple[Entries, list[str]]:
+    """The entries that make sense, and the keys of the others."""
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("gpus"), dict):
+        raise ValueError(f'it must be an object with "format": {_FORMAT} and "gpus"')
+    entries: Entries = {}
+    bad: list[str] = []
+    for gpu, of_gpu in content["gpus"].items():
+        if not isinstance(of_gpu, dict):
+            bad.append(gpu)
+            continue
+        for key, value in of_gpu.items():
+            try:
+                entries.setdefault(gpu, {})[key] = _entry(value)
+            except ValueError:
+                bad.append(key)
+    return entries, bad
+
+
+def _entry(value: Any) -> Entry:
+    fields = _fields(value, Entry)
+    shape = fields["shape"]
+    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
+        raise ValueError
+    for name in ("seconds", "built_in_seconds"):
+        number = fields[name]
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+            raise ValueError
+    if not _is_count(fields["tried"]) or not isinstance(fields["cunorm"], str):
+        raise ValueError
+    geometry = None if fields["geometry"] is None else _geometry(fields["geometry"])
+    return Entry(**(fields | {"geometry": geometry, "shape": tuple(shape)}))
+
+
+def _geometry(value: Any) -> RowBlock:
+    """A geometry that some problem may have. Whether it is one for the problem at hand is for the plan to say."""
+    fields = _fields(value, RowBlock)
+    for field in dataclasses.fields(RowBlock):
+        given = fields[field.name]
+        fine = _is_count(given) if field.type == "int" else type(given).__name__ == field.type
+        if not fine:
+            raise ValueError
+    return RowBlock(**fields)
+
+
+def _fields(value: Any, kind: type) -> dict[str, Any]:
+    """An object with exactly the fields of a dataclass."""
+    if not isinstance(value, dict) or set(value) != {field.name for field in dataclasses.fields(kind)}:
+        raise ValueError
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+# ---- What a call sees.
+
+
+def entry_for(problem: ForwardProblem | BackwardProblem, device_index: int) -> Entry | None:
+    """What the user's file has for a problem on a CUDA device."""
+    entries = _entries()
+    if not entries:
+        return None
+    return entries.get(gpu_name(device_index), {}).get(key_of(problem))
+
+
+@functools.cache
+def _entries() -> Entries:
+    path = default_path()
+    return {} if path is None else TuningFile(path).read()
+
+
+def forget() -> None:
+    """Let the next look-up read the file again."""
+    _entries.cache_clear()
+
+
+@functools.cache
+def gpu_name(device_index: int) -> str:
+    """The name of a CUDA device, as its driver has it."""
+    name = launch.cupy().cuda.runtime.getDeviceProperties(device_index)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)
