@@ -172,10 +172,12 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
     properties = {"major": major, "minor": minor, "multiProcessorCount": 10, "maxThreadsPerMultiProcessor": 1024}
     runtime = SimpleNamespace(getDeviceProperties=lambda index: properties, CUDARuntimeError=RuntimeError)
     monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(launch, "_clusters", lambda index: (5, 2, 1, 0))
     launch.device.cache_clear()
     try:
         if fine:
-            assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024)
+            clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
+            assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
         else:
             message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
             with pytest.raises(RuntimeError, match=message):
