@@ -337,7 +337,7 @@ def search(problem: Problem, machine: Machine, max_seconds: float, report: Repor
     built_in = plan_with(problem, machine.device, None)
     # Different geometries may come down to the same launches, where rows are few.
     geometries: dict[Plan, RowBlock | None] = {built_in: None}
-    for geometry in row_block.candidates(problem, machine.device):
+    for geometry in row_geometry.candidates(problem, machine.device):
         geometries.setdefault(plan_with(problem, machine.device, geometry), geometry)
     others = [plan for plan in geometries if plan != built_in]
     # Neighbours are alike: where the time is too short for all, some of every kind.
@@ -398,8 +398,6 @@ class _Broken(RuntimeError):
 
 # ---- The GPU.
 
-_FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out")
-_BACKWARD_OPERANDS = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ
 _CHUNK = 2**24  # numbers that are compared at once
@@ -503,7 +501,8 @@ class _Gpu:
         if not self._expected:
             self._expected = {name: array.copy() for name, array in outputs.items()}
             return 0.0
-        return max(self._relative_error(name, array) for name, array in outputs.items())
+        # NumPy's, which lets no NaN pass.
+        return float(np.max([self._relative_error(name, array) for name, array in outputs.items()]))
 
     def _still_works(self, error: RuntimeError) -> None:
         try:
@@ -560,14 +559,14 @@ def _operand_dtypes(problem: Problem) -> dict[str, str | None]:
     def of(vector: Vector | None) -> str | None:
         return None if vector is None else vector.dtype
 
+    vectors = (of(problem.weight), of(problem.bias))
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        dtypes = (x, added, of(problem.weight), of(problem.bias), x, added)
-        return dict(zip(_FORWARD_OPERANDS, dtypes)) | {"mean": None, "rstd": None}
+        return dict(zip(ops._FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
     added, dx = x if problem.dresidual_out else None, x if problem.dx else None
     mean = compute if problem.norm.centered else None
-    vectors = (of(problem.weight), of(problem.bias))
-    return dict(zip(_BACKWARD_OPERANDS, (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)))
+    dtypes = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
+    return dict(zip(ops._BACKWARD_OPERANDS, dtypes))
 
 
 def _stored_as(dtype: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 from cases import SMALL_DEVICE, data, poisoned, relative_error
 
 import cunorm
-from cunorm import cli, execute, launch, ops, tuning, tuning_file
+from cunorm import cli, execute, launch, ops, reference, tuning, tuning_file
 from cunorm.plan import Device, Plan, RowBlock, fitted, plan, plan_with, row_block
 from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
 from cunorm.tuning import Found, checked_problems, search
@@ -36,7 +36,7 @@ def problem_of(*shape: int, op: str = "layer_norm", dtype: str = "bfloat16", **o
 def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock]:
     """What may compute a problem, but for what comes down to the built-in plan."""
     built_in = plan(problem, device)
-    return [item for item in row_block.candidates(problem, device) if plan_with(problem, device, item) != built_in]
+    return [item for item in row_geometry.candidates(problem, device) if plan_with(problem, device, item) != built_in]
 
 
 def entry_of(geometry: RowBlock | None, *shape: int) -> Entry:
@@ -372,7 +372,7 @@ def test_a_geometry_is_fitted_to_the_sizes_of_its_bucket(
     for size in neighbours:
         neighbour = problem_of(*size, direction=direction)
         assert key_of(neighbour) == key_of(problem)
-        possible = set(row_block.candidates(neighbour, device))
+        possible = set(row_geometry.candidates(neighbour, device))
         for geometry in geometries[::7]:
             mine = fitted(neighbour, device, geometry)
             used += mine is not None
@@ -554,6 +554,198 @@ def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeyp
     assert (found.rejected, found.tried) == (0, len(by_way) + 1)
     assert len(by_way) > 1
     assert machine.errors[0] == 0 and max(machine.errors) < 1e-6
+
+
+# ---- The GPU's side, on NumPy arrays.
+
+
+class Memory(np.ndarray[Any, Any]):
+    """A NumPy array with what is used of a CuPy array's memory."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        def fill(value: int, size: int) -> None:
+            self.view(np.ndarray).view(np.uint8)[:size] = value
+
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0], memset_async=fill)
+
+
+class CupyOnNumpy:
+    """Stands in for the cupy module. Its clock is that of the calls, in milliseconds, as CUDA events have it."""
+
+    def __init__(self) -> None:
+        self.now, self.broken = 0.0, False
+        event = type("Event", (), {"record": lambda event: setattr(event, "time", self.now)})
+        stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
+        runtime = SimpleNamespace(getDevice=lambda: 0, deviceSynchronize=self._synchronize, CUDARuntimeError=OSError)
+        self.cuda = SimpleNamespace(
+            Device=lambda index: SimpleNamespace(attributes={"L2CacheSize": 1000}),
+            Event=event,
+            get_current_stream=lambda: stream,
+            get_elapsed_time=lambda begin, end: end.time - begin.time,
+            runtime=runtime,
+        )
+
+    def _synchronize(self) -> None:
+        if self.broken:
+            raise RuntimeError("cudaErrorIllegalAddress")
+
+    def empty(self, count: int, dtype: str) -> Memory:
+        return np.empty(count, dtype).view(Memory)
+
+    def asarray(self, values: Any) -> Memory:
+        return np.array(values).view(Memory)
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: None)
+
+
+@pytest.fixture
+def numpy_gpu(gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNumpy:
+    """A GPU whose kernels are the reference, and take 10 µs each (`spoil` is called with the results)."""
+    fake = CupyOnNumpy()
+    fake.spoil = lambda plan, results: None  # type: ignore[attr-defined]
+    fake.milliseconds = lambda plan: 0.01  # type: ignore[attr-defined]
+    problems: list[Problem] = []
+
+    def call(chosen: Plan, operands: Sequence[str], device_index: int) -> Callable[..., None]:
+        problem = problems[-1]
+
+        def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
+            given = dict(zip(operands, pointers))
+            rows, columns = problem.rows, problem.columns
+            dtypes = tuning._operand_dtypes(problem)
+            shapes = dict.fromkeys(("weight", "bias", "dweight", "dbias"), (columns,))
+            shapes |= dict.fromkeys(("mean", "rstd"), (rows,))
+            arrays: dict[str, Any] = {}
+            for name, pointer in given.items():
+                assert bool(pointer) == (dtypes[name] is not None)
+                shape = shapes.get(name, (rows, columns))
+                dtype = dtypes[name]
+                if dtype:
+                    arrays[name] = execute.as_numpy(pointer, shape, contiguous_strides(shape), dtype)
+            results = {name: arrays[name] for name in tuning._OUTPUTS if name in arrays}
+            assert all(np.isnan(array.astype("float32")).all() for array in results.values()) or fake.now > 0
+            x, get = arrays["x"].astype("float64"), arrays.get
+            if isinstance(problem, ForwardProblem):
+                outs = {"out": results["y"], "residual_out": results.get("residual_out")}
+                reference.row_norm(
+                    arrays["x"],
+                    get("weight"),
+                    get("bias"),
+                    axis=(1,),
+                    eps=1e-5,
+                    norm=problem.norm,
+                    residual=get("residual"),
+                    mean_out=None,
+                    rstd_out=None,
+                    **outs,
+                )
+            else:
+                reference.row_norm_backward(
+                    arrays["dy"],
+                    arrays["x"],
+                    get("weight"),
+                    get("mean"),
+                    arrays["rstd"],
+                    axis=(1,),
+                    norm=problem.norm,
+                    bias=get("bias"),
+                    dresidual_out=get("dresidual_out"),
+                    output_mask=("dx" in results, "dweight" in results, "dbias" in results),
+                    **{f"{name}_out": results.get(name) for name in ("dx", "dweight", "dbias")},
+                )
+            assert np.isfinite(x).all() and np.ptp(x) > 1
+            fake.spoil(chosen, results)  # type: ignore[attr-defined]
+            fake.now += fake.milliseconds(chosen)  # type: ignore[attr-defined]
+
+        return run
+
+    make = tuning._gpu
+
+    def remembering(problem: Problem) -> Any:
+        problems.append(problem)
+        return make(problem)
+
+    monkeypatch.setattr(tuning, "_gpu", remembering)
+    monkeypatch.setattr(tuning, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(tuning, "_LEAST_FLUSHED_BYTES", 1 << 10)
+    monkeypatch.setattr(tuning, "_CHUNK", 1000)
+    monkeypatch.setattr(tuning, "_BLOCK", 2**10 - 3)
+    monkeypatch.setattr(launch, "cupy", lambda: fake)
+    monkeypatch.setattr(launch, "Call", call)
+    monkeypatch.setattr(launch, "_function", lambda *_: None)
+    return fake
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": "layer_norm"},
+        {"op": "rms_norm", "residual": True},
+        {"op": "layer_norm", "weight": "float32", "bias": False, "activation": "silu"},
+        {"op": "rms_norm", "weight": False, "output_mask": (False, True, True)},
+    ],
+    ids=str,
+)
+def test_every_operand_is_there_and_every_plan_is_compared(
+    numpy_gpu: CupyOnNumpy, options: dict[str, Any], dtype: str
+) -> None:
+    for result in cunorm.tune(shape=(6, 512), dtype=dtype, direction="both", max_seconds=1e9, **options):
+        assert (result.rejected, result.geometry) == (0, None)
+        assert result.tried == result.candidates > 3
+        assert result.seconds == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("output", ["dx", "dweight", "dbias"])
+@pytest.mark.parametrize("value", [np.nan, 1.0])
+def test_one_wrong_result_is_enough(numpy_gpu: CupyOnNumpy, output: str, value: float) -> None:
+    problem = problem_of(6, 512, direction="backward")
+    geometry = other_geometries(problem)[0]
+    wrong = plan_with(problem, DEVICE, geometry)
+
+    def spoil(chosen: Plan, results: dict[str, Any]) -> None:
+        if chosen == wrong:
+            results[output].reshape(-1)[100:200] += value
+
+    numpy_gpu.spoil = spoil  # type: ignore[attr-defined]
+    numpy_gpu.milliseconds = lambda plan: 0.005 if plan == wrong else 0.01  # type: ignore[attr-defined]
+    (result,) = cunorm.tune("layer_norm", (6, 512), "bfloat16", direction="backward", max_seconds=1e9)
+    assert (result.rejected, result.geometry) == (1, None)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_kernel_that_fails(numpy_gpu: CupyOnNumpy, cache: Path, broken: bool) -> None:
+    problem = problem_of(6, 512)
+    bad = plan_with(problem, DEVICE, other_geometries(problem)[0])
+
+    def spoil(chosen: Plan, results: dict[str, Any]) -> None:
+        if chosen == bad:
+            numpy_gpu.broken = broken
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    numpy_gpu.spoil = spoil  # type: ignore[attr-defined]
+    if broken:
+        with pytest.raises(RuntimeError, match=r"leaves the GPU unusable .*ILLEGAL_ADDRESS.*; nothing was stored"):
+            cunorm.tune("layer_norm", (6, 512), "bfloat16", max_seconds=1e9)
+        assert not (cache / "tuning.json").exists()
+    else:
+        (result,) = cunorm.tune("layer_norm", (6, 512), "bfloat16", max_seconds=1e9)
+        assert result.rejected == 1
+
+
+def test_kernels_that_do_not_compile(numpy_gpu: CupyOnNumpy, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(6, 512)
+    (item,) = plan_with(problem, DEVICE, other_geometries(problem)[0]).launches
+
+    def compiled(kernel: str, constants: Any, *_: Any) -> None:
+        if constants == item.constants:
+            raise RuntimeError("kernel row_block_forward does not compile")
+
+    monkeypatch.setattr(launch, "_function", compiled)
+    (result,) = cunorm.tune("layer_norm", (6, 512), "bfloat16", max_seconds=1e9)
+    assert 1 < result.tried < result.candidates
 
 
 # ---- cunorm.tune
