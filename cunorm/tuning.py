@@ -22,7 +22,7 @@ import numpy as np
 
 from cunorm import execute, launch, ops
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
-from cunorm.plan import Device, Plan, RowBlock, plan_with, row_block
+from cunorm.plan import Device, Plan, RowBlock, plan_with, row_geometry
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Vector, View, contiguous_strides
 from cunorm.tuning_file import Entry, TuningFile, default_path, forget, gpu_name, key_of
 

@@ -17,7 +17,7 @@ from cases import SMALL_DEVICE, data, poisoned, relative_error
 
 import cunorm
 from cunorm import cli, execute, launch, ops, reference, tuning, tuning_file
-from cunorm.plan import Device, Plan, RowBlock, fitted, plan, plan_with, row_block
+from cunorm.plan import Device, Plan, RowBlock, fitted, plan, plan_with, row_geometry
 from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
 from cunorm.tuning import Found, checked_problems, search
 from cunorm.tuning_file import Entry, TuningFile, default_path, key_of
@@ -548,7 +548,7 @@ def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeyp
     rows = 5
     problem = problem_of(rows, columns, dtype="float32")
     by_way = {(item.stage, item.peeled, item.weights_staged): item for item in other_geometries(problem, SMALL_DEVICE)}
-    monkeypatch.setattr(row_block, "candidates", lambda problem, device: iter(by_way.values()))
+    monkeypatch.setattr(row_geometry, "candidates", lambda problem, device: iter(by_way.values()))
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)
     found = search(problem, machine, float("inf"))
     assert (found.rejected, found.tried) == (0, len(by_way) + 1)
