@@ -49,19 +49,19 @@ __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, c
                                                         Exchange<3>& exchange, int turn) {
   const Compute numbers[3] = {own.mean, own.remainder, own.variance};
   const Compute(&everyones)[BLOCKS_PER_ROW][3] = exchange_in_row(exchange, turn, numbers);
-  const auto weight_of = [&](int block) {
-    const long long left = part.row_columns - block * columns_per_block;
-    return static_cast<Compute>(left < columns_per_block ? left : columns_per_block) / part.row_columns;
-  };
+  // The part of a row that a block has: all have as much, but for the last.
+  const Compute scale = static_cast<Compute>(1) / part.row_columns, share = columns_per_block * scale;
+  const Compute last_share = (part.row_columns - (BLOCKS_PER_ROW - 1) * columns_per_block) * scale;
+  const auto share_of = [&](int block) { return block < BLOCKS_PER_ROW - 1 ? share : last_share; };
   Statistics row = {everyones[0][0], 0, 0};
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < BLOCKS_PER_ROW; ++i) {
-    if constexpr (CENTERED) row.remainder += weight_of(i) * (everyones[i][0] - row.mean + everyones[i][1]);
+    if constexpr (CENTERED) row.remainder += share_of(i) * (everyones[i][0] - row.mean + everyones[i][1]);
   }
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < BLOCKS_PER_ROW; ++i) {
     const Compute difference = CENTERED ? everyones[i][0] - row.mean + everyones[i][1] - row.remainder : 0;
-    row.variance += weight_of(i) * (everyones[i][2] + difference * difference);
+    row.variance += share_of(i) * (everyones[i][2] + difference * difference);
   }
   return row;
 }
@@ -109,6 +109,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+
+  const Compute scale = static_cast<Compute>(1) / part.columns;
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -168,7 +170,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
       if (place.has_edge()) add_values(edge, sum);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
-      statistics.mean = sum[0] / part.columns;
+      statistics.mean = sum[0] * scale;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
     }
@@ -179,8 +181,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
-    statistics.remainder = sums[0] / part.columns;
-    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
+    statistics.remainder = sums[0] * scale;
+    statistics.variance = sums[1] * scale - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }

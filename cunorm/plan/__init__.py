@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import row_block, row_split
+from cunorm.plan import row_block, row_geometry, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
@@ -36,7 +36,7 @@ def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | N
     share = geometry.blocks_per_multiprocessor
     fits = [
         candidate
-        for candidate in row_block.candidates(problem, device)
+        for candidate in row_geometry.candidates(problem, device)
         if replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
         and candidate.blocks_per_multiprocessor <= share
         and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
@@ -45,7 +45,7 @@ def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | N
 
 
 def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan:
-    """The plan with a geometry that is one of `row_block.candidates`; None is for the built-in choice."""
+    """The plan with a geometry that is one of `row_geometry.candidates`; None is for the built-in choice."""
     builder = Builder()
     if isinstance(problem, ForwardProblem):
         strategy = _plan_forward(problem, device, geometry, builder)
@@ -56,7 +56,7 @@ def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Pl
 
 def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
     if geometry is None:
-        geometry = row_block.forward_geometry(problem, device)
+        geometry = row_geometry.forward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_forward(problem, geometry, device, builder)
     return row_split.plan_forward(problem, device, builder)
@@ -70,7 +70,7 @@ def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock 
         launch_column_sums(builder, problem, targets, 0)
         return "empty"
     if geometry is None:
-        geometry = row_block.backward_geometry(problem, device)
+        geometry = row_geometry.backward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_backward(problem, geometry, device, builder)
     return row_split.plan_backward(problem, device, builder)

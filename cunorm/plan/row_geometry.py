@@ -1,0 +1,270 @@
+"""How rows are best spread over threads and blocks: the built-in choice, and what else is worth a measurement.
+
+The numbers are of an H200, as the time over that of a copy of the same bytes, where nothing else is said. They were
+found by timing `candidates`; on another GPU ``cunorm.tune`` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cunorm.plan.constants import compute_itemsize, vector_width
+from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+
+__all__ = ["backward_geometry", "candidates", "forward_geometry"]
+
+Problem = ForwardProblem | BackwardProblem
+
+# What the kernels declare of shared memory themselves, at most.
+_STATIC_SHARED_BYTES = 3 * 1024
+# Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
+_MOST_THREADS = 512
+# Up to so many vectors a row, forward fetches rows ahead: at 256 columns of bfloat16 (32 vectors) 1.03 where rows that
+# are read directly take 1.14, at 512 columns 1.08 and 1.10; from 1024 columns on it loses.
+_MOST_VECTORS_AHEAD = 64
+
+
+def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
+    """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
+    if problem.columns == 0 or not _is_row_matrix(problem):
+        return None
+    width, piece = vector_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
+    if width < piece:
+        return _narrow(problem, device, width)
+    vectors_per_row = problem.columns // width
+    threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
+    # 12 vectors are 48 registers; rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12.
+    if vectors > 12:
+        return _shared_row(problem, device, width)
+    geometry = RowBlock(width, vectors, threads, max(1, 128 // threads))
+    if vectors_per_row <= _MOST_VECTORS_AHEAD and device.capability >= 80:
+        return _persistent(replace(geometry, stage="ahead"), problem, device)
+    return geometry
+
+
+def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
+    """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
+    if not _is_row_matrix(problem):
+        return None
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    width, piece = vector_width(problem), 16 // itemsize
+    if width < piece:
+        return _narrow(problem, device, width)
+    vectors_per_row = problem.columns // width
+    # Sixteen-bit rows take the arithmetic long enough for memory to fall idle, so they are fetched ahead: at 4096
+    # columns of bfloat16 1.10 with it and 1.27 without. float32 is 1.05 without (10,000 columns: 1.08, and 1.11 ahead).
+    if itemsize == 2 and device.capability >= 80:
+        # At 256 columns one vector a thread takes 1.38, two 1.44; at 1024 two 1.27, four 1.30; at 4096 four 1.10.
+        threads, vectors = _spread(vectors_per_row, 1 if vectors_per_row <= 64 else 2 if vectors_per_row <= 128 else 3)
+        stage, block_threads = "ahead", 256 if vectors_per_row <= 128 else 512
+    else:
+        threads, vectors = _spread(vectors_per_row, 3)
+        stage, block_threads = "direct", 256
+    while threads < _MOST_THREADS and not _fits_registers(problem, width, vectors, max(threads, block_threads)):
+        threads *= 2
+        vectors = -(-vectors_per_row // threads)
+    if not _fits_registers(problem, width, vectors, max(threads, block_threads)):
+        return _shared_row(problem, device, width)
+    # Several rows a block only where every multiprocessor has a block; but two warps at least.
+    rows = max(1, 64 // threads, min(block_threads // threads, problem.rows // device.multiprocessors))
+    rows = 1 << rows.bit_length() - 1
+    staged = stage == "ahead" and rows == 1 and problem.weight is not None
+    geometry = RowBlock(width, vectors, threads, rows, 1, stage, weights_staged=staged)
+    # 512 threads a multiprocessor: at 4096 columns 6 % faster than 1024, which leave more partial sums.
+    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // max(128, geometry.threads)))
+
+
+def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> int:
+    """The least number of vectors that a thread is to have: 6, or fewer where that leaves multiprocessors idle.
+
+    Between 6 and 11 are best for long rows: at 4096 columns of bfloat16 64 threads of 8 take 1.05, 128 of 4 1.08, at
+    10,240 columns 128 of 10 take 1.03, 256 of 5 1.09, at 10,000 of float32 256 of 10 1.04 and 512 of 5 1.45. For a
+    single row of 4096 512 threads of 1 take 1.2, 128 of 4 1.6. Short rows want 16 threads.
+    """
+    threads = device.multiprocessors * device.threads_per_multiprocessor // 2
+    short_row = vectors_per_row // 16 if vectors_per_row <= _MOST_VECTORS_AHEAD else 6
+    return max(1, min(6, short_row, problem.rows * vectors_per_row // threads))
+
+
+def _spread(vectors_per_row: int, least_vectors: int) -> tuple[int, int]:
+    """Threads, as many as leave each ``least_vectors``, and vectors of each."""
+    threads = min(_MOST_THREADS, 1 << max(1, vectors_per_row // least_vectors).bit_length() - 1)
+    return threads, -(-vectors_per_row // threads)
+
+
+def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
+    """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
+    for staged in (True, False):
+        for blocks in (1, 2, 4, 8, 16):
+            if not device.groups(blocks) or device.capability < 80:
+                break
+            columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+            vectors = -(-columns // (width * _MOST_THREADS))
+            geometry = RowBlock(width, vectors, _MOST_THREADS, 1, blocks, "ahead", peeled, staged, 1)
+            if _fits_registers(problem, width, vectors, _MOST_THREADS, peeled) and _fits(geometry, problem, device):
+                return geometry
+    return None
+
+
+def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows that do not all begin and end at multiples of 16 bytes."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    piece = 16 // itemsize
+    strides = [matrix.row_strides[0] for matrix in problem.matrices]
+    if problem.columns >= 16 * piece:
+        return _peeled(problem, device, piece)
+    # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.03, directly 1.40. With two
+    # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
+    if itemsize >= 4 and problem.columns <= 32 and all(stride == problem.columns for stride in strides):
+        geometry = RowBlock(width, problem.columns // width, 1, 64, 1, "run")
+        if _fits_registers(problem, width, geometry.vectors, 64):
+            return _persistent(geometry, problem, device)
+    forward = isinstance(problem, ForwardProblem)
+    vectors_per_row = problem.columns // width
+    threads, vectors = _spread(vectors_per_row, 6 if forward else 3)
+    # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
+    if threads == 1 and vectors > 1:
+        threads, vectors = 2, -(-vectors // 2)
+    geometry = RowBlock(width, vectors, threads, max(1, (128 if forward else 256) // threads))
+    return geometry if forward else replace(geometry, blocks_per_multiprocessor=2)
+
+
+def _lie_alike(problem: Problem) -> bool:
+    """Whether each row begins equally far from a multiple of 16 bytes in all tensors."""
+    strides = {matrix.row_strides[0] for matrix in problem.matrices}
+    return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+
+
+def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead.
+
+    At 4097 columns of bfloat16 64 threads of 8 vectors, ahead, take 1.22 (backward 1.23), directly 1.37.
+    """
+    alike = _lie_alike(problem)
+    vectors_per_row = -(-(problem.columns - 2 * width) // width)
+    threads, vectors = _spread(vectors_per_row, 5 if vectors_per_row >= 256 else 2)
+    threads, vectors = max(32, threads), -(-vectors_per_row // max(32, threads))
+    while threads < _MOST_THREADS and not _fits_registers(problem, width, vectors, threads, peeled=True):
+        threads *= 2
+        vectors = -(-vectors_per_row // threads)
+    if vectors > 12 or not _fits_registers(problem, width, vectors, threads, peeled=True):
+        return _shared_row(problem, device, width, peeled=True) if alike else None
+    forward = isinstance(problem, ForwardProblem)
+    if alike and device.capability >= 80 and not (forward and width == 4):
+        geometry = RowBlock(width, vectors, threads, max(1, 64 // threads), 1, "ahead", True, threads >= 64)
+        if _fits(geometry, problem, device):
+            return _persistent(geometry, problem, device)
+    geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
+    return geometry if forward else _persistent(geometry, problem, device)
+
+
+# ---- What fits.
+
+
+def _registers(problem: Problem, width: int) -> tuple[int, int]:
+    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
+
+    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
+    one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, that intermediate results in double
+    take twice as much, and what an activation needs. A compile for every architecture shows that nothing spills.
+    """
+    loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
+    loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
+    if isinstance(problem, ForwardProblem):
+        return (loaded + narrow) * (1 if problem.residual is None else 2), 0
+    weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
+    sums = 2 * width * compute_itemsize(problem) // 4
+    unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
+    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64") + 24 * (problem.norm.activation is not None)
+    return 2 * loaded + sums + 4 * narrow + unpacked, more
+
+
+def _fits_registers(problem: Problem, width: int, vectors: int, threads: int, peeled: bool = False) -> bool:
+    registers, more = _registers(problem, width)
+    return vectors * registers + more <= min(255, 65536 // threads // 8 * 8) - (32 if peeled else 20)
+
+
+def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    return geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
+
+
+def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
+    """How many of its blocks share a multiprocessor, about."""
+    # The runtime keeps 1 KB of shared memory for itself.
+    by_memory = (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
+    registers, more = _registers(problem, geometry.width)
+    by_registers = 65536 // (geometry.threads * (geometry.vectors * registers + more + 32))
+    return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
+
+
+def _persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """With as many blocks as fit, up to 1024 threads a multiprocessor."""
+    most = max(1, 1024 // geometry.threads)
+    return replace(geometry, blocks_per_multiprocessor=min(most, _resident(geometry, problem, device)))
+
+
+def _is_row_matrix(problem: Problem) -> bool:
+    """Whether every row is contiguous, and the rows are evenly spaced."""
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
+        return False
+    return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
+
+
+# ---- What else there is.
+
+
+def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
+    """The ways in which rows can come: (width, stage, peeled)."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    width, piece = vector_width(problem), 16 // itemsize
+    yield width, "direct", False
+    if width == piece:
+        yield width, "ahead", False
+        return
+    strides = [matrix.row_strides[0] for matrix in problem.matrices]
+    if problem.rows == 1 or all(stride == problem.columns for stride in strides):
+        yield width, "run", False
+    if problem.columns >= 4 * piece:
+        yield piece, "direct", True
+        if _lie_alike(problem):
+            yield piece, "ahead", True
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
+    """Every geometry that is worth a try for a problem, for whoever measures."""
+    if problem.columns == 0 or not _is_row_matrix(problem):
+        return
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    forward = isinstance(problem, ForwardProblem)
+    for width, stage, peeled in _ways(problem):
+        for blocks in (1, 2, 4, 8, 16):
+            columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+            if not device.groups(blocks) or (blocks > 1 and columns * itemsize < 8192):
+                break
+            for threads_per_row in (1 << i for i in range(5 if peeled else 0, 11)):
+                vectors = -(-columns // (threads_per_row * width))
+                if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
+                    continue
+                for rows in (1 << i for i in range(9)):
+                    threads = threads_per_row * rows
+                    if not (64 if blocks == 1 else 128) <= threads <= 1024:
+                        continue
+                    if not _fits_registers(problem, width, vectors, threads, peeled):
+                        continue
+                    if rows > 1 and (blocks > 1 or threads > 512):
+                        continue
+                    for staged in (False, True) if stage == "ahead" and rows == 1 else (False,):
+                        geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, staged)
+                        if not _fits(geometry, problem, device):
+                            continue
+                        if forward and stage == "direct":
+                            yield geometry
+                        most = _resident(geometry, problem, device)
+                        yield from (
+                            replace(geometry, blocks_per_multiprocessor=share)
+                            for share in (1, 2, 3, 4, 6, 8, 12, 16)
+                            if share <= most
+                        )
