@@ -1,4 +1,5 @@
-// Copies to shared memory that a thread starts and does not wait for (cp.async, from sm_80 on; on sm_75 it waits).
+// Copies to shared memory that a thread starts and does not wait for: cp.async, from sm_80 on; on sm_75 they are loads
+// and stores, which wait. Another thread may read what arrived when both the copier's wait and a barrier have passed.
 
 // COUNT elements, together 4, 8 or 16 bytes, aligned to their size. What was in `shared` must have been read already.
 template <int COUNT, typename T>

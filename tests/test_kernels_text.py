@@ -58,16 +58,16 @@ def test_plain_text(file: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_entry_point_of_the_same_name(kernel: str) -> None:
     code = code_of(f"{kernel}.cu")
-    declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*?, 1\)\s+)?(\w+)\(([^)]*)\)", code)
+    declared = re.findall(r"__global__\s+void\s+(?:SHARES_ROWS\s+)?__launch_bounds__\(.*?\)\s+(\w+)\(([^)]*)\)", code)
     assert declared == [(kernel, "const Arguments arguments")]
     assert code.count("__global__") == 1
     assert text_of(f"{kernel}.cu").count('extern "C"') == 1
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_launch_bounds_name_one_block(kernel: str) -> None:
+def test_launch_bounds_name_how_many_blocks(kernel: str) -> None:
     """With no number of blocks there, ptxas spills registers to reach an occupancy of its own choosing."""
-    assert re.search(r"__launch_bounds__\([^;{]*?, 1\)\s+" + kernel + r"\(", code_of(f"{kernel}.cu"))
+    assert re.search(r"__launch_bounds__\([^;{]*?, (?:1|MIN_BLOCKS)\)\s+" + kernel + r"\(", code_of(f"{kernel}.cu"))
 
 
 @pytest.mark.parametrize("header", HEADERS)
@@ -81,9 +81,36 @@ def test_headers_have_no_entry_point_and_serve_two_kernels(header: str) -> None:
 def test_no_floating_point_atomics(file: str) -> None:
     """Their order, and with it the last bits of a sum, would differ from run to run."""
     found = re.findall(r"\b(?:atomic\w*|red\.\w+|atom\.\w+|__iAtomic\w*)", code_of(file)) + re.findall(
-        r"\b(?:red|atom)\.[\w.]*(?:f16|bf16|f32|f64)[\w.]*", text_of(file)
+        r"\b(?:red|atom|multimem|cp\.reduce)\.[\w.:]*(?:f16|bf16|f32|f64)[\w.]*", text_of(file)
     )
     assert not found
+
+
+PTX = {file: re.findall(r'asm(?: volatile)?\(\s*((?:"[^"]*"\s*)+)', text_of(file)) for file in FILES}
+# What each instruction needs, where that is more than sm_75.
+PTX_NEEDS = {"cp.async": 80, "barrier.cluster": 90, "mbarrier": 90, "fence.mbarrier_init": 90, "mapa": 90,
+             "st.async": 90}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if any(text.strip('" \n') for text in PTX[file])])
+def test_the_emulator_and_older_gpus_are_spared_instructions_of_newer_ones(file: str) -> None:
+    """Each stands behind a condition that leaves out the emulator, and whoever has a GPU without it."""
+    conditions: list[str] = []
+    for line in text_of(file).splitlines():
+        words = line.split()
+        if words and words[0] in ("#if", "#ifdef", "#ifndef"):
+            conditions.append(" ".join(words))
+        elif words and words[0] in ("#elif", "#else"):
+            conditions[-1] += " else " + " ".join(words)
+        elif words and words[0] == "#endif":
+            conditions.pop()
+        elif found := [name for name in PTX_NEEDS if re.search(rf'"[^"]*\b{re.escape(name)}\.', line)]:
+            around = " ".join(conditions)
+            assert "CUNORM_EMULATOR" in around, line
+            for name in found:
+                # A cluster has more than one block a row, and no plan gives an older GPU one.
+                assert ("__CUDA_ARCH__" if PTX_NEEDS[name] == 80 else "BLOCKS_PER_ROW") in around, line
+    assert not conditions
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -224,8 +251,8 @@ def test_every_kernel_is_used_by_some_plan() -> None:
     for columns in (768, 10_000_000):
         x, vector = Matrix("float32", (columns,), (1,)), Vector("float32")
         for problem in (
-            ForwardProblem((8,), (columns,), x, x, vector, vector, True, 1e-5),
-            BackwardProblem((8,), (columns,), x, x, x, vector, "float32", "float32"),
+            ForwardProblem((1000,), (columns,), x, None, x, None, vector, vector, True, 1e-5),
+            BackwardProblem((1000,), (columns,), x, x, None, x, vector, None, "float32", "float32"),
         ):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
     assert used == set(KERNELS)
