@@ -152,8 +152,9 @@ class ForwardProblem(_RowProblem):
         residual: View | None = None,
         residual_out: View | None = None,
     ) -> ForwardProblem:
-        rows, columns, matrices = _matrices((x, residual, y, residual_out), axis)
-        return ForwardProblem(rows, columns, *matrices, _vector(weight), _vector(bias), stats, eps, norm)
+        rows, columns, (of_x, of_residual, of_y, of_sum) = _matrices((x, residual, y, residual_out), axis)
+        vectors = _vector(weight), _vector(bias)
+        return ForwardProblem(rows, columns, of_x, of_residual, of_y, of_sum, *vectors, stats, eps, norm)
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,9 @@ class BackwardProblem(_RowProblem):
             dresidual_out = None  # which is all that it goes into
         if norm.activation is None:
             bias = None
-        rows, columns, matrices = _matrices((x, dy, dresidual_out, dx), axis)
-        return BackwardProblem(rows, columns, *matrices, _vector(weight), _vector(bias), dweight, dbias, norm)
+        rows, columns, (of_x, of_dy, of_sum, of_dx) = _matrices((x, dy, dresidual_out, dx), axis)
+        vectors = _vector(weight), _vector(bias)
+        return BackwardProblem(rows, columns, of_x, of_dy, of_sum, of_dx, *vectors, dweight, dbias, norm)
 
 
 def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:

@@ -38,11 +38,10 @@ def affine_constants(problem: Problem, width: int) -> Constants:
     norm = problem.norm
     # An offset without a weight is refused by the checks of the ops.
     offset = f"{norm.weight_offset!r}" if norm.weight_offset else 0
-    return (
-        {"CENTERED": int(norm.centered), "ACTIVATION": norm.activation or "none", "WEIGHT_OFFSET": offset}
-        | _vector_constants("WEIGHT", problem.weight, width)
-        | _vector_constants("BIAS", problem.bias, width)
-    )
+    constants: Constants = {"CENTERED": int(norm.centered), "ACTIVATION": norm.activation or "none"}
+    constants["WEIGHT_OFFSET"] = offset
+    vectors = _vector_constants("WEIGHT", problem.weight, width) | _vector_constants("BIAS", problem.bias, width)
+    return constants | vectors
 
 
 def _vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
