@@ -36,7 +36,7 @@ struct Arguments {
   long long dx_stride;
 };
 
-extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
+extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];

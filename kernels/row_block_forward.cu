@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& val
   sums[1] += part_of_squares;
 }
 
-extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, 1)
+extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_forward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
@@ -109,8 +109,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
-
-  const Compute scale = static_cast<Compute>(1) / part.columns;
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -170,7 +168,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
       if (place.has_edge()) add_values(edge, sum);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
-      statistics.mean = sum[0] * scale;
+      statistics.mean = sum[0] / part.columns;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
     }
@@ -181,8 +179,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
-    statistics.remainder = sums[0] * scale;
-    statistics.variance = sums[1] * scale - statistics.remainder * statistics.remainder;
+    // Divisions, not products with a reciprocal: their branches end a basic block, and without that ptxas keeps so
+    // much of one pass for the next that fewer blocks fit.
+    statistics.remainder = sums[0] / part.columns;
+    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }

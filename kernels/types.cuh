@@ -3,8 +3,8 @@
 // Compute is float, and double where the data is double. A tensor is read and written as Vector<T, COUNT>, whose
 // alignment is its size, so that the compiler makes one access of it; who asks for a Vector promises that alignment.
 //
-// Every kernel's __launch_bounds__ names one block a multiprocessor: with no number there, ptxas spills registers to
-// reach an occupancy of its own choosing.
+// Every kernel's __launch_bounds__ names how many blocks are to share a multiprocessor, 1 where nothing else was
+// measured: with no number there, ptxas spills registers to reach an occupancy of its own choosing.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

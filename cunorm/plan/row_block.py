@@ -28,6 +28,7 @@ class RowBlock:
     peeled: bool = False
     weights_staged: bool = False
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
+    min_blocks: int = 1  # for so many on a multiprocessor the compiler is to leave registers
 
     @property
     def threads(self) -> int:
@@ -65,6 +66,7 @@ class RowBlock:
             "THREADS_PER_ROW": self.threads_per_row,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
+            "MIN_BLOCKS": self.min_blocks,
             "STAGE": self.stage,
             "PEELED": int(self.peeled),
             "WEIGHTS_STAGED": int(self.weights_staged),
@@ -94,7 +96,11 @@ def _read(problem: Problem) -> list[Matrix]:
 
 
 def _written(problem: Problem) -> list[Matrix]:
-    return problem.matrices[len(_read(problem)) :]
+    if isinstance(problem, ForwardProblem):
+        matrices = [problem.y, problem.residual_out]
+    else:
+        matrices = [problem.dx]
+    return [matrix for matrix in matrices if matrix is not None]
 
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:

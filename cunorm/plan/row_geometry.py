@@ -22,9 +22,6 @@ Problem = ForwardProblem | BackwardProblem
 _STATIC_SHARED_BYTES = 3 * 1024
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 _MOST_THREADS = 512
-# Up to so many vectors a row, forward fetches rows ahead: at 256 columns of bfloat16 (32 vectors) 1.03 where rows that
-# are read directly take 1.14, at 512 columns 1.08 and 1.10; from 1024 columns on it loses.
-_MOST_VECTORS_AHEAD = 64
 
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
@@ -36,13 +33,13 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
     threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
-    # 12 vectors are 48 registers; rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12.
+    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12.
     if vectors > 12:
         return _shared_row(problem, device, width)
-    geometry = RowBlock(width, vectors, threads, max(1, 128 // threads))
-    if vectors_per_row <= _MOST_VECTORS_AHEAD and device.capability >= 80:
-        return _persistent(replace(geometry, stage="ahead"), problem, device)
-    return geometry
+    if _is_short_sixteen_bit(problem, vectors_per_row) and device.capability >= 80:
+        geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "ahead")
+        return _persistent(geometry, problem, device)
+    return _crowded(RowBlock(width, vectors, threads, max(1, 64 // threads)), problem, device)
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -63,10 +60,10 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     else:
         threads, vectors = _spread(vectors_per_row, 3)
         stage, block_threads = "direct", 256
-    while threads < _MOST_THREADS and not _fits_registers(problem, width, vectors, max(threads, block_threads)):
+    while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
-    if not _fits_registers(problem, width, vectors, max(threads, block_threads)):
+    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return _shared_row(problem, device, width)
     # Several rows a block only where every multiprocessor has a block; but two warps at least.
     rows = max(1, 64 // threads, min(block_threads // threads, problem.rows // device.multiprocessors))
@@ -77,21 +74,30 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     return replace(geometry, blocks_per_multiprocessor=max(1, 512 // max(128, geometry.threads)))
 
 
-def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> int:
-    """The least number of vectors that a thread is to have: 6, or fewer where that leaves multiprocessors idle.
+def _is_short_sixteen_bit(problem: Problem, vectors_per_row: int) -> bool:
+    """Up to 512 columns, rows are fetched ahead: 256 take 1.03, directly 1.14; 512 take 1.08 and 1.10; 1024 lose."""
+    return vectors_per_row <= 64 and DTYPES[problem.x.dtype].itemsize == 2
 
-    Between 6 and 11 are best for long rows: at 4096 columns of bfloat16 64 threads of 8 take 1.05, 128 of 4 1.08, at
-    10,240 columns 128 of 10 take 1.03, 256 of 5 1.09, at 10,000 of float32 256 of 10 1.04 and 512 of 5 1.45. For a
-    single row of 4096 512 threads of 1 take 1.2, 128 of 4 1.6. Short rows want 16 threads.
+
+def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> float:
+    """The least number of vectors that a thread is to have: 4 or 4.5, fewer where that leaves multiprocessors idle.
+
+    That makes 4 to 8 of them: at 4096 columns of bfloat16 128 threads of 4 take 1.04, at 5120 128 of 5 1.02 and 64 of
+    10 1.05, at 8192 128 of 8 1.03 and 256 of 4 1.06, at 16,384 256 of 8 1.04 and 512 of 4 1.12. For a single row of
+    4096 512 threads of 1 take 1.2, 128 of 4 1.6.
     """
+    wanted = 4 if vectors_per_row <= 512 else 4.5
+    if _is_short_sixteen_bit(problem, vectors_per_row):
+        wanted = vectors_per_row // 16
+    elif vectors_per_row < 32:
+        wanted = 3  # 100 columns of float32: 8 threads of 4
     threads = device.multiprocessors * device.threads_per_multiprocessor // 2
-    short_row = vectors_per_row // 16 if vectors_per_row <= _MOST_VECTORS_AHEAD else 6
-    return max(1, min(6, short_row, problem.rows * vectors_per_row // threads))
+    return max(1, min(wanted, problem.rows * vectors_per_row // threads))
 
 
-def _spread(vectors_per_row: int, least_vectors: int) -> tuple[int, int]:
+def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
     """Threads, as many as leave each ``least_vectors``, and vectors of each."""
-    threads = min(_MOST_THREADS, 1 << max(1, vectors_per_row // least_vectors).bit_length() - 1)
+    threads = min(_MOST_THREADS, 1 << max(1, int(vectors_per_row / least_vectors)).bit_length() - 1)
     return threads, -(-vectors_per_row // threads)
 
 
@@ -104,7 +110,9 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
             columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
             vectors = -(-columns // (width * _MOST_THREADS))
             geometry = RowBlock(width, vectors, _MOST_THREADS, 1, blocks, "ahead", peeled, staged, 1)
-            if _fits_registers(problem, width, vectors, _MOST_THREADS, peeled) and _fits(geometry, problem, device):
+            if _fits_registers(problem, device, width, vectors, _MOST_THREADS, peeled) and _fits(
+                geometry, problem, device
+            ):
                 return geometry
     return None
 
@@ -120,7 +128,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
     if itemsize >= 4 and problem.columns <= 32 and all(stride == problem.columns for stride in strides):
         geometry = RowBlock(width, problem.columns // width, 1, 64, 1, "run")
-        if _fits_registers(problem, width, geometry.vectors, 64):
+        if _fits_registers(problem, device, width, geometry.vectors, 64):
             return _persistent(geometry, problem, device)
     forward = isinstance(problem, ForwardProblem)
     vectors_per_row = problem.columns // width
@@ -147,13 +155,14 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     vectors_per_row = -(-(problem.columns - 2 * width) // width)
     threads, vectors = _spread(vectors_per_row, 5 if vectors_per_row >= 256 else 2)
     threads, vectors = max(32, threads), -(-vectors_per_row // max(32, threads))
-    while threads < _MOST_THREADS and not _fits_registers(problem, width, vectors, threads, peeled=True):
+    forward = isinstance(problem, ForwardProblem)
+    direct = not alike or device.capability < 80 or (forward and width == 4)
+    while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
-    if vectors > 12 or not _fits_registers(problem, width, vectors, threads, peeled=True):
+    if vectors > 12 or not _fits_registers(problem, device, width, vectors, threads, True, direct):
         return _shared_row(problem, device, width, peeled=True) if alike else None
-    forward = isinstance(problem, ForwardProblem)
-    if alike and device.capability >= 80 and not (forward and width == 4):
+    if not direct:
         geometry = RowBlock(width, vectors, threads, max(1, 64 // threads), 1, "ahead", True, threads >= 64)
         if _fits(geometry, problem, device):
             return _persistent(geometry, problem, device)
@@ -182,9 +191,14 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
     return 2 * loaded + sums + 4 * narrow + unpacked, more
 
 
-def _fits_registers(problem: Problem, width: int, vectors: int, threads: int, peeled: bool = False) -> bool:
+def _fits_registers(
+    problem: Problem, device: Device, width: int, vectors: int, threads: int, peeled: bool = False, direct: bool = False
+) -> bool:
+    """Whether a block of so many threads has the registers; those of peeled rows take more, above all read directly."""
     registers, more = _registers(problem, width)
-    return vectors * registers + more <= min(255, 65536 // threads // 8 * 8) - (32 if peeled else 20)
+    # What addresses and the like take: ptxas gets by with less for sm_90 than for any other architecture.
+    other = (20 if device.capability == 90 else 32) + 12 * peeled + 40 * (peeled and direct)
+    return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
@@ -198,6 +212,18 @@ def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
     registers, more = _registers(problem, geometry.width)
     by_registers = 65536 // (geometry.threads * (geometry.vectors * registers + more + 32))
     return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
+
+
+def _crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """With the registers kept down, so that more blocks of rows that are read directly hide each other's waiting.
+
+    Left alone, ptxas loads so much ahead that at 12,288 columns of bfloat16 two blocks fit, not three: 1.21, not 1.03.
+    """
+    if problem.norm.activation is not None or DTYPES[problem.x.dtype].itemsize == 8:
+        return geometry
+    held = geometry.vectors * _registers(problem, geometry.width)[0]
+    registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
+    return replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * registers)))
 
 
 def _persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
@@ -252,7 +278,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                     threads = threads_per_row * rows
                     if not (64 if blocks == 1 else 128) <= threads <= 1024:
                         continue
-                    if not _fits_registers(problem, width, vectors, threads, peeled):
+                    if not _fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
                         continue
                     if rows > 1 and (blocks > 1 or threads > 512):
                         continue
@@ -262,6 +288,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                             continue
                         if forward and stage == "direct":
                             yield geometry
+                            if not peeled and _crowded(geometry, problem, device) != geometry:
+                                yield _crowded(geometry, problem, device)
                         most = _resident(geometry, problem, device)
                         yield from (
                             replace(geometry, blocks_per_multiprocessor=share)
