@@ -19,11 +19,22 @@ __device__ __forceinline__ void copy_async(T* shared, const T* global) {
 #endif
 }
 
-// Waits for all copies that this thread has started. Until the next __syncthreads() it alone may read what arrived.
+// Ends a group of copies.
+__device__ __forceinline__ void copy_async_commit() {
+#if defined(CUNORM_EMULATOR)
+  cunorm_emulator::copy_async_commit();
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for the copies that this thread has started, but for the last PENDING groups. Until the next __syncthreads() it
+// alone may read what arrived.
+template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {
 #if defined(CUNORM_EMULATOR)
-  cunorm_emulator::copy_async_wait();
+  cunorm_emulator::copy_async_wait(PENDING);
 #elif __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }

@@ -16,8 +16,9 @@ struct Parameter {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (!place.has(i)) continue;
+        constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) own(i)[j] = memory[place.column(i) + j];
+        for (int j = 0; j < VECTOR; j += STEP) store(own(i) + j, load<T, STEP>(memory + place.column(i) + j));
       }
     }
   }

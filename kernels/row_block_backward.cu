@@ -77,13 +77,18 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const auto fetch_rows = [&](long long first) {
     fetch(x, part, first);
     fetch(dy, part, first);
+    copy_async_commit();
     if constexpr (stage == Stage::ahead) {
       next_x_edge = edge_of(x, part, place_at(first));
       next_dy_edge = edge_of(dy, part, place_at(first));
     }
   };
   fetch_rows(first_row);
-  if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row);
+  const auto fetch_dresidual_out = [&](long long first) {
+    fetch(dresidual_out, part, first);
+    copy_async_commit();
+  };
+  if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row);
   fetch_statistics(first_row);
   affine.stage(first_place);
   Compute edge_weight[1], edge_bias[1];
@@ -98,7 +103,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     const Compute mean = next_mean, rstd = next_rstd;
     fetch_statistics(first_row + step);
-    wait_for_rows();
+    wait_for_rows<HAS_DRESIDUAL>();
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
     const Vector<X_TYPE, 1> x_edge = stage == Stage::ahead ? next_x_edge : edge_of(x, part, place);
     const Vector<X_TYPE, 1> dy_edge = stage == Stage::ahead ? next_dy_edge : edge_of(dy, part, place);
@@ -165,6 +170,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       forget_widened(x_values[i]);
       forget_widened(dy_values[i]);
     }
+    if constexpr (HAS_DRESIDUAL) wait_for_rows<1>();
     Vector<X_TYPE, VECTOR> added[VECTORS];
     if constexpr (HAS_DRESIDUAL && stage == Stage::direct) get_vectors(dresidual_out, part, place, added);
 #pragma unroll
@@ -192,7 +198,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       __syncthreads();
       flush(dx, part, place);
     }
-    if constexpr (HAS_DRESIDUAL) fetch(dresidual_out, part, first_row + step);
+    if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row + step);
   }
 
   // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower
@@ -227,9 +233,18 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         for_each_sum(values, edge, [&](int column, Compute& sum) { sum += shared(y, column); });
       }
     }
-    if (threadIdx.y == 0) {
-      const long long first = group * arguments.columns + part.first_column;
-      for_each_sum(values, edge, [&](int column, Compute& sum) { narrow(sum, sums[first + column]); });
+    sums += group * arguments.columns + part.first_column;
+    if constexpr (PEELED) {
+      // In the order of the columns, which no thread has vectors of.
+      __syncthreads();
+      if (threadIdx.y == 0) for_each_sum(values, edge, [&](int column, Compute& sum) { shared(0, column) = sum; });
+      __syncthreads();
+      for (int i = thread_in_block(); i < part.columns; i += BLOCK_THREADS) narrow(shared(0, i), sums[i]);
+    } else if (threadIdx.y == 0) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if (place.has(i)) store_rounded(sums + place.column(i), values[i]);
+      }
     }
   };
   if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, dweight_edge, arguments.dweight);

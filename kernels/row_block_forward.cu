@@ -117,6 +117,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const auto fetch_rows = [&](long long first) {
     fetch(x, part, first);
     if constexpr (HAS_RESIDUAL) fetch(residual, part, first);
+    copy_async_commit();
     if constexpr (stage == Stage::ahead) {
       next_edge = edge_of(x, part, place_of(y, part, first));
       if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
@@ -129,7 +130,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     const Place place = place_of(y, part, first_row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
-    wait_for_rows();
+    wait_for_rows<0>();
     Vector<X_TYPE, VECTOR> values[VECTORS];
     Vector<X_TYPE, 1> edge = stage == Stage::ahead ? next_edge : edge_of(x, part, place);
     get_vectors(x, part, place, values);

@@ -115,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
       warp_sum<ROW_LANES, 1>(values[i]);
       const long long column = tile_column(first_column, i);
       if (row_lane() == 0 && column < arguments.columns) {
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) narrow(values[i][j], sums[group * arguments.columns + column + j]);
+        store_rounded(sums + group * arguments.columns + column, values[i]);
       }
     }
   };

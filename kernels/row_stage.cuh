@@ -138,9 +138,10 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part
   }
 }
 
-// Waits for what was fetched.
+// Waits for what was fetched, but for the last PENDING commits.
+template <int PENDING>
 __device__ __forceinline__ void wait_for_rows() {
-  if constexpr (stage != Stage::direct) copy_async_wait();
+  if constexpr (stage != Stage::direct) copy_async_wait<PENDING>();
   if constexpr (stage == Stage::run) __syncthreads();
 }
 

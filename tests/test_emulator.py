@@ -703,7 +703,7 @@ arguments.y[threadIdx.x] = stage[threadIdx.x];
 
 def test_asynchronous_copies_arrive_when_they_are_waited_for() -> None:
     x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
-    wait = "cunorm_emulator::copy_async_wait();"
+    wait = "cunorm_emulator::copy_async_commit(); cunorm_emulator::copy_async_wait(0);"
     launch(ASYNC.format(wait=wait, end=""), [x, y], [32])
     np.testing.assert_array_equal(y, x)
     launch(ASYNC.format(wait="", end=wait), [x, y], [32])
@@ -719,4 +719,4 @@ def test_asynchronous_copies_that_nobody_waits_for() -> None:
 def test_an_asynchronous_copy_from_outside_a_buffer() -> None:
     x, y = np.arange(31, dtype=np.float32), np.zeros(32, np.float32)
     with pytest.raises(EmulatorError, match="buffer 0"):
-        launch(ASYNC.format(wait="cunorm_emulator::copy_async_wait();", end=""), [x, y], [32])
+        launch(ASYNC.format(wait="cunorm_emulator::copy_async_commit(); cunorm_emulator::copy_async_wait(0);", end=""), [x, y], [32])

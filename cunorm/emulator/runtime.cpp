@@ -133,6 +133,7 @@ struct Fiber {
   unsigned mask;
   uint64_t value, result;
   int source;
+  unsigned copy_groups;  // of asynchronous copies that it has committed
   bool arrived_at_cluster;
   unsigned cluster_phase;
 };
@@ -154,6 +155,7 @@ std::vector<Fiber*> ready;
 Fiber* current = nullptr;
 struct AsyncCopy {
   const Fiber* fiber;
+  unsigned group;
   void* shared;
   const void* global;
   unsigned bytes;
@@ -476,6 +478,7 @@ void run_blocks(uint64_t first, uint64_t count) {
                      static_cast<unsigned>(t / job.block[0] / job.block[1])};
       fiber.fake_stack = nullptr;
       fiber.arrived_at_cluster = false;
+      fiber.copy_groups = 0;
       fiber.context.prepare(fiber.stack, fiber_main);
       make_ready(&fiber);
     }
@@ -695,13 +698,15 @@ void copy_async(void* shared, const void* global, unsigned bytes, Site site) {
   check_aligned(shared, bytes, site);
   check_aligned(global, bytes, site);
   memset(shared, 0xFF, bytes);
-  copies_under_way.push_back({current, shared, global, bytes});
+  copies_under_way.push_back({current, current->copy_groups, shared, global, bytes});
 }
 
-void copy_async_wait() {
+void copy_async_commit() { ++current->copy_groups; }
+
+void copy_async_wait(unsigned pending) {
   std::vector<AsyncCopy> others;
   for (const AsyncCopy& copy : copies_under_way) {
-    if (copy.fiber == current) {
+    if (copy.fiber == current && copy.group + pending < current->copy_groups) {
       memcpy(copy.shared, copy.global, copy.bytes);
     } else {
       others.push_back(copy);

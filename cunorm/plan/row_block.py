@@ -49,10 +49,11 @@ class RowBlock:
         total = tensors * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
         if self.weights_staged:
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
-        if isinstance(problem, BackwardProblem) and self.rows_per_block > 1:
-            # The sums of half the rows, when they are added up at the end.
-            columns = (problem.columns // self.width + 1) * self.width
-            total = max(total, self.rows_per_block // 2 * columns * compute_itemsize(problem))
+        if isinstance(problem, BackwardProblem):
+            # At the end, the sums of half the rows, when they are added up; or those of a peeled row, to be put in order.
+            rows = max(int(self.peeled), self.rows_per_block // 2)
+            columns = (self.columns_per_block(problem) // self.width + 1) * self.width
+            total = max(total, rows * columns * compute_itemsize(problem))
         return total
 
     def columns_per_block(self, problem: Problem) -> int:

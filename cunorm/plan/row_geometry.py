@@ -51,27 +51,61 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if width < piece:
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
-    # Sixteen-bit rows take the arithmetic long enough for memory to fall idle, so they are fetched ahead: at 4096
-    # columns of bfloat16 1.10 with it and 1.27 without. float32 is 1.05 without (10,000 columns: 1.08, and 1.11 ahead).
     if itemsize == 2 and device.capability >= 80:
-        # At 256 columns one vector a thread takes 1.38, two 1.44; at 1024 two 1.27, four 1.30; at 4096 four 1.10.
-        threads, vectors = _spread(vectors_per_row, 1 if vectors_per_row <= 64 else 2 if vectors_per_row <= 128 else 3)
-        stage, block_threads = "ahead", 256 if vectors_per_row <= 128 else 512
+        return _sixteen_bit_backward(problem, device, vectors_per_row)
+    # Read directly: 10,000 columns of float32 take 1.08 so, ahead 1.11; 1000 columns 1.05.
+    threads, vectors = _spread(vectors_per_row, 3)
+    threads, vectors = _more_threads(problem, device, vectors_per_row, threads, 256)
+    if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
+        return _shared_row(problem, device, width)
+    geometry = RowBlock(width, vectors, threads, _rows_per_block(problem, device, 256 // threads, threads))
+    # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums.
+    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // max(128, geometry.threads)))
+
+
+def _sixteen_bit_backward(problem: BackwardProblem, device: Device, vectors_per_row: int) -> RowBlock | None:
+    """Rows whose arithmetic takes long enough for memory to fall idle, so that they are fetched ahead.
+
+    At 4096 columns of bfloat16 they take 1.10 so, directly 1.27. Up to there 256 threads of 8 vectors are a whole
+    multiprocessor's: at 1024 columns 1.10, where 128 threads of 4, three times, take 1.14, and 512 of 2 1.21.
+    """
+    width = 8
+    if vectors_per_row <= 512:
+        # Fewer vectors a thread where rows are few: 4096 rows of 1024 take 1.65 with 2, 4096 of 256 1.87 with 1.
+        for_all_threads = problem.rows * vectors_per_row // (device.multiprocessors * device.threads_per_multiprocessor)
+        wanted = max(1, min(8 if vectors_per_row > 32 else 4, for_all_threads))
+        threads, vectors = _spread(vectors_per_row, wanted)
+        block_threads, share = (256, 1) if vectors > 4 else (128, 3) if vectors > 2 else (256, 2)
     else:
         threads, vectors = _spread(vectors_per_row, 3)
-        stage, block_threads = "direct", 256
+        block_threads, share = 512, 1
+    threads, vectors = _more_threads(problem, device, vectors_per_row, threads, block_threads)
+    if vectors == 8 and vectors_per_row % threads:  # there are bounds to check, which takes registers
+        threads, vectors = 2 * threads, -(-vectors_per_row // (2 * threads))
+    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+        return _shared_row(problem, device, width)
+    rows = _rows_per_block(problem, device, block_threads // threads, threads)
+    staged = rows == 1 and vectors_per_row > 512 and problem.weight is not None
+    geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", weights_staged=staged)
+    return replace(geometry, blocks_per_multiprocessor=share * max(1, block_threads // max(64, geometry.threads)))
+
+
+def _more_threads(
+    problem: Problem, device: Device, vectors_per_row: int, threads: int, block_threads: int
+) -> tuple[int, int]:
+    """The threads of a row, or more of them where the registers of each would not do; and vectors of each."""
+    width = vector_width(problem)
+    vectors = -(-vectors_per_row // threads)
     while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
-    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
-        return _shared_row(problem, device, width)
-    # Several rows a block only where every multiprocessor has a block; but two warps at least.
-    rows = max(1, 64 // threads, min(block_threads // threads, problem.rows // device.multiprocessors))
-    rows = 1 << rows.bit_length() - 1
-    staged = stage == "ahead" and rows == 1 and problem.weight is not None
-    geometry = RowBlock(width, vectors, threads, rows, 1, stage, weights_staged=staged)
-    # 512 threads a multiprocessor: at 4096 columns 6 % faster than 1024, which leave more partial sums.
-    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // max(128, geometry.threads)))
+    return threads, vectors
+
+
+def _rows_per_block(problem: Problem, device: Device, wanted: int, threads: int) -> int:
+    """Several rows a block only where every multiprocessor has a block; but two warps at least."""
+    rows = max(1, 64 // threads, min(wanted, problem.rows // device.multiprocessors))
+    return 1 << rows.bit_length() - 1
 
 
 def _is_short_sixteen_bit(problem: Problem, vectors_per_row: int) -> bool:
