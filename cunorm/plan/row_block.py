@@ -50,7 +50,7 @@ class RowBlock:
         if self.weights_staged:
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem):
-            # At the end, the sums of half the rows, when they are added up; or those of a peeled row, to be put in order.
+            # At the end, the sums of half the rows, when they are added up; or of a peeled row, to be put in order.
             rows = max(int(self.peeled), self.rows_per_block // 2)
             columns = (self.columns_per_block(problem) // self.width + 1) * self.width
             total = max(total, rows * columns * compute_itemsize(problem))
@@ -97,10 +97,7 @@ def _read(problem: Problem) -> list[Matrix]:
 
 
 def _written(problem: Problem) -> list[Matrix]:
-    if isinstance(problem, ForwardProblem):
-        matrices = [problem.y, problem.residual_out]
-    else:
-        matrices = [problem.dx]
+    matrices = [problem.y, problem.residual_out] if isinstance(problem, ForwardProblem) else [problem.dx]
     return [matrix for matrix in matrices if matrix is not None]
 
 

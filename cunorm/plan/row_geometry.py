@@ -86,8 +86,12 @@ def _sixteen_bit_backward(problem: BackwardProblem, device: Device, vectors_per_
         return _shared_row(problem, device, width)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
     staged = rows == 1 and vectors_per_row > 512 and problem.weight is not None
-    geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", weights_staged=staged)
-    return replace(geometry, blocks_per_multiprocessor=share * max(1, block_threads // max(64, geometry.threads)))
+    share *= max(1, block_threads // max(64, threads * rows))
+    geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", False, staged, share)
+    # Where shared memory is short (three tensors, or weights of more bytes than x), without what there is no room for.
+    if not _fits(geometry, problem, device):
+        geometry = replace(geometry, weights_staged=False)
+    return geometry if _fits(geometry, problem, device) else replace(geometry, stage="direct")
 
 
 def _more_threads(
@@ -302,7 +306,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
     for width, stage, peeled in _ways(problem):
         for blocks in (1, 2, 4, 8, 16):
             columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-            if not device.groups(blocks) or (blocks > 1 and columns * itemsize < 8192):
+            if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
                 break
             for threads_per_row in (1 << i for i in range(5 if peeled else 0, 11)):
                 vectors = -(-columns // (threads_per_row * width))
