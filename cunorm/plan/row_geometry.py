@@ -51,47 +51,30 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if width < piece:
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
-    if itemsize == 2 and device.capability >= 80:
-        return _sixteen_bit_backward(problem, device, vectors_per_row)
-    # Read directly: 10,000 columns of float32 take 1.08 so, ahead 1.11; 1000 columns 1.05.
-    threads, vectors = _spread(vectors_per_row, 3)
-    threads, vectors = _more_threads(problem, device, vectors_per_row, threads, 256)
-    if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
-        return _shared_row(problem, device, width)
-    geometry = RowBlock(width, vectors, threads, _rows_per_block(problem, device, 256 // threads, threads))
-    # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums.
-    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // max(128, geometry.threads)))
-
-
-def _sixteen_bit_backward(problem: BackwardProblem, device: Device, vectors_per_row: int) -> RowBlock | None:
-    """Rows whose arithmetic takes long enough for memory to fall idle, so that they are fetched ahead.
-
-    At 4096 columns of bfloat16 they take 1.10 so, directly 1.27. Up to there 256 threads of 8 vectors are a whole
-    multiprocessor's: at 1024 columns 1.10, where 128 threads of 4, three times, take 1.14, and 512 of 2 1.21.
-    """
-    width = 8
-    if vectors_per_row <= 512:
-        # Fewer vectors a thread where rows are few: 4096 rows of 1024 take 1.65 with 2, 4096 of 256 1.87 with 1.
-        for_all_threads = problem.rows * vectors_per_row // (device.multiprocessors * device.threads_per_multiprocessor)
-        wanted = max(1, min(8 if vectors_per_row > 32 else 4, for_all_threads))
-        threads, vectors = _spread(vectors_per_row, wanted)
-        block_threads, share = (256, 1) if vectors > 4 else (128, 3) if vectors > 2 else (256, 2)
+    ahead = device.capability >= 80
+    if vectors_per_row <= (64 if itemsize == 2 else 127):
+        # Several rows a block. Sixteen-bit ones are fetched ahead: at 512 columns they take 1.10 so, directly 1.12; 100
+        # columns of float32 take 1.05, ahead 1.09.
+        wanted: float = min(4 if itemsize == 2 else 3, _vectors_for_all_threads(problem, device, vectors_per_row))
+        block_threads = 512 if itemsize == 2 and vectors_per_row > 32 else 256
+        stage = "ahead" if ahead and itemsize == 2 else "direct"
     else:
-        threads, vectors = _spread(vectors_per_row, 3)
-        block_threads, share = 512, 1
+        # A row a block, fetched ahead, with its weights at hand. At 4096 columns of bfloat16 256 threads of 2 vectors
+        # take 1.10, 128 of 4 1.15; at 5120 128 of 5 1.07, 256 of 3 1.12; at 16,384 512 of 4 1.09.
+        wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 else 4 if vectors_per_row < 704 else 3
+        block_threads = 64
+        stage = "ahead" if ahead else "direct"
+    threads, vectors = _spread(vectors_per_row, wanted)
     threads, vectors = _more_threads(problem, device, vectors_per_row, threads, block_threads)
-    if vectors == 8 and vectors_per_row % threads:  # there are bounds to check, which takes registers
-        threads, vectors = 2 * threads, -(-vectors_per_row // (2 * threads))
     if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return _shared_row(problem, device, width)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
-    staged = rows == 1 and vectors_per_row > 512 and problem.weight is not None
-    share *= max(1, block_threads // max(64, threads * rows))
-    geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", False, staged, share)
-    # Where shared memory is short (three tensors, or weights of more bytes than x), without what there is no room for.
-    if not _fits(geometry, problem, device):
-        geometry = replace(geometry, weights_staged=False)
-    return geometry if _fits(geometry, problem, device) else replace(geometry, stage="direct")
+    if (threads, vectors, itemsize) == (256, 4, 2) and problem.dresidual_out is None and device.capability == 90:
+        rows = 2  # 8192 columns of bfloat16: 1.10, one row 1.16; with a residual 1.10, one row 1.02
+    staged = stage == "ahead" and rows == 1 and problem.weight is not None
+    geometry = RowBlock(width, vectors, threads, rows, 1, stage, weights_staged=staged)
+    # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums.
+    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // geometry.threads))
 
 
 def _more_threads(
@@ -129,8 +112,12 @@ def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> f
         wanted = vectors_per_row // 16
     elif vectors_per_row < 32:
         wanted = 3  # 100 columns of float32: 8 threads of 4
-    threads = device.multiprocessors * device.threads_per_multiprocessor // 2
-    return max(1, min(wanted, problem.rows * vectors_per_row // threads))
+    return max(1, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
+
+
+def _vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> int:
+    """How many vectors each thread can have where all threads that the device can hold have some; 1 at least."""
+    return max(1, problem.rows * vectors_per_row // (device.multiprocessors * device.threads_per_multiprocessor))
 
 
 def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
