@@ -74,7 +74,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     staged = stage == "ahead" and rows == 1 and problem.weight is not None
     geometry = RowBlock(width, vectors, threads, rows, 1, stage, weights_staged=staged)
     # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums.
-    return replace(geometry, blocks_per_multiprocessor=max(1, 512 // geometry.threads))
+    return _with_room(replace(geometry, blocks_per_multiprocessor=max(1, 512 // geometry.threads)), problem, device)
 
 
 def _more_threads(
@@ -221,13 +221,29 @@ def _fits_registers(
 ) -> bool:
     """Whether a block of so many threads has the registers; those of peeled rows take more, above all read directly."""
     registers, more = _registers(problem, width)
+    direct = direct or device.capability < 80
+    double = problem.x.dtype == "float64"
     # What addresses and the like take: ptxas gets by with less for sm_90 than for any other architecture.
-    other = (20 if device.capability == 90 else 32) + 12 * peeled + 40 * (peeled and direct)
+    other = 20 if device.capability == 90 else 50 if device.capability >= 100 else 40 if device.capability < 80 else 32
+    if peeled:
+        other += 12 + 8 * double + 40 * direct
+    if isinstance(problem, BackwardProblem) and problem.dresidual_out is not None:
+        other += 4 + 20 * double
+        # Read directly, all of a thread's are loaded at once.
+        if direct:
+            other += vectors * width * DTYPES[problem.x.dtype].itemsize // 4 + 32 * peeled
     return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     return geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
+
+
+def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """Without what shared memory is too small for: first the weights, then the rows ahead."""
+    if not _fits(geometry, problem, device):
+        geometry = replace(geometry, weights_staged=False)
+    return geometry if _fits(geometry, problem, device) else replace(geometry, stage="direct")
 
 
 def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
