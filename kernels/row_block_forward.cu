@@ -110,6 +110,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
+  // A division, but for tiny rows, where it is much of the work: its branches end a basic block, and without that ptxas
+  // keeps so much of one pass for the next that fewer blocks fit.
+  const Compute scale = static_cast<Compute>(1) / part.columns;
+  const auto mean_of = [&](Compute sum) { return stage == Stage::run ? sum * scale : sum / part.columns; };
+
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   // What is ahead: the next rows in shared memory, and the next edges in registers.
@@ -169,7 +174,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
       if (place.has_edge()) add_values(edge, sum);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
-      statistics.mean = sum[0] / part.columns;
+      statistics.mean = mean_of(sum[0]);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
     }
@@ -180,10 +185,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
-    // Divisions, not products with a reciprocal: their branches end a basic block, and without that ptxas keeps so
-    // much of one pass for the next that fewer blocks fit.
-    statistics.remainder = sums[0] / part.columns;
-    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
+    statistics.remainder = mean_of(sums[0]);
+    statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }

@@ -55,7 +55,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if vectors_per_row <= (64 if itemsize == 2 else 127):
         # Several rows a block. Sixteen-bit ones are fetched ahead: at 512 columns they take 1.10 so, directly 1.12; 100
         # columns of float32 take 1.05, ahead 1.09.
-        wanted: float = min(4 if itemsize == 2 else 3, _vectors_for_all_threads(problem, device, vectors_per_row))
+        wanted = min(4.0 if itemsize == 2 else 3.0, _vectors_for_all_threads(problem, device, vectors_per_row))
         block_threads = 512 if itemsize == 2 and vectors_per_row > 32 else 256
         stage = "ahead" if ahead and itemsize == 2 else "direct"
     else:
@@ -112,31 +112,38 @@ def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> f
         wanted = vectors_per_row // 16
     elif vectors_per_row < 32:
         wanted = 3  # 100 columns of float32: 8 threads of 4
-    return max(1, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
+    return max(1.0, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
 
 
-def _vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> int:
-    """How many vectors each thread can have where all threads that the device can hold have some; 1 at least."""
-    return max(1, problem.rows * vectors_per_row // (device.multiprocessors * device.threads_per_multiprocessor))
+def _vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> float:
+    """How many vectors each thread has where all threads that the device can hold have some."""
+    return problem.rows * vectors_per_row / (device.multiprocessors * device.threads_per_multiprocessor)
 
 
 def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
     """Threads, as many as leave each ``least_vectors``, and vectors of each."""
-    threads = min(_MOST_THREADS, 1 << max(1, int(vectors_per_row / least_vectors)).bit_length() - 1)
+    threads = min(_MOST_THREADS, 1 << max(1, int(vectors_per_row / max(1, least_vectors))).bit_length() - 1)
     return threads, -(-vectors_per_row // threads)
 
 
 def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
-    for staged in (True, False):
+    ways = [(_MOST_THREADS, 1, 16, True), (_MOST_THREADS, 1, 16, False)]
+    if isinstance(problem, BackwardProblem) and width == 8 and device.capability == 90:
+        # 32768 columns of bfloat16 take 1.26 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512.
+        ways.insert(0, (128, 2, 8, True))
+    for threads, share, most_blocks, staged in ways:
         for blocks in (1, 2, 4, 8, 16):
-            if not device.groups(blocks) or device.capability < 80:
+            if not device.groups(blocks) or device.capability < 80 or blocks > most_blocks:
                 break
             columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-            vectors = -(-columns // (width * _MOST_THREADS))
-            geometry = RowBlock(width, vectors, _MOST_THREADS, 1, blocks, "ahead", peeled, staged, 1)
-            if _fits_registers(problem, device, width, vectors, _MOST_THREADS, peeled) and _fits(
-                geometry, problem, device
+            vectors = -(-columns // (width * threads))
+            geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", peeled, staged, share)
+            if (
+                vectors <= (8 if threads < _MOST_THREADS else 16)
+                and _fits_registers(problem, device, width, vectors, threads, peeled)
+                and _fits(geometry, problem, device)
+                and _resident(geometry, problem, device) >= share
             ):
                 return geometry
     return None
@@ -146,22 +153,23 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows that do not all begin and end at multiples of 16 bytes."""
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
-    strides = [matrix.row_strides[0] for matrix in problem.matrices]
-    if problem.columns >= 16 * piece:
-        return _peeled(problem, device, piece)
-    # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.03, directly 1.40. With two
-    # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
-    if itemsize >= 4 and problem.columns <= 32 and all(stride == problem.columns for stride in strides):
-        geometry = RowBlock(width, problem.columns // width, 1, 64, 1, "run")
-        if _fits_registers(problem, device, width, geometry.vectors, 64):
-            return _persistent(geometry, problem, device)
     forward = isinstance(problem, ForwardProblem)
+    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.71 number by number, peeled 2.1; backward 1.84, 1.75.
+    if problem.columns >= (64 if forward else 16) * piece:
+        return _peeled(problem, device, piece)
+    # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
+    # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
+    dense = all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
+    if itemsize >= 4 and problem.columns <= 32 and dense:
+        geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
+        if _fits_registers(problem, device, width, geometry.vectors, geometry.threads):
+            return _persistent(geometry, problem, device)
     vectors_per_row = problem.columns // width
-    threads, vectors = _spread(vectors_per_row, 6 if forward else 3)
+    threads, vectors = _spread(vectors_per_row, 16 if forward else 8)
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     if threads == 1 and vectors > 1:
         threads, vectors = 2, -(-vectors // 2)
-    geometry = RowBlock(width, vectors, threads, max(1, (128 if forward else 256) // threads))
+    geometry = RowBlock(width, vectors, threads, max(1, (64 if forward else 256) // threads))
     return geometry if forward else replace(geometry, blocks_per_multiprocessor=2)
 
 
@@ -172,16 +180,17 @@ def _lie_alike(problem: Problem) -> bool:
 
 
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
-    """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead.
+    """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead, their weights at hand.
 
-    At 4097 columns of bfloat16 64 threads of 8 vectors, ahead, take 1.22 (backward 1.23), directly 1.37.
+    At 4097 columns of bfloat16 64 threads of 8 vectors, ahead, take 1.24 (backward 1.20), directly 1.38; at 4095 of
+    float32 1.16 and directly 1.10, backward 512 threads of 2 ahead 1.12 and 128 of 8 1.17.
     """
-    alike = _lie_alike(problem)
-    vectors_per_row = -(-(problem.columns - 2 * width) // width)
-    threads, vectors = _spread(vectors_per_row, 5 if vectors_per_row >= 256 else 2)
-    threads, vectors = max(32, threads), -(-vectors_per_row // max(32, threads))
-    forward = isinstance(problem, ForwardProblem)
+    forward, alike = isinstance(problem, ForwardProblem), _lie_alike(problem)
     direct = not alike or device.capability < 80 or (forward and width == 4)
+    vectors_per_row = -(-(problem.columns - 2 * width) // width)
+    threads, vectors = _spread(vectors_per_row, 2 if vectors_per_row < 256 or (width == 4 and not forward) else 5)
+    threads = max(32, threads)
+    vectors = -(-vectors_per_row // threads)
     while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
@@ -189,8 +198,12 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         return _shared_row(problem, device, width, peeled=True) if alike else None
     if not direct:
         geometry = RowBlock(width, vectors, threads, max(1, 64 // threads), 1, "ahead", True, threads >= 64)
+        # 384 threads a multiprocessor: at 4097 columns 1.24, 512 take 1.52.
+        share = max(1, min(384 // geometry.threads, _resident(geometry, problem, device)))
+        if vectors_per_row < 256:
+            share = max(1, min(1024 // geometry.threads, _resident(geometry, problem, device)))
         if _fits(geometry, problem, device):
-            return _persistent(geometry, problem, device)
+            return replace(geometry, blocks_per_multiprocessor=share)
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     return geometry if forward else _persistent(geometry, problem, device)
 
