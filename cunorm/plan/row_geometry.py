@@ -23,6 +23,10 @@ _STATIC_SHARED_BYTES = 3 * 1024
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 _MOST_THREADS = 512
 
+# What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
+# gets by with the least for sm_90.
+_OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
@@ -130,7 +134,8 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
     ways = [(_MOST_THREADS, 1, 16, True), (_MOST_THREADS, 1, 16, False)]
     if isinstance(problem, BackwardProblem) and width == 8 and device.capability == 90:
-        # 32768 columns of bfloat16 take 1.26 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512.
+        # 32768 columns of bfloat16 take 1.31 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512, and
+        # 50257 (peeled) 1.78 and 3.18.
         ways.insert(0, (128, 2, 8, True))
     for threads, share, most_blocks, staged in ways:
         for blocks in (1, 2, 4, 8, 16):
@@ -140,7 +145,7 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
             vectors = -(-columns // (width * threads))
             geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", peeled, staged, share)
             if (
-                vectors <= (8 if threads < _MOST_THREADS else 16)
+                vectors <= (7 if threads < _MOST_THREADS else 16)
                 and _fits_registers(problem, device, width, vectors, threads, peeled)
                 and _fits(geometry, problem, device)
                 and _resident(geometry, problem, device) >= share
@@ -154,7 +159,8 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
-    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.71 number by number, peeled 2.1; backward 1.84, 1.75.
+    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.71 number by number, peeled 2.1 (backward 1.84 and
+    # 1.75).
     if problem.columns >= (64 if forward else 16) * piece:
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
@@ -236,8 +242,7 @@ def _fits_registers(
     registers, more = _registers(problem, width)
     direct = direct or device.capability < 80
     double = problem.x.dtype == "float64"
-    # What addresses and the like take: ptxas gets by with less for sm_90 than for any other architecture.
-    other = 20 if device.capability == 90 else 50 if device.capability >= 100 else 40 if device.capability < 80 else 32
+    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if peeled:
         other += 12 + 8 * double + 40 * direct
     if isinstance(problem, BackwardProblem) and problem.dresidual_out is not None:
