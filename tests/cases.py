@@ -15,7 +15,7 @@ import pytest
 
 import cunorm
 from cunorm import activations, execute, reference
-from cunorm.plan import Device, plan
+from cunorm.plan import Device, Plan, plan
 from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Norm, View
 
 Array = np.ndarray[Any, Any]
@@ -29,15 +29,17 @@ NORMS = [LAYER_NORM, RMS_NORM, Norm(False, weight_offset=1.0)]
 ACTIVATED_NORMS = [Norm(centered, 0.0, activation) for centered in (True, False) for activation in ACTIVATIONS]
 ACTIVATED_NORMS.append(Norm(False, 1.0, "silu"))
 EPS = 1e-5
-# From one column to rows that no block holds: part of a warp, a warp, several warps, the edges between, odd and even.
+# From one column to rows that a block holds: part of a warp, a warp, several warps, the edges between, odd and even.
+# Some have so many rows that blocks take several turns.
 SIZES = [
-    (1, 1), (70, 1), (5, 2), (70, 3), (9, 7), (33, 8), (3, 16), (17, 31), (65, 32), (9, 33), (5, 64), (9, 100),
-    (3, 257), (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192),
+    (1, 1), (70, 1), (5, 2), (1100, 3), (9, 7), (33, 8), (3, 16), (17, 31), (300, 32), (9, 33), (5, 64), (9, 100),
+    (40, 257), (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192),
     (2, 8200),
-    (67, 1024),
-    (19, 4096),
+    (35, 1024),
+    (7, 4096),
 ]  # fmt: skip
-LONG_SIZES = [(1, 16384), (2, 16411), (1, 65536), (3, 40004), (1, 140001), (2, 270000)]
+# Rows that several blocks hold, or none, on SMALL_DEVICE.
+LONG_SIZES = [(1, 16384), (2, 16411), (3, 20004), (2, 20000), (1, 65536), (1, 50001)]
 AXES = [
     ((6, 40), (0,)),
     ((40, 6), (0,)),
@@ -56,7 +58,7 @@ AXES = [
     ((1, 1, 1), (1,)),
 ]
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
-SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512)
+SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -78,7 +80,7 @@ def views(dtype: str) -> dict[str, tuple[Any, Any]]:
     return {
         "row-strided": (wide[:, :1024], wide[:, 3:1027]),
         "every second row": (wide[::2, :512], wide[1::2, 512:1024]),
-        "odd offset": (long[1 : 1 + 4 * 1024].reshape(4, 1024), long[3 : 3 + 4 * 1024].reshape(4, 1024)),
+        "odd offset": (long[1 : 1 + 36 * 130].reshape(36, 130), long[3 : 3 + 36 * 130].reshape(36, 130)),
         "offset of eight bytes": (long[4 : 4 + 8 * 512].reshape(8, 512), long[8 : 8 + 8 * 512].reshape(8, 512)),
         "transposed": (wide.T, wide.T),
         "backwards": (wide[::-1, ::-1], wide[:, ::-1]),
@@ -165,6 +167,28 @@ class Expected:
         z, _, mean, rstd = reference.row_norm(*given, axis=axis, eps=eps, norm=plain)
         y = z if norm.activation is None else activations.FUNCTIONS[norm.activation].value(z)
         return Expected(y, mean, rstd, z)
+
+
+def kinds_of(chosen: Plan) -> set[str]:
+    """The ways in which a plan's rows are laid out and come from memory, as tests of plans and of emulation name them.
+
+    "... again" is one whose blocks take another turn, so that what they left behind of the first counts.
+    """
+    kinds = {chosen.strategy} if chosen.strategy == "row_split" else set()
+    for item in chosen.launches:
+        if item.kernel not in ("row_block_forward", "row_block_backward"):
+            continue
+        constants, arguments = dict(item.constants), dict(item.arguments)
+        kind = f"{'cluster' if item.cluster > 1 else constants['STAGE']}{' peeled' if constants['PEELED'] else ''}"
+        rows, turn = arguments["rows"], item.grid // item.cluster * item.block[1]
+        kinds.add(f"{item.kernel}: {kind}")
+        if isinstance(rows, int) and rows > turn:
+            kinds.add(f"{item.kernel}: {kind} again")
+        if item.cluster > 1 and not constants["WEIGHTS_STAGED"]:
+            kinds.add(f"{item.kernel}: {kind} with weights from memory")
+        elif constants["WEIGHTS_STAGED"]:
+            kinds.add(f"{item.kernel}: {kind} with weights staged")
+    return kinds
 
 
 class Results(NamedTuple):

@@ -36,7 +36,7 @@ PROBLEMS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((3, 257), (-1,)),
     ((5, 4096), (-1,)),
     ((2, 20000), (-1,)),
-    ((1, 140001), (-1,)),
+    ((1, 50001), (-1,)),
     ((300, 70), (0,)),
     ((3, 4, 5, 16), (1, 3)),
 ]
@@ -118,7 +118,7 @@ def test_residual_over_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("columns", [64, 70000])
+@pytest.mark.parametrize("columns", [64, 40000])
 def test_a_sum_that_cancels(runner: Any, columns: int) -> None:
     """What is normalized is the rounded sum: of numbers that nearly cancel, the rest."""
     x = data(0, (3, columns), shift=1e4, outliers=False)
@@ -169,8 +169,12 @@ def test_activation(runner: Any, dtype: str, norm: Norm) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
-@pytest.mark.parametrize(("columns", "dtype"), [(4096, "bfloat16"), (20001, "float32")])
+@pytest.mark.parametrize(
+    ("columns", "dtype", "norm"),
+    [(4096, "bfloat16", norm) for norm in ACTIVATED_NORMS]
+    + [(20001, "float32", norm) for norm in ACTIVATED_NORMS[::3]],
+    ids=str,
+)
 def test_activation_of_long_rows(runner: Any, columns: int, dtype: str, norm: Norm) -> None:
     x, weight, bias, *_ = tensors((3, columns), (-1,), dtype)
     check(runner, x, weight, bias, norm=norm)
@@ -192,9 +196,20 @@ def test_activation_with_weight_and_bias_of_other_dtypes(runner: Any, activation
     check(runner, x, weight, bias, norm=Norm(False, 1.0, activation))
 
 
+# Each norm over two of these.
+TOGETHER: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((300, 70), (0,)),
+    ((3, 4, 5, 16), (1, 3)),
+    ((2, 9000), (1,)),
+]
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
-@pytest.mark.parametrize(("shape", "axis"), [((300, 70), (0,)), ((3, 4, 5, 16), (1, 3)), ((2, 20000), (1,))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis", "norm"),
+    [(*TOGETHER[(i + k) % 3], norm) for i, norm in enumerate(ACTIVATED_NORMS) for k in (0, 1)],
+    ids=str,
+)
 def test_residual_and_activation_together(
     runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm: Norm
 ) -> None:

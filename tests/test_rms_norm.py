@@ -50,7 +50,7 @@ def test_weight_and_bias_are_each_optional(runner: Any, columns: int, weight: bo
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("columns", [96, 20000])
+@pytest.mark.parametrize("columns", [96, 9000])
 @pytest.mark.parametrize(
     ("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float64", "bfloat16")]
 )
@@ -106,7 +106,7 @@ def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: 
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 70000), (-1,)), ((300, 20), (0,))], ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20000), (-1,)), ((300, 20), (0,))], ids=str)
 def test_without_statistics_y_is_the_same(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
     y = runner.forward(x, weight, weight, axis, EPS, RMS_NORM).y
