@@ -598,6 +598,23 @@ def test_the_built_in_choice_fits(problem: Problem, device: Device) -> None:
         assert row_geometry._fits(geometry, problem, device)
 
 
+@pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))
+def test_usual_sizes_are_within_the_limits(device: Device) -> None:
+    """Where shared memory is scarce: three tensors, and weights of as many bytes or more."""
+    for dtype, weight, residual in itertools.product(DTYPES, (None, "float32", "float64"), (False, True)):
+        for columns in (10, 256, 1024, 4096, 4097, 5120, 8192, 10_000, 12_288, 16_384, 20_001, 50_257, 65_536, 262_144):
+            x = Matrix(dtype, (columns,), (1,))
+            added, vector = x if residual else None, weight and Vector(weight)
+            shape = (4096,), (columns,)
+            for problem in (
+                ForwardProblem(*shape, x, added, x, added, vector, vector, True, 1e-5),
+                BackwardProblem(*shape, x, x, added, x, vector, None, weight, weight),
+            ):
+                chosen = plan(problem, device)
+                _within_the_limits_of_cuda(problem, device, chosen)
+                _rows_and_columns_are_covered(problem, device, chosen)
+
+
 def test_every_constant_is_used_by_its_kernel() -> None:
     """A constant that a kernel does not read would compile the same text again and again."""
     for problem in _covering_problems():
