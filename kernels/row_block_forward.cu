@@ -186,7 +186,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = mean_of(sums[0]);
-    statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
+    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }
