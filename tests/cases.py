@@ -512,7 +512,8 @@ def check(
         affine_size = np.abs(expected.z) + (0 if bias is None else np.abs(float64(bias)).max(initial=0))
         tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
         assert relative_error(y, expected.y, affine_size) <= tolerance
-    statistics_tolerance = 2e-7 if dtype != "float64" else 1e-14
+    # A single thread may add up as many as 32 squares, one after the other.
+    statistics_tolerance = 3e-7 if dtype != "float64" else 1e-14
     statistics_dtype = np.float64 if dtype == "float64" else np.float32
     if expected.mean is None:
         assert mean is None

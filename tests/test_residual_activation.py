@@ -111,7 +111,7 @@ def test_residuals_of_any_strides(runner: Any, name: str, dtype: str, norm: Norm
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
+@pytest.mark.parametrize(("shape", "axis"), AXES[1::2], ids=str)
 def test_residual_over_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, "float32")
     check(runner, x, weight, bias, axis, norm=LAYER_NORM, residual=residual, dresidual_out=dresidual_out)
@@ -161,8 +161,9 @@ def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("norm", ACTIVATED_NORMS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "norm"), [(DTYPES[(i + k) % 4], norm) for i, norm in enumerate(ACTIVATED_NORMS) for k in (0, 2)], ids=str
+)
 def test_activation(runner: Any, dtype: str, norm: Norm) -> None:
     x, weight, bias, *_ = tensors((9, 100), (-1,), dtype)
     check(runner, x, weight, bias, norm=norm)
@@ -221,8 +222,11 @@ MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "shape", "axis"),
+    [(mask, *[((5, 200), (-1,)), ((2, 9001), (-1,)), ((300, 20), (0,))][i % 3]) for i, mask in enumerate(MASKS)],
+    ids=str,
+)
 def test_only_the_gradients_asked_for(
     runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], mask: tuple[bool, ...]
 ) -> None:

@@ -28,8 +28,8 @@ from cunorm import reference
 from cunorm.problem import Norm
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-# Each size with one dtype, the next with another; that rows of every dtype are read right, layer norm's tests show.
-SIZES_AND_DTYPES = [(shape, DTYPES[i % 4]) for i, shape in enumerate(SIZES)]
+# Every second size, each with another dtype; that rows of every size and dtype are read right, layer norm's tests show.
+SIZES_AND_DTYPES = [(shape, DTYPES[i % 4]) for i, shape in enumerate(SIZES[::2])]
 SIZES_AND_DTYPES += [(shape, DTYPES[i % 3]) for i, shape in enumerate(LONG_SIZES)]
 
 
@@ -76,7 +76,7 @@ def test_an_offset_of_one_and_a_weight_of_zero_are_no_weight(runner: Any) -> Non
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
+@pytest.mark.parametrize(("shape", "axis"), AXES[::2], ids=str)
 def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     columns = columns_shape(shape, axis)
     check(runner, data(0, shape), data(1, columns, shift=1.0), data(2, columns), axis, norm=RMS_NORM)
@@ -92,9 +92,17 @@ def test_views_are_not_copied(runner: Any, name: str) -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
-    "mask", [(True, False, False), (False, True, False), (False, False, True), (False, True, True), (True, True, False)]
+    ("shape", "axis", "mask"),
+    [
+        ((5, 200), (-1,), (True, False, False)),
+        ((2, 20001), (-1,), (True, False, False)),
+        ((300, 20), (0,), (False, True, False)),
+        ((5, 200), (-1,), (False, False, True)),
+        ((2, 20001), (-1,), (False, True, True)),
+        ((300, 20), (0,), (True, True, False)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20001), (-1,)), ((300, 20), (0,))], ids=str)
 def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: tuple[bool, bool, bool]) -> None:
     x, dy, weight = data(0, shape), data(1, shape), data(2, columns_shape(shape, axis))
     rstd = runner.forward(x, weight, None, axis, EPS, RMS_NORM).rstd
