@@ -89,8 +89,8 @@ __device__ __forceinline__ void forget_widened(Vector<T, COUNT>& values) {
   }
 }
 
-// Rounds COUNT numbers and writes them, up to 16 bytes at a time. As many numbers from one thread to the next cost eight
-// times the traffic if each went alone. The target is aligned to what is written at once.
+// Rounds COUNT numbers and writes them, up to 16 bytes at a time. As many numbers from one thread to the next cost
+// eight times the traffic if each went alone. The target is aligned to what is written at once.
 template <int COUNT, typename T>
 __device__ __forceinline__ void store_rounded(T* target, const Compute (&values)[COUNT]) {
   constexpr int STEP = 16 / sizeof(T) < COUNT ? 16 / sizeof(T) : COUNT;
