@@ -718,5 +718,6 @@ def test_asynchronous_copies_that_nobody_waits_for() -> None:
 
 def test_an_asynchronous_copy_from_outside_a_buffer() -> None:
     x, y = np.arange(31, dtype=np.float32), np.zeros(32, np.float32)
+    wait = "cunorm_emulator::copy_async_commit(); cunorm_emulator::copy_async_wait(0);"
     with pytest.raises(EmulatorError, match="buffer 0"):
-        launch(ASYNC.format(wait="cunorm_emulator::copy_async_commit(); cunorm_emulator::copy_async_wait(0);", end=""), [x, y], [32])
+        launch(ASYNC.format(wait=wait, end=""), [x, y], [32])
