@@ -118,7 +118,7 @@ def test_residual_over_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("columns", [64, 40000])
+@pytest.mark.parametrize("columns", [64, 12000])
 def test_a_sum_that_cancels(runner: Any, columns: int) -> None:
     """What is normalized is the rounded sum: of numbers that nearly cancel, the rest."""
     x = data(0, (3, columns), shift=1e4, outliers=False)
@@ -257,11 +257,10 @@ def test_far_from_zero_an_activation_is_a_line(runner: Any, dtype: str, activati
     np.testing.assert_allclose(dbias.astype(np.float64), np.tile([0.0, 3.0], 32), **near)
 
 
-@pytest.mark.parametrize("columns", [3000, 20000])
-@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize(("columns", "centered"), [(3000, True), (20000, False)])
 def test_the_order_of_threads_does_not_matter(columns: int, centered: bool) -> None:
     """A missing barrier would show as results that differ between the emulator's orders of running threads."""
-    x, weight, bias, residual, dresidual_out = tensors((3, columns), (-1,), "float32")
+    x, weight, bias, residual, dresidual_out = tensors((2, columns), (-1,), "float32")
     norm = Norm(centered, 0.0, "gelu")
     results = []
     for seed in range(3):
