@@ -160,8 +160,10 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
     # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.71 number by number, peeled 2.1 (backward 1.84 and
-    # 1.75).
-    if problem.columns >= (64 if forward else 16) * piece:
+    # 1.75). What does not lie alike is better read number by number too: 4096 columns of float32 that begin 4 bytes
+    # late take 1.09, peeled 1.38; and so is float32 forward, 1.09 and 1.10.
+    long_enough = problem.columns >= (64 if forward else 16) * piece
+    if long_enough and _lie_alike(problem) and device.capability >= 80 and not (forward and piece == 4):
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
     # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
@@ -171,7 +173,9 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         if _fits_registers(problem, device, width, geometry.vectors, geometry.threads):
             return _persistent(geometry, problem, device)
     vectors_per_row = problem.columns // width
-    threads, vectors = _spread(vectors_per_row, 16 if forward else 8)
+    threads, vectors = _spread(vectors_per_row, 8.5)
+    if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
+        return _peeled(problem, device, piece)
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     if threads == 1 and vectors > 1:
         threads, vectors = 2, -(-vectors // 2)
