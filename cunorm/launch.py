@@ -144,13 +144,17 @@ def argument_values(launch: Launch) -> list[tuple[str, Any]]:
     return values
 
 
+def _launch_together(*arguments: Any) -> None:
+    """What launchKernel does, but that all blocks of the launch run at the same time, or it fails."""
+    cupy().cuda.driver.launchCooperativeKernel(*arguments[:-1])  # the last one, 0, it does not have
+
+
 class Call:
     """A compiled plan. ``operands`` are the names of the buffers whose pointers a call is given, in order."""
 
     def __init__(self, plan: Plan, operands: Sequence[str], device_index: int) -> None:
         self._device = device_index
         self._current_context = cupy().cuda.driver.ctxGetCurrent
-        self._launch_kernel = cupy().cuda.driver.launchKernel
         self._offsets = [scratch.offset for scratch in plan.scratch]
         # What a call's pointers are called: its operands, null, its scratch.
         names: list[str | None] = [*operands, None, *(scratch.name for scratch in plan.scratch)]
@@ -165,7 +169,9 @@ class Call:
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
             function = _function(launch.kernel, launch.constants, launch.shared_bytes, launch.cluster, device_index)
             dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
-            self._launches.append((function, dimensions, pick, pack_into, bytes(8 * len(pointers)) + tail))
+            launch_kernel = _launch_together if launch.cooperative else cupy().cuda.driver.launchKernel
+            packed = bytes(8 * len(pointers)) + tail
+            self._launches.append((launch_kernel, function, dimensions, pick, pack_into, packed))
         with cupy().cuda.Device(device_index):
             self._context = self._current_context()  # it is there, since the kernels were loaded into it
         self._of_thread = threading.local()
@@ -173,11 +179,11 @@ class Call:
     def _prepare_thread(self) -> list[Any]:
         """Argument structs of this thread's own: the driver copies them during a launch, when others may be packing."""
         ready = []
-        for function, dimensions, pick, pack_into, packed in self._launches:
+        for launch_kernel, function, dimensions, pick, pack_into, packed in self._launches:
             arguments = ctypes.create_string_buffer(packed, len(packed))
             parameters = ctypes.c_void_p(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            ready.append((function.ptr, dimensions, pick, pack_into, arguments, address, parameters))
+            ready.append((launch_kernel, function.ptr, dimensions, pick, pack_into, arguments, address, parameters))
         self._of_thread.launches = ready
         return ready
 
@@ -196,7 +202,6 @@ class Call:
         except AttributeError:
             launches = self._prepare_thread()
         every_pointer = (*pointers, 0, *[workspace + offset for offset in self._offsets])
-        launch_kernel = self._launch_kernel
-        for function, dimensions, pick, pack_into, arguments, address, _ in launches:
+        for launch_kernel, function, dimensions, pick, pack_into, arguments, address, _ in launches:
             pack_into(arguments, 0, *pick(every_pointer))
             launch_kernel(function, *dimensions, stream, address, 0)

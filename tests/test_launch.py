@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
 from types import SimpleNamespace
@@ -31,7 +32,12 @@ class Driver:
         self.launched: list[tuple[Any, ...]] = []
         self.context = {threading.get_ident(): 1}
         self.entered: list[int] = []
-        driver = SimpleNamespace(ctxGetCurrent=self._current, launchKernel=self._launch)
+        self.together: list[bool] = []
+        driver = SimpleNamespace(
+            ctxGetCurrent=self._current,
+            launchKernel=functools.partial(self._launch, False),
+            launchCooperativeKernel=lambda *arguments: self._launch(True, *arguments, 0),
+        )
         runtime = SimpleNamespace(free=self._make_context)
         compiler = SimpleNamespace(CompileException=CompileException)
         self.cuda = SimpleNamespace(driver=driver, runtime=runtime, compiler=compiler, Device=self._device)
@@ -48,9 +54,10 @@ class Driver:
         self.entered.append(index)
         yield
 
-    def _launch(self, function: Any, *arguments: Any) -> None:
+    def _launch(self, together: bool, function: Any, *arguments: Any) -> None:
         *dimensions, stream, parameters, extra = arguments
         assert extra == 0
+        self.together.append(together)
         address = ctypes.c_void_p.from_address(parameters).value
         assert address
         self.launched.append((function, dimensions, stream, ctypes.string_at(address, self.sizes[function])))
@@ -93,7 +100,7 @@ def decoded(item: Launch, packed: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("make", [forward, backward])
-@pytest.mark.parametrize("shape", [(1000, 8), (1000, 4096), (8, 200_000), (4096, 70_000)], ids=str)
+@pytest.mark.parametrize("shape", [(1000, 8), (1000, 4096), (8, 200_000), (4096, 70_000), (10, 10_000_000)], ids=str)
 def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, int], make: Any, flag: bool) -> None:
     chosen: Plan = make(*shape, flag)
     operands = FORWARD if make is forward else BACKWARD
@@ -106,6 +113,7 @@ def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, i
         call(list(pointers.values()), WORKSPACE, STREAM)
 
     assert len(driver.launched) == 2 * len(chosen.launches)
+    assert driver.together == [item.cooperative for item in chosen.launches] * 2
     for item, (function, dimensions, stream, packed) in zip(chosen.launches * 2, driver.launched):
         assert (function, dimensions, stream) == (
             item.kernel,

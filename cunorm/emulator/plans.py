@@ -63,4 +63,5 @@ def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], se
             buffers=arrays,
             seed=seed,
             cluster=launch.cluster,
+            cooperative=launch.cooperative,
         )

@@ -43,7 +43,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. ``cluster`` consecutive blocks run together; the kernel's text asks for that itself."""
+    """One kernel launch. ``cluster`` consecutive blocks run together; the kernel's text asks for that itself.
+
+    Where it is ``cooperative``, all blocks do, and may wait for each other.
+    """
 
     kernel: str
     constants: tuple[tuple[str, int | str], ...]
@@ -52,6 +55,7 @@ class Launch:
     shared_bytes: int  # dynamic
     arguments: tuple[tuple[str, Value], ...]
     cluster: int = 1
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,14 @@ class Builder:
         arguments: dict[str, Value],
         shared_bytes: int = 0,
         cluster: int = 1,
+        cooperative: bool = False,
     ) -> None:
         if grid > _MOST_BLOCKS:
             raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
         if grid > 0:
-            self.launches.append(
-                Launch(kernel, tuple(constants.items()), grid, block, shared_bytes, tuple(arguments.items()), cluster)
-            )
+            sizes = (grid, block, shared_bytes)
+            fields = tuple(arguments.items())
+            self.launches.append(Launch(kernel, tuple(constants.items()), *sizes, fields, cluster, cooperative))
 
     def finished(self, strategy: str) -> Plan:
         return Plan(strategy, tuple(self.launches), tuple(self.scratch), self.workspace_bytes)
