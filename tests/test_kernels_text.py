@@ -248,7 +248,7 @@ def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
 
 def test_every_kernel_is_used_by_some_plan() -> None:
     used: set[str] = set()
-    for columns in (768, 10_000_000):
+    for columns in (768, 10_000_000, 100_000_000):
         x, vector = Matrix("float32", (columns,), (1,)), Vector("float32")
         for problem in (
             ForwardProblem((1000,), (columns,), x, None, x, None, vector, vector, True, 1e-5),

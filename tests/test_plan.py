@@ -155,15 +155,25 @@ def _within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) -
         assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
         assert item.cluster == 1 or device.capability >= 90
+        if item.cooperative:
+            blocks = dict(item.constants)["MIN_BLOCKS"]  # that share a multiprocessor
+            assert (
+                item.grid <= blocks * device.multiprocessors and blocks * threads <= device.threads_per_multiprocessor
+            )
+            static = _static_shared_bytes(item, problem)
+            # The runtime keeps 1 KB for each block.
+            assert blocks * (item.shared_bytes + static + 1024) <= device.shared_bytes + 1024
 
 
 def _static_shared_bytes(item: Launch, problem: Problem) -> int:
     """What a kernel that also has dynamic shared memory declares itself."""
     constants: Constants = dict(item.constants)
+    size = DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+    if item.kernel == "row_grid_forward":
+        return 2 * 2 * constants["THREADS"] // 32 * size
     if not item.kernel.startswith("row_block"):
         assert item.shared_bytes == 0
         return 0
-    size = DTYPES[DTYPES[problem.x.dtype].compute].itemsize
     scratch = 2 * 2 * -(-constants["THREADS_PER_ROW"] // 32) * constants["ROWS_PER_BLOCK"] * size
     exchange = 2 * item.cluster * 3 * size + 2 * 8
     return int(scratch + exchange)
@@ -202,10 +212,12 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "two a row": lambda a, groups, size: 2 * a["rows"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
+    "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
 }
 _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
+    "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk"),
     "row_split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
@@ -288,6 +300,13 @@ def _every_access_is_aligned_and_contiguous(problem: Problem, device: Device, ch
                 _assert_access_to_weights(constants, name, operand, width)
         if item.kernel.startswith("row_block"):
             _assert_shared_memory_is_aligned(problem, item, constants)
+        if item.kernel == "row_grid_forward":
+            # Every vector is copied in 16 bytes, to slots behind each other; then come the numbers of an exchange.
+            assert width * itemsize == 16
+            slots = constants["THREADS"] * constants["ROWS_AHEAD"] * constants["RESIDENT"]
+            compute = DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+            numbers = 3 * dict(item.arguments)["blocks_per_row"] * compute
+            assert item.shared_bytes == (1 + constants["HAS_RESIDUAL"]) * slots * 16 + numbers
 
 
 def _some(count: int) -> set[int]:
@@ -314,18 +333,19 @@ def _aligned_to(problem: Problem) -> Matrix:
 
 def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
     itemsize = DTYPES[problem.x.dtype].itemsize
-    assert constants["VECTOR"] * itemsize == 16 and not constants["FULL"]
+    assert constants["VECTOR"] * itemsize == 16 and not constants.get("FULL")
     # Columns are contiguous, and pointers aligned to their numbers: a head reaches a multiple of 16 bytes.
     for matrix in problem.matrices:
         assert matrix.alignment >= itemsize and (matrix.column_strides[0] == 1 or problem.columns == 1)
     groups, arguments = item.grid // item.cluster, dict(item.arguments)
-    assert arguments["columns_per_block"] * itemsize % 16 == 0 or item.cluster == 1
-    step = groups * constants["ROWS_PER_BLOCK"]
+    shared_row = item.cluster > 1 or item.cooperative
+    assert arguments["columns_per_block"] * itemsize % 16 == 0 or not shared_row
     for row in _some(problem.rows):
         begins = {_address(matrix, problem, row, 0) % 16 for matrix in problem.matrices}
-        if constants["STAGE"] != "direct":
+        if item.cooperative or constants["STAGE"] != "direct":
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+        step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
         if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS_STAGED"]):
             # A thread keeps its columns: in the sums of gradients, and in the weights that it took once.
             aligned = _aligned_to(problem)
@@ -442,6 +462,21 @@ def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
     assert columns > held * width - threads * width, "the last vector of every thread has nothing to do"
 
 
+def _covers_row_grid(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width, peeled = constants["THREADS"], constants["VECTOR"], constants["PEELED"]
+    blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
+    assert item.cooperative and item.block == (threads, 1) and item.grid % blocks == 0
+    assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
+    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
+    assert threads >= 4 * width, "an edge has a thread"
+    vectors = max(1, -(-(per_block - 2 * width * peeled) // (width * threads)))
+    resident, held = constants["RESIDENT"], constants["HELD"]
+    assert resident >= 1 and resident + held <= vectors
+    assert constants["STREAMED"] == (resident + held < vectors)
+    assert constants["ROWS_AHEAD"] == 1 or resident == vectors
+    assert constants["PREFETCHED"] <= min(resident, threads)
+
+
 def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     lanes, tile = constants["ROW_LANES"], _tile(item, constants)
     chunk, splits = arguments["columns_per_split"], arguments["splits"]
@@ -484,6 +519,7 @@ def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str,
 _COVERS = {
     "row_block_forward": _covers_row_block,
     "row_block_backward": _covers_row_block,
+    "row_grid_forward": _covers_row_grid,
     "row_split_statistics": _covers_row_split,
     "row_split_forward": _covers_row_split,
     "row_split_gradient_sums": _covers_row_split,
@@ -703,7 +739,8 @@ def test_eps_compiles_nothing() -> None:
         kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 10**6)))
         for eps in (0.0, 1.0)
     )
-    assert some == others and len(some) == 1 + 3
+    # The long rows' words are cleared by a kernel before.
+    assert some == others and len(some) == 1 + 2
 
 
 MODEL_SIZES = [
@@ -741,7 +778,7 @@ def _covering_problems() -> list[Problem]:
         ForwardProblem((512,), (64,), first_axis, None, first_axis, None, None, None, False, 0.0),
         BackwardProblem((512,), (64,), first_axis, first_axis, None, first_axis, None, None, "float32", None),
     ]
-    for columns in (1, 10, 64, 768, 4097, 100_000, 10_000_000):
+    for columns in (1, 10, 64, 768, 4097, 100_000, 10_000_000, 100_000_000):
         problems += [plain_forward(16, columns), plain_backward(16, columns)]
     return problems
 
@@ -749,7 +786,7 @@ def _covering_problems() -> list[Problem]:
 # The ways on each GPU that differs: one without asynchronous copies or clusters, one with the most shared memory that
 # is not shared among blocks, one with clusters.
 WAYS = ("sm_75", "sm_80", "sm_90")
-BLOCK, CLUSTER, SPLIT = "row_block", "row_cluster", "row_split"
+BLOCK, CLUSTER, GRID, SPLIT = "row_block", "row_cluster", "row_grid", "row_split"
 STRATEGIES = [
     # dtype, columns, forward, backward
     ("bfloat16", 1, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
@@ -758,12 +795,13 @@ STRATEGIES = [
     ("bfloat16", 8192, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 65_536, (SPLIT, BLOCK, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
     ("bfloat16", 100_001, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
-    ("bfloat16", 10_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
+    ("bfloat16", 10_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
     ("float32", 10, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 20_000, (BLOCK, BLOCK, BLOCK), (SPLIT, SPLIT, CLUSTER)),
     ("float32", 100_000, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
-    ("float32", 10_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
+    ("float32", 2_000_001, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
+    ("float32", 10_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
     ("float64", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float64", 50_257, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
     ("float64", 10_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
@@ -819,7 +857,7 @@ def test_neighbouring_threads_take_neighbouring_numbers() -> None:
     forward = ForwardProblem((512,), (64,), first_axis, None, first_axis, None, None, None, True, 0.0)
     backward = BackwardProblem((512,), (64,), first_axis, first_axis, None, None, None, None, None, "float32")
     assert row_lanes(forward) == row_lanes(backward) == {32}
-    assert row_lanes(plain_forward(64, 1_000_000)) == row_lanes(plain_backward(64, 1_000_000)) == {1}
+    assert row_lanes(plain_forward(64, 100_000_000)) == row_lanes(plain_backward(64, 1_000_000)) == {1}
 
 
 def test_what_is_empty_launches_nothing_but_zeros() -> None:

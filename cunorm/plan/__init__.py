@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import row_block, row_geometry, row_split
+from cunorm.plan import row_block, row_geometry, row_grid, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
@@ -59,6 +59,8 @@ def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | 
         geometry = row_geometry.forward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_forward(problem, geometry, device, builder)
+    if row_grid.applies(problem, device):
+        return row_grid.plan_forward(problem, device, builder)
     return row_split.plan_forward(problem, device, builder)
 
 

@@ -1,0 +1,236 @@
+"""Few rows that are too long for the blocks of a cluster: all blocks of the device run together, and share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
+from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.problem import DTYPES, ForwardProblem, Matrix
+
+__all__ = ["RowGrid", "applies", "candidates", "forward_geometry", "plan_forward"]
+
+# Rows of fewer bytes are left to the clusters and to row_split. Not measured.
+_LEAST_ROW_BYTES = 1 << 20
+# Threads of a multiprocessor. With more, none would have registers for vectors of the row. Not measured.
+_THREADS = 512
+# Vectors of a thread in registers, by the size of a number: with more, ptxas spills.
+_MOST_HELD = {2: 5, 4: 9, 8: 3}
+# Slots of a thread, at most: the loops over them are unrolled.
+_MOST_SLOTS = 32
+_MOST_ROWS_AHEAD = 4
+# Of the next row, where it finds no free slot until this one is finished: 8 KB each, a megabyte over an H200, which
+# an exchange is about eight times as long as. Not measured.
+_PREFETCHED = 8
+# Every number of groups has a kernel of its own to compile, so there are few.
+_GROUPS = (1, 2, 4, 8)
+# What the kernel declares of shared memory itself, at most, and what the runtime keeps of it for each block.
+_STATIC_SHARED_BYTES = 1024
+_KEPT_SHARED_BYTES = 1024
+# What an exchange between blocks costs, about, as bytes that a multiprocessor could have moved. Not measured.
+_EXCHANGE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RowGrid:
+    """How rows lie over blocks that all run at the same time (see kernels/row_grid_forward.cu)."""
+
+    width: int  # elements of a vector: 16 bytes
+    resident: int  # vectors of a thread, of each row, in shared memory
+    blocks_per_row: int
+    groups: int  # of blocks_per_row blocks, which take turns over the rows
+    rows_ahead: int = 1  # that lie in shared memory, or are on their way to it
+    held: int = 0  # vectors of a thread in registers
+    threads: int = _THREADS  # of a block
+    peeled: bool = False
+    prefetched: int = 0  # vectors of a thread, of the next row, brought into the cache
+    blocks_per_multiprocessor: int = 1
+
+    def columns_per_block(self, problem: ForwardProblem) -> int:
+        """How many columns each block of a row takes; the last may have fewer."""
+        return -(-problem.columns // self.blocks_per_row // self.width) * self.width
+
+    def vectors(self, problem: ForwardProblem) -> int:
+        """Vectors of a thread in its part of a row, in shared memory or not."""
+        columns = self.columns_per_block(problem) - (2 * self.width if self.peeled else 0)
+        return max(1, -(-columns // (self.width * self.threads)))
+
+    def shared_bytes(self, problem: ForwardProblem) -> int:
+        """Dynamic shared memory: x and residual, and the numbers of an exchange."""
+        slots = self.threads * self.rows_ahead * self.resident * _tensors_read(problem)
+        return slots * 16 + 3 * self.blocks_per_row * compute_itemsize(problem)
+
+    def constants(self, problem: ForwardProblem) -> Constants:
+        return {
+            "VECTOR": self.width,
+            "RESIDENT": self.resident,
+            "ROWS_AHEAD": self.rows_ahead,
+            "HELD": self.held,
+            "STREAMED": int(self.vectors(problem) > self.resident + self.held),
+            "PREFETCHED": self.prefetched,
+            "THREADS": self.threads,
+            "MIN_BLOCKS": self.blocks_per_multiprocessor,
+            "PEELED": int(self.peeled),
+            "HAS_RESIDUAL": int(problem.residual is not None),
+        }
+
+
+def applies(problem: ForwardProblem, device: Device) -> bool:
+    """Whether the kernel can compute a problem, and is meant for it.
+
+    It needs cp.async (sm_80) and rows that are contiguous, and begin equally far from a multiple of 16 bytes in all
+    tensors. Where a row has less than a megabyte, an exchange between blocks takes longer than its bytes. Where not
+    even half of it fits into the device, little is gained over a kernel that reads everything twice. With weights in
+    double for numbers that are not, the compiler runs out of registers.
+    """
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < _LEAST_ROW_BYTES:
+        return False
+    vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
+    if not _lies_in_rows(problem) or any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
+        return False
+    vectors_of_a_thread = _slots(problem, device, 1) + _held(problem)
+    return problem.columns * itemsize <= 2 * device.multiprocessors * _THREADS * vectors_of_a_thread * 16
+
+
+def _lies_in_rows(problem: ForwardProblem) -> bool:
+    matrices = problem.matrices
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
+        return False
+    if any(matrix.column_strides[0] != 1 for matrix in matrices):
+        return False
+    if vector_width(problem) * DTYPES[problem.x.dtype].itemsize == 16:
+        return True
+    return len({matrix.row_strides for matrix in matrices}) == 1 and all(matrix.alignment == 16 for matrix in matrices)
+
+
+def _tensors_read(problem: ForwardProblem) -> int:
+    return 1 if problem.residual is None else 2
+
+
+def _slots(problem: ForwardProblem, device: Device, share: int) -> int:
+    """Slots of a thread, in each of so many blocks that share a multiprocessor."""
+    block_bytes = (device.shared_bytes + _KEPT_SHARED_BYTES) // share - _KEPT_SHARED_BYTES - _STATIC_SHARED_BYTES
+    block_bytes -= 3 * share * device.multiprocessors * compute_itemsize(problem)
+    return min(_MOST_SLOTS, block_bytes // (16 * (_THREADS // share) * _tensors_read(problem)))
+
+
+def _held(problem: ForwardProblem) -> int:
+    """Vectors that a thread can have in registers."""
+    return _MOST_HELD[DTYPES[problem.x.dtype].itemsize] if problem.residual is None else 0
+
+
+def _geometry(problem: ForwardProblem, device: Device, share: int, groups: int) -> RowGrid | None:
+    """So many groups, of blocks of which so many share a multiprocessor; as many rows ahead as there is room for."""
+    piece = 16 // DTYPES[problem.x.dtype].itemsize
+    blocks = share * device.multiprocessors // groups
+    slots = _slots(problem, device, share)
+    if blocks == 0 or slots < 1 or problem.columns < 16 * piece * blocks:
+        return None
+    columns_per_block = -(-problem.columns // blocks // piece) * piece
+    geometry = RowGrid(
+        piece,
+        resident=1,
+        blocks_per_row=-(-problem.columns // columns_per_block),
+        groups=groups,
+        threads=_THREADS // share,
+        peeled=vector_width(problem) < piece,
+        blocks_per_multiprocessor=share,
+    )
+    vectors = geometry.vectors(problem)
+    resident = min(vectors, slots)
+    ahead = min(slots // resident, _MOST_ROWS_AHEAD)
+    return replace(
+        geometry,
+        resident=resident,
+        rows_ahead=ahead,
+        held=min(vectors - resident, _held(problem)),
+        prefetched=min(resident, _PREFETCHED) if ahead == 1 and device.capability >= 90 else 0,
+    )
+
+
+def candidates(problem: ForwardProblem, device: Device) -> Iterator[RowGrid]:
+    """Every geometry that is worth a try for a problem, for whoever measures."""
+    for share in (1, 2, 4):
+        for groups in range(1, min(problem.rows, max(1, share * device.multiprocessors // 4)) + 1):
+            geometry = _geometry(problem, device, share, groups)
+            if geometry is not None:
+                yield geometry
+
+
+def forward_geometry(problem: ForwardProblem, device: Device) -> RowGrid | None:
+    """How the rows of a problem are shared by the blocks; None where the kernel is not for it."""
+    if not applies(problem, device):
+        return None
+    found = [_geometry(problem, device, 1, groups) for groups in _GROUPS if groups <= problem.rows]
+    return min(filter(None, found), key=lambda geometry: _cost(geometry, problem))
+
+
+def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
+    """The time that a geometry is expected to take, as the bytes that a multiprocessor could move."""
+    part = geometry.columns_per_block(problem) * DTYPES[problem.x.dtype].itemsize * len(problem.matrices)
+    vectors = geometry.vectors(problem)
+    twice = (vectors - geometry.resident - geometry.held) / vectors / len(problem.matrices)
+    # With a row ahead, that one comes in meanwhile.
+    exchange = _EXCHANGE_BYTES if geometry.rows_ahead == 1 else _EXCHANGE_BYTES / 2
+    return -(-problem.rows // geometry.groups) * (part * (1 + twice) + exchange)
+
+
+def plan_forward(problem: ForwardProblem, device: Device, builder: Builder, geometry: RowGrid | None = None) -> str:
+    """Lay out the launches, with the built-in geometry or with another that can compute the problem."""
+    geometry = geometry or forward_geometry(problem, device)
+    assert geometry is not None
+    grid = geometry.groups * geometry.blocks_per_row
+    # Two turns' three numbers; beside each four bytes is a tag of four.
+    words = builder.reserve("exchange", 2 * grid * 3 * 2, compute_itemsize(problem))
+    _launch_zeros(builder, problem, words, 2 * grid * 3 * 2)
+    builder.launch(
+        "row_grid_forward",
+        dtype_constants(problem) | geometry.constants(problem) | affine_constants(problem, geometry.width),
+        grid,
+        (geometry.threads, 1),
+        {
+            **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
+            "words": words,
+            "rows": problem.rows,
+            "columns": problem.columns,
+            "columns_per_block": geometry.columns_per_block(problem),
+            "blocks_per_row": geometry.blocks_per_row,
+            **_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+            "eps": problem.eps,
+        },
+        geometry.shared_bytes(problem),
+        cooperative=True,
+    )
+    return "row_grid"
+
+
+def _strides(**matrices: Matrix | None) -> dict[str, Value]:
+    return {f"{name}_stride": matrix.row_strides[0] if matrix else 0 for name, matrix in matrices.items()}
+
+
+def _launch_zeros(builder: Builder, problem: ForwardProblem, target: str, count: int) -> None:
+    """Write ``count`` zeros, whose bits are zeros too: the sums of no rows."""
+    threads, compute = 128, dtype_constants(problem)["COMPUTE_TYPE"]
+    builder.launch(
+        "column_sums",
+        {
+            "COMPUTE_TYPE": compute,
+            "SUM_TYPE": compute,
+            "SECOND_SUM_TYPE": compute,
+            "COLUMN_THREADS": threads,
+            "ROW_THREADS": 1,
+        },
+        -(-count // threads),
+        (threads, 1),
+        {
+            "partials": 0,
+            "second_partials": 0,
+            "sums": target,
+            "second_sums": 0,
+            "rows": 0,
+            "columns": count,
+            "second_columns": 0,
+        },
+    )

@@ -1,0 +1,478 @@
+// Layer norm and RMS norm of rows that only all the multiprocessors together can hold, few at a time: y = activate((x -
+// mean) * rstd * weight + bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is
+// residual_out = x + residual, as it was rounded.
+//
+// Moves x (and the residual) once in, and y (and residual_out) once out; the weight and the bias once a row, from the
+// cache if they fit there. All blocks run at the same time, a group of blocks_per_row of them for every groups-th row.
+// A block's part of a row lies in its shared memory, 16 bytes a slot, RESIDENT slots a thread; ROWS_AHEAD rows are
+// there or on their way at any time. A slot belongs to one thread, which fills it again as soon as it has stored what
+// became of it. HELD more vectors of the row lie in registers, likewise. What is left of the part (where STREAMED) is
+// read twice; the second time it may come from the cache, so it is the last to be read for the statistics, and the
+// first to be finished.
+//
+// The statistics are taken in one pass, as the row arrives, of the differences from a pivot: the mean of a share of the
+// part. The part's squared deviation from it exceeds that from the part's own mean by a factor of at most one over the
+// share, so little cancels whatever the data are. Then every block publishes its numbers, and merges those of its group
+// in a fixed order. A word of them carries the number of the turn beside the bits, so it needs neither fence nor
+// barrier; all words must be zero at the start.
+//
+// Where rows are PEELED, they begin anywhere, but at the same place in all tensors. The vectors then begin where they
+// are aligned, at least PIECE columns from either end of the part, and the columns beside them, its edges, go one to a
+// thread. The weights lie otherwise and are read as two aligned pieces: the margins keep that within the part.
+#include "types.cuh"
+#include "reduce.cuh"
+#include "copy_async.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* residual;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  X_TYPE* y;
+  X_TYPE* residual_out;
+  Compute* mean;  // null where the statistics are not asked for; so is rstd
+  Compute* rstd;
+  long long* words;  // [2][gridDim.x][3][WORDS], zeros
+  long long rows;
+  long long columns;            // a multiple of VECTOR, or PEELED
+  long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
+  long long blocks_per_row;     // divides gridDim.x
+  long long x_stride;           // elements from one row to the next
+  long long residual_stride;
+  long long y_stride;
+  long long residual_out_stride;
+  double eps;
+};
+
+constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
+constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
+// Vectors that give the pivot.
+constexpr int PIVOT_VECTORS = RESIDENT > 4 ? (RESIDENT + 3) / 4 : RESIDENT;
+// Vectors that are finished together, so that their weights are all under way before the first is waited for.
+constexpr int TOGETHER = VECTOR == 4 && (HELD == 0 || !PEELED) ? 2 : 1;
+constexpr int WORDS = sizeof(Compute) / 4;  // of a number
+static_assert(!HAS_RESIDUAL || HELD == 0, "a vector in registers has no room for a residual on its way");
+
+// ---- Where a block and a thread are.
+
+// A block's part of its rows: `columns` of them, from first_column on.
+struct Part {
+  long long group;
+  long long groups;
+  int rank;  // among the blocks of the row
+  long long first_column;
+  int columns;
+};
+
+__device__ __forceinline__ Part part_of_block(long long columns, long long columns_per_block, int blocks_per_row) {
+  const int rank = blockIdx.x % blocks_per_row;
+  const long long first = rank * columns_per_block, left = columns - first;
+  return {static_cast<long long>(blockIdx.x / blocks_per_row), static_cast<long long>(gridDim.x / blocks_per_row), rank,
+          first, static_cast<int>(left < columns_per_block ? left : columns_per_block)};
+}
+
+// The block's part of one row: its vectors, and its edges; nothing, where there is no such row. A thread has every
+// THREADS-th vector.
+struct Place {
+  int head;  // columns before the first vector
+  int vectors;
+  int edges;
+  int own_vectors;  // of the thread
+
+  __device__ __forceinline__ bool has(int i) const { return i < own_vectors; }
+  // Where the thread's i-th vector begins.
+  __device__ __forceinline__ int column(int i) const {
+    return (PEELED ? head : 0) + (i * THREADS + static_cast<int>(threadIdx.x)) * VECTOR;
+  }
+
+  __device__ __forceinline__ bool has_edge() const { return PEELED && static_cast<int>(threadIdx.x) < edges; }
+  __device__ __forceinline__ int edge_column() const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return thread < head ? thread : thread + vectors * VECTOR;
+  }
+};
+
+// A tensor, from the block's first column on.
+template <typename T>
+struct Rows {
+  T* memory;
+  long long stride;
+
+  __device__ __forceinline__ T* at(long long row) const { return memory + row * stride; }
+};
+
+template <typename T>
+__device__ __forceinline__ Place place_of(const Rows<T>& rows, const Part& part, long long row, long long row_count) {
+  if (row >= row_count) return {0, 0, 0, 0};
+  int head = 0, vectors = part.columns / VECTOR, edges = 0;
+  if constexpr (PEELED) {
+    const int shift = static_cast<int>(reinterpret_cast<size_t>(rows.at(row)) % 16 / sizeof(X_TYPE));
+    head = PIECE + (PIECE - shift) % PIECE;  // from PIECE to 2 * PIECE - 1
+    vectors = max(0, part.columns - head - PIECE) / VECTOR;
+    edges = part.columns - vectors * VECTOR;
+  }
+  return {head, vectors, edges, (vectors + THREADS - 1 - static_cast<int>(threadIdx.x)) / THREADS};
+}
+
+// ---- Shared memory.
+
+// Calls visit(FIRST), ..., visit(END - 1), each when the thread's vector in that slot of the oldest row has arrived.
+// Each slot was filled in a group of its own, in order, so as many groups as there are slots may be under way.
+template <int FIRST, int END, typename Visit>
+__device__ __forceinline__ void as_they_arrive(const Visit& visit) {
+  if constexpr (FIRST < END) {
+    copy_async_wait<SLOTS - 1 - FIRST>();
+    visit(FIRST);
+    as_they_arrive<FIRST + 1, END>(visit);
+  }
+}
+
+// Starts to bring `bytes` into the L2 cache: a multiple of 16, as the address is.
+__device__ __forceinline__ void prefetch_to_cache(const X_TYPE* global, unsigned bytes) {
+#if !defined(CUNORM_EMULATOR) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
+// ---- Statistics.
+
+// The statistics of a row, or of a part. The mean is the sum of two numbers.
+struct Statistics {
+  Compute mean;
+  Compute remainder;
+  Compute variance;  // the mean square, where not CENTERED
+};
+
+// Adds what one vector has to a sum. Each vector is summed by itself first: less rounding, shorter chains.
+template <int COUNT>
+__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
+  Compute part = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) part += widen(values.lane[i]);
+  sum[0] += part;
+}
+
+// The same for the differences from the pivot, and for their squares.
+template <int COUNT>
+__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute pivot,
+                                                Compute (&sums)[2]) {
+  Compute part = 0, part_of_squares = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const Compute difference = CENTERED ? widen(values.lane[i]) - pivot : widen(values.lane[i]);
+    if constexpr (CENTERED) part += difference;
+    part_of_squares += difference * difference;
+  }
+  sums[0] += part;
+  sums[1] += part_of_squares;
+}
+
+__device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }
+__device__ __forceinline__ unsigned bits_of(double number, int word) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(__double_as_longlong(number)) >> 32 * word);
+}
+__device__ __forceinline__ float number_of(const unsigned (&bits)[1]) { return __uint_as_float(bits[0]); }
+__device__ __forceinline__ double number_of(const unsigned (&bits)[2]) {
+  return __longlong_as_double(static_cast<long long>(static_cast<unsigned long long>(bits[1]) << 32 | bits[0]));
+}
+
+// 64 bits that all blocks see, whole: old or new.
+__device__ __forceinline__ void store_word(long long* word, unsigned tag, unsigned bits) {
+  const unsigned long long value = static_cast<unsigned long long>(tag) << 32 | bits;
+#ifdef CUNORM_EMULATOR
+  cunorm_emulator::yield();
+  *word = static_cast<long long>(value);
+#else
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+#endif
+}
+
+// The bits of a word, when its tag has come.
+__device__ __forceinline__ unsigned await_word(const long long* word, unsigned tag) {
+  unsigned long long value;
+  do {
+#ifdef CUNORM_EMULATOR
+    cunorm_emulator::yield();
+    value = static_cast<unsigned long long>(*word);
+#else
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+#endif
+  } while (value >> 32 != tag);
+  return static_cast<unsigned>(value);
+}
+
+// What the blocks of a group tell each other: three numbers each, twice, so that a block may still read one turn's when
+// another has gone on to the next. Further it cannot go, for it then needs this one's numbers.
+struct Exchange {
+  long long* words;  // of the group
+  long long step;    // from the first of the two to the second
+  int rank;
+  int blocks;
+  Compute* numbers;  // shared memory for those of all
+
+  // Every thread of the block has the same statistics.
+  __device__ __forceinline__ void publish(const Statistics& own, int turn) const {
+    if (threadIdx.x == 0) {
+      long long* target = words + turn % 2 * step + rank * 3 * WORDS;
+      const Compute values[3] = {own.mean, own.remainder, own.variance};
+#pragma unroll
+      for (int i = 0; i < 3 * WORDS; ++i) store_word(target + i, turn + 1, bits_of(values[i / WORDS], i % WORDS));
+    }
+  }
+
+  __device__ __forceinline__ void collect(int turn) const {
+    for (int i = threadIdx.x; i < 3 * blocks; i += THREADS) {
+      unsigned bits[WORDS];
+#pragma unroll
+      for (int j = 0; j < WORDS; ++j) bits[j] = await_word(words + turn % 2 * step + i * WORDS + j, turn + 1);
+      numbers[i] = number_of(bits);
+    }
+    __syncthreads();
+  }
+};
+
+// The statistics of a row from those of its parts, the same in every warp of every block. Chan, Golub and LeVeque's
+// rule: the squared deviation of the whole is that of the parts, plus that of their means.
+__device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, long long columns,
+                                            long long columns_per_block) {
+  const int lane = threadIdx.x % 32;
+  // The part of a row that a block has: all have as much, but for the last.
+  const Compute scale = static_cast<Compute>(1) / columns, share = columns_per_block * scale;
+  const Compute last_share = (columns - (blocks - 1) * columns_per_block) * scale;
+  const auto share_of = [&](int block) { return block < blocks - 1 ? share : last_share; };
+  Statistics row = {0, 0, 0};
+  if constexpr (CENTERED) {
+    const Compute first = numbers[0];
+    Compute sum[1] = {0};
+    for (int i = lane; i < blocks; i += 32) sum[0] += share_of(i) * (numbers[3 * i] - first + numbers[3 * i + 1]);
+    warp_sum<32, 1>(sum);
+    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
+    // the row's mean, and differences from it would be rounded more.
+    row.mean = first + sum[0];
+    const Compute taken = row.mean - first;
+    row.remainder = first - (row.mean - taken) + (sum[0] - taken);
+  }
+  Compute sum[1] = {0};
+  for (int i = lane; i < blocks; i += 32) {
+    const Compute difference = CENTERED ? numbers[3 * i] - row.mean + numbers[3 * i + 1] - row.remainder : 0;
+    sum[0] += share_of(i) * (numbers[3 * i + 2] + difference * difference);
+  }
+  warp_sum<32, 1>(sum);
+  row.variance = sum[0];
+  return row;
+}
+
+// ---- Weights.
+
+// Weights and biases from the block's first column on.
+struct Affine {
+  const WEIGHT_TYPE* weights;
+  const BIAS_TYPE* biases;
+
+  template <int COUNT>
+  __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
+    if constexpr (!PEELED || COUNT == 1) {
+      load_affine<COUNT>(weights + column, biases + column, weight, bias);
+    } else {
+      if constexpr (HAS_WEIGHT) load_widened_anywhere<COUNT>(weights + column, weight);
+      if constexpr (HAS_BIAS) load_widened_anywhere<COUNT>(biases + column, bias);
+      add_weight_offset(weight);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) row_grid_forward(const Arguments arguments) {
+  __shared__ Compute scratch[2][2 * THREADS / 32];
+  extern __shared__ __align__(16) X_TYPE staged[];  // x, residual; then the numbers of an exchange
+  using Values = Vector<X_TYPE, VECTOR>;
+  constexpr int STAGED = SLOTS * THREADS * VECTOR;  // elements
+
+  const int blocks = static_cast<int>(arguments.blocks_per_row);
+  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, blocks);
+  const Rows<const X_TYPE> x = {arguments.x + part.first_column, arguments.x_stride};
+  const Rows<const X_TYPE> residual = {arguments.residual + part.first_column, arguments.residual_stride};
+  const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};
+  const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first_column, arguments.residual_out_stride};
+  const Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column};
+  const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
+                             static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
+                             reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};
+
+  // A thread's i-th slot of one of the rows that lie in shared memory.
+  const auto slot = [&](int turn, int i) {
+    return staged + ((turn % ROWS_AHEAD * RESIDENT + i) * THREADS + static_cast<int>(threadIdx.x)) * VECTOR;
+  };
+  const auto fill = [&](int turn, long long row, const Place& place, int i) {
+    if (place.has(i)) {
+      copy_async<VECTOR>(slot(turn, i), x.at(row) + place.column(i));
+      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slot(turn, i) + STAGED, residual.at(row) + place.column(i));
+    }
+    copy_async_commit();
+  };
+
+  // What is ahead: rows in shared memory; of the next one the vectors in registers, and the edges.
+  Values held[HELD > 0 ? HELD : 1];
+  Vector<X_TYPE, 1> next_edge, next_residual_edge;
+  const auto fetch_held = [&](long long row, const Place& place, int i) {
+    if (place.has(RESIDENT + i)) held[i] = load<X_TYPE, VECTOR>(x.at(row) + place.column(RESIDENT + i));
+  };
+  const auto fetch_edge = [&](long long row, const Place& place) {
+    if (place.has_edge()) {
+      next_edge = load<X_TYPE, 1>(x.at(row) + place.edge_column());
+      if constexpr (HAS_RESIDUAL) next_residual_edge = load<X_TYPE, 1>(residual.at(row) + place.edge_column());
+    }
+  };
+
+  long long row = part.group;
+  Place place = place_of(y, part, row, arguments.rows);
+  for (int ahead = 0; ahead < ROWS_AHEAD; ++ahead) {
+    const long long row_ahead = row + ahead * part.groups;
+    const Place place_ahead = place_of(y, part, row_ahead, arguments.rows);
+#pragma unroll 4
+    for (int i = 0; i < RESIDENT; ++i) fill(ahead, row_ahead, place_ahead, i);
+  }
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) fetch_held(row, place, i);
+  fetch_edge(row, place);
+
+  for (int turn = 0; row < arguments.rows; ++turn) {
+    const long long next_row = row + part.groups;
+    const Place next_place = place_of(y, part, next_row, arguments.rows);
+    const int first_streamed = RESIDENT + HELD;
+
+    // Load. With a residual, the sum takes the place of x.
+    const auto arrived = [&](int i) {
+      Values values = load<X_TYPE, VECTOR>(slot(turn, i));
+      if constexpr (HAS_RESIDUAL) {
+        values = sum_of(values, load<X_TYPE, VECTOR>(slot(turn, i) + STAGED));
+        store(slot(turn, i), values);
+        store_global(residual_out.at(row) + place.column(i), values);
+      }
+      return values;
+    };
+    Vector<X_TYPE, 1> edge = next_edge;
+    if constexpr (HAS_RESIDUAL) {
+      if (place.has_edge()) {
+        edge = sum_of(edge, next_residual_edge);
+        store(residual_out.at(row) + place.edge_column(), edge);
+      }
+    }
+
+    // Reduce: the pivot, then the differences from it.
+    Statistics statistics = {0, 0, 0};
+    Compute sums[2] = {0, 0};
+    if constexpr (CENTERED) {
+      Compute sum[1] = {0};
+      as_they_arrive<0, PIVOT_VECTORS>([&](int i) {
+        if (place.has(i)) add_values(arrived(i), sum);
+      });
+      if (place.has_edge()) add_values(edge, sum);
+      row_sum<THREADS>(sum, scratch[0]);
+      statistics.mean = sum[0] / (min(PIVOT_VECTORS * THREADS, place.vectors) * VECTOR + place.edges);
+#pragma unroll
+      for (int i = 0; i < PIVOT_VECTORS; ++i) {
+        if (place.has(i)) add_differences(load<X_TYPE, VECTOR>(slot(turn, i)), statistics.mean, sums);
+      }
+    }
+    // The row is nearly there. While it is worked on, and no slot is free, the next one's beginning comes closer.
+    if (static_cast<int>(threadIdx.x) < PREFETCHED) {
+      const int first = threadIdx.x * THREADS, count = min(THREADS, next_place.vectors - first);
+      if (count > 0) prefetch_to_cache(x.at(next_row) + next_place.head + first * VECTOR, count * 16);
+    }
+    as_they_arrive<CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
+      if (place.has(i)) add_differences(arrived(i), statistics.mean, sums);
+    });
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      if (place.has(RESIDENT + i)) add_differences(held[i], statistics.mean, sums);
+      forget_widened(held[i]);
+    }
+#pragma unroll 1
+    for (int first = first_streamed; STREAMED && place.has(first); first += TOGETHER) {
+      Values values[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (!place.has(first + i)) continue;
+        values[i] = load<X_TYPE, VECTOR>(x.at(row) + place.column(first + i));
+        if constexpr (HAS_RESIDUAL) {
+          values[i] = sum_of(values[i], load<X_TYPE, VECTOR>(residual.at(row) + place.column(first + i)));
+          store_global(residual_out.at(row) + place.column(first + i), values[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (place.has(first + i)) add_differences(values[i], statistics.mean, sums);
+      }
+    }
+    if (place.has_edge()) add_differences(edge, statistics.mean, sums);
+    row_sum<THREADS>(sums, scratch[1]);
+    statistics.remainder = sums[0] / part.columns;
+    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
+    exchange.publish(statistics, turn);
+    exchange.collect(turn);
+    statistics = merge(exchange.numbers, blocks, arguments.columns, arguments.columns_per_block);
+
+    // Finish and store; and fill again what was stored.
+    const Compute rstd = reciprocal_sqrt(statistics.variance + static_cast<Compute>(arguments.eps));
+    if (threadIdx.x == 0 && part.rank == 0 && arguments.rstd != nullptr) {
+      if constexpr (CENTERED) arguments.mean[row] = statistics.mean + statistics.remainder;
+      arguments.rstd[row] = rstd;
+    }
+    const auto finish = [&](int i, const Values& values, const Compute(&weight)[VECTOR], const Compute(&bias)[VECTOR]) {
+      store_global(y.at(row) + place.column(i),
+                   normalized(values, statistics.mean, statistics.remainder, rstd, weight, bias));
+    };
+    const X_TYPE* streamed = HAS_RESIDUAL ? residual_out.at(row) : x.at(row);
+#pragma unroll 1
+    for (int first = first_streamed; STREAMED && place.has(first); first += TOGETHER) {
+      Values values[TOGETHER];
+      Compute weight[TOGETHER][VECTOR], bias[TOGETHER][VECTOR];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (!place.has(first + i)) continue;
+        values[i] = load<X_TYPE, VECTOR>(streamed + place.column(first + i));
+        affine.get(place.column(first + i), weight[i], bias[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (place.has(first + i)) finish(first + i, values[i], weight[i], bias[i]);
+      }
+    }
+    const long long row_ahead = row + ROWS_AHEAD * part.groups;
+    const Place place_ahead = place_of(y, part, row_ahead, arguments.rows);
+#pragma unroll 1
+    for (int first = 0; first < RESIDENT; first += TOGETHER) {
+      Compute weight[TOGETHER][VECTOR], bias[TOGETHER][VECTOR];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (first + i < RESIDENT && place.has(first + i)) affine.get(place.column(first + i), weight[i], bias[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (first + i >= RESIDENT) continue;
+        if (place.has(first + i)) finish(first + i, load<X_TYPE, VECTOR>(slot(turn, first + i)), weight[i], bias[i]);
+        fill(turn, row_ahead, place_ahead, first + i);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      Compute weight[VECTOR], bias[VECTOR];
+      if (place.has(RESIDENT + i)) {
+        affine.get(place.column(RESIDENT + i), weight, bias);
+        finish(RESIDENT + i, held[i], weight, bias);
+      }
+      fetch_held(next_row, next_place, i);
+    }
+    if (place.has_edge()) {
+      Compute weight[1], bias[1];
+      affine.get(place.edge_column(), weight, bias);
+      store(y.at(row) + place.edge_column(),
+            normalized(edge, statistics.mean, statistics.remainder, rstd, weight, bias));
+    }
+    fetch_edge(next_row, next_place);
+    row = next_row;
+    place = next_place;
+  }
+}

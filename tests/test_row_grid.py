@@ -1,0 +1,348 @@
+"""Rows that all blocks of a device share, on the emulator: a few small blocks, and so few slots that rows need them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    ACTIVATED_NORMS,
+    EPS,
+    LAYER_NORM,
+    RMS_NORM,
+    Array,
+    Expected,
+    assert_rounded_once,
+    data,
+    float64,
+    poisoned,
+    relative_error,
+    sum_of,
+    view_of,
+)
+
+from cunorm.emulator.plans import run_plan
+from cunorm.plan import Device, Plan, row_grid
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_grid import RowGrid
+from cunorm.problem import DTYPES, ForwardProblem, Matrix, Norm, Vector
+
+DEVICE = Device("sm_90", multiprocessors=4, threads_per_multiprocessor=128)
+# Two threads' warps a block, four blocks: a vector a thread is a row of 256 vectors.
+SMALL = RowGrid(4, resident=3, blocks_per_row=4, groups=1, threads=64)
+
+
+class Results:
+    """What the kernel left."""
+
+    def __init__(self, x: Array, residual: Array | None, centered: bool) -> None:
+        self.y = poisoned(x.shape, x.dtype.name)
+        self.residual_out = None if residual is None else poisoned(x.shape, x.dtype.name)
+        self.rstd = poisoned(x.shape[:1], "float64" if x.dtype == np.float64 else "float32")
+        self.mean = self.rstd.copy() if centered else None
+
+
+def grid_plan(problem: ForwardProblem, geometry: RowGrid) -> Plan:
+    builder = Builder()
+    return builder.finished(row_grid.plan_forward(problem, DEVICE, builder, geometry))
+
+
+def run(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    geometry: RowGrid,
+    norm: Norm = LAYER_NORM,
+    residual: Array | None = None,
+    stats: bool = True,
+    seed: int = 0,
+    in_place: bool = False,
+) -> Results:
+    results = Results(x, residual, norm.centered)
+    if in_place:
+        results.y = x
+    tensors = (view_of(x), view_of(weight), view_of(bias), view_of(results.y))
+    residuals = {"residual": view_of(residual), "residual_out": view_of(results.residual_out)}
+    problem = ForwardProblem.of(*tensors, axis=(1,), eps=EPS, stats=stats, norm=norm, **residuals)  # type: ignore[arg-type]
+    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias, "y": results.y}
+    operands |= {"residual_out": results.residual_out}
+    operands |= {"mean": results.mean, "rstd": results.rstd} if stats else {"mean": None, "rstd": None}
+    run_plan(grid_plan(problem, geometry), operands, seed=seed)
+    return results
+
+
+def check(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    geometry: RowGrid,
+    norm: Norm = LAYER_NORM,
+    residual: Array | None = None,
+    seed: int = 0,
+) -> None:
+    """Against float64, with the tolerances of every other kernel."""
+    before = x.copy()
+    results = run(x, weight, bias, geometry, norm, residual, seed=seed)
+    assert x.tobytes() == before.tobytes(), "x was modified"
+    normalized = sum_of(x, residual)
+    if residual is not None:
+        assert results.residual_out is not None
+        assert results.residual_out.tobytes() == normalized.tobytes(), "the sum is not rounded once"
+    expected, dtype = Expected.of(normalized, weight, bias, (1,), EPS, norm), x.dtype.name
+    if DTYPES[dtype].itemsize == 2:
+        assert_rounded_once(results.y, expected.y, dtype, expected.z)
+    else:
+        size = np.abs(expected.z) + (0 if bias is None else np.abs(float64(bias)).max())  # type: ignore[arg-type]
+        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
+        assert relative_error(results.y, expected.y, size) <= tolerance
+    tolerance = 1e-14 if dtype == "float64" else 2e-7
+    assert np.all(np.abs(results.rstd - expected.rstd) <= tolerance * expected.rstd)
+    if expected.mean is not None:
+        assert results.mean is not None
+        assert np.all(np.abs(results.mean - expected.mean) <= tolerance * (np.abs(expected.mean) + 1 / expected.rstd))
+
+
+def affine(columns: int, dtype: str, weight: str | None = None) -> tuple[Array, Array]:
+    return data(1, (columns,), weight or dtype, shift=1.0), data(2, (columns,), weight or dtype)
+
+
+def geometry_for(dtype: str, columns: int, **changes: Any) -> RowGrid:
+    """SMALL with vectors of 16 bytes; peeled, where the columns are no multiple of them."""
+    width = 16 // DTYPES[dtype].itemsize
+    return replace(SMALL, width=width, peeled=columns % width > 0, **changes)
+
+
+# How the vectors of a row, 256 for each that a thread has, lie over slots, registers and the rest.
+LAYOUTS = {
+    "resident": {},
+    "one slot": {"resident": 1},
+    "two rows ahead": {"rows_ahead": 2},
+    "three rows ahead, two groups": {"rows_ahead": 3, "groups": 2, "blocks_per_row": 2, "resident": 6},
+    "four groups of one block": {"groups": 4, "blocks_per_row": 1, "resident": 11},
+    "five groups of three blocks": {"groups": 5, "blocks_per_row": 3, "resident": 4},
+    "registers": {"resident": 1, "held": 2},
+    "registers and the rest": {"resident": 1, "held": 1},
+    "prefetched": {"resident": 2, "held": 1, "prefetched": 2},
+    "pivot of a part": {"blocks_per_row": 2, "resident": 6},
+}
+
+
+# Each layout with one dtype, the next with another; and one with all.
+LAYOUTS_AND_DTYPES = [(layout, list(DTYPES)[i % 4]) for i, layout in enumerate(LAYOUTS)]
+LAYOUTS_AND_DTYPES += [("registers and the rest", dtype) for dtype in ("bfloat16", "float32", "float64")]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
+def test_layouts(layout: str, dtype: str) -> None:
+    """Five rows of 2.6 vectors a thread: the last block has less, and the rows are several turns."""
+    columns = 16 // DTYPES[dtype].itemsize * 663
+    check(data(0, (5, columns), dtype), *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
+def test_rows_that_begin_anywhere(layout: str, dtype: str) -> None:
+    columns = 16 // DTYPES[dtype].itemsize * 663 + 1
+    check(data(0, (5, columns), dtype), *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("columns", [81, 83, 87, 769, 770, 1023, 1025, 3071, 3073])
+def test_last_blocks_of_every_length(columns: int) -> None:
+    """Down to one whose part has no vector, only edges."""
+    check(data(0, (3, columns)), *affine(columns, "float32"), geometry_for("float32", columns))
+
+
+@pytest.mark.parametrize("norm", [RMS_NORM, Norm(False, 1.0, "silu"), *ACTIVATED_NORMS[:3]], ids=str)
+@pytest.mark.parametrize("columns", [2652, 2653])
+def test_norms(norm: Norm, columns: int) -> None:
+    layout = geometry_for("float32", columns, resident=1, held=1)
+    check(data(0, (3, columns)), *affine(columns, "float32"), layout, norm)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [
+    ("resident", "bfloat16"), ("one slot", "float32"), ("two rows ahead", "float16"),
+    ("five groups of three blocks", "float64"),
+])  # fmt: skip
+@pytest.mark.parametrize(("odd", "norm"), [(0, LAYER_NORM), (1, LAYER_NORM), (1, RMS_NORM)], ids=str)
+def test_residual(norm: Norm, odd: int, layout: str, dtype: str) -> None:
+    columns = 16 // DTYPES[dtype].itemsize * 663 + odd
+    x, residual = data(0, (5, columns), dtype), data(5, (5, columns), dtype, shift=-2.0)
+    check(x, *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]), norm, residual)
+
+
+@pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("columns", [2652, 2653])
+def test_weight_and_bias_are_each_optional(columns: int, weight: bool, bias: bool) -> None:
+    given = affine(columns, "float32")
+    layout = geometry_for("float32", columns, resident=2)
+    check(data(0, (3, columns)), given[0] if weight else None, given[1] if bias else None, layout)
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
+@pytest.mark.parametrize("odd", [0, 3])
+def test_weight_of_another_dtype(odd: int, dtype: str, weight: str) -> None:
+    columns = 16 // DTYPES[dtype].itemsize * 663 + odd
+    check(data(0, (2, columns), dtype), *affine(columns, dtype, weight), geometry_for(dtype, columns))
+
+
+@pytest.mark.parametrize("layout", ["resident", "registers and the rest", "pivot of a part"])
+@pytest.mark.parametrize("kind", ["shifted", "rising", "a far beginning", "a far end", "parts apart"])
+def test_numbers_far_from_zero_or_from_the_pivot(kind: str, layout: str) -> None:
+    """The pivot is the mean of a block's first vectors: data that lie far from it, and far from zero."""
+    columns = 2652
+    x = data(0, (3, columns), outliers=False).astype(np.float64)
+    if kind == "shifted":
+        x += 1e4
+    if kind == "rising":
+        x += np.linspace(0, 1e5, columns)
+    if kind == "a far beginning":
+        x[:, :200] += 1e6
+    if kind == "a far end":
+        x[:, -200:] -= 1e6
+    if kind == "parts apart":
+        x += 1e3 * (np.arange(columns) // 97 % 5)
+    check(x.astype(np.float32), *affine(columns, "float32"), geometry_for("float32", columns, **LAYOUTS[layout]))
+
+
+def test_a_constant_row_is_its_own_mean() -> None:
+    x = np.full((2, 2652), 3.7, np.float32)
+    results = run(x, None, None, geometry_for("float32", 2652))
+    assert np.abs(results.y).max() < 1e-4
+    np.testing.assert_allclose(results.rstd, EPS**-0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [2652, 2653])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(bad: float, columns: int) -> None:
+    x = data(0, (4, columns))
+    x[1, 5] = bad
+    results = run(x, None, None, geometry_for("float32", columns, rows_ahead=2))
+    assert results.mean is not None
+    assert np.isnan(results.y[1]).any() and not np.isfinite(results.mean[1])
+    others = [0, 2, 3]
+    assert np.isfinite(results.y[others]).all() and np.isfinite(results.mean[others]).all()
+
+
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
+def test_without_statistics(norm: Norm) -> None:
+    x, vectors = data(0, (3, 2652)), affine(2652, "float32")
+    layout = geometry_for("float32", 2652)
+    results = run(x, *vectors, layout, norm, stats=False)
+    assert results.y.tobytes() == run(x, *vectors, layout, norm).y.tobytes()
+    assert np.isnan(results.rstd).all()
+
+
+@pytest.mark.parametrize("layout", ["resident", "two rows ahead", "registers and the rest", "prefetched"])
+@pytest.mark.parametrize("columns", [2652, 2653])
+def test_result_in_place_of_x(columns: int, layout: str) -> None:
+    x, vectors = data(0, (5, columns)), affine(columns, "float32")
+    geometry = geometry_for("float32", columns, **LAYOUTS[layout])
+    expected = run(x.copy(), *vectors, geometry).y
+    assert run(x, *vectors, geometry, in_place=True).y.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("layout", ["two rows ahead", "five groups of three blocks", "registers and the rest"])
+def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> None:
+    x, vectors = data(0, (5, 2653), shift=100.0), affine(2653, "float32")
+    geometry = geometry_for("float32", 2653, **LAYOUTS[layout])
+    results = [run(x, *vectors, geometry, seed=seed) for seed in range(4)]
+    for result in results[1:]:
+        assert result.y.tobytes() == results[0].y.tobytes()
+        assert result.rstd.tobytes() == results[0].rstd.tobytes()
+
+
+def test_strided_rows() -> None:
+    wide = data(3, (5, 2700))
+    check(wide[:, 4:2656], *affine(2652, "float32"), geometry_for("float32", 2652, rows_ahead=2))
+
+
+# ---- The plan.
+
+H200 = Device("sm_90", 132, 2048)
+A100 = Device("sm_80", 108, 2048, (0, 0, 0, 0))
+RTX = Device("sm_89", 128, 1536, (0, 0, 0, 0))
+
+
+def problem_of(rows: int, columns: int, dtype: str = "float32", residual: bool = False, **norm: Any) -> ForwardProblem:
+    x = Matrix(dtype, (columns if rows > 1 else 0,), (1,))
+    matrices = (x, x if residual else None, x, x if residual else None)
+    return ForwardProblem((rows,), (columns,), *matrices, Vector(dtype), Vector(dtype), True, EPS, Norm(**norm))
+
+
+SHAPES = [
+    (10, 10_000_000), (100, 1_000_000), (4, 10_000_001), (4, 400_001), (1, 3_000_000), (1000, 700_000), (7, 5_000_003),
+]  # fmt: skip
+
+
+@functools.cache
+def geometries(device: Device) -> list[tuple[ForwardProblem, RowGrid]]:
+    found = []
+    for rows, columns in SHAPES:
+        for dtype in DTYPES:
+            for residual in (False, True):
+                problem = problem_of(rows, columns, dtype, residual)
+                if row_grid.applies(problem, device):
+                    built_in = row_grid.forward_geometry(problem, device)
+                    assert built_in is not None
+                    found += [(problem, item) for item in (built_in, *row_grid.candidates(problem, device))]
+    return found
+
+
+@pytest.mark.parametrize("device", [H200, A100, RTX], ids=lambda device: device.arch)
+def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
+    assert len(geometries(device)) > 50
+    for problem, geometry in geometries(device):
+        share = geometry.blocks_per_multiprocessor
+        assert geometry.groups * geometry.blocks_per_row <= share * device.multiprocessors
+        assert geometry.groups <= problem.rows
+        # A kilobyte of its own, and what the runtime keeps.
+        assert share * (geometry.shared_bytes(problem) + 2048) <= device.shared_bytes + 1024
+        part = geometry.columns_per_block(problem)
+        assert part % geometry.width == 0
+        assert (geometry.blocks_per_row - 1) * part < problem.columns <= geometry.blocks_per_row * part
+        assert 1 <= geometry.resident * geometry.rows_ahead <= 32
+        assert geometry.resident + geometry.held <= geometry.vectors(problem)
+        assert geometry.rows_ahead == 1 or geometry.resident == geometry.vectors(problem)
+        assert geometry.threads * share <= device.threads_per_multiprocessor
+
+
+def test_it_applies_to_long_contiguous_rows_since_sm_80() -> None:
+    assert row_grid.applies(problem_of(10, 10_000_000), H200)
+    assert row_grid.applies(problem_of(4, 400_001), A100)
+    assert not row_grid.applies(problem_of(10, 10_000_000), Device("sm_75", 40, 1024, (0, 0, 0, 0)))
+    assert not row_grid.applies(problem_of(10, 100_000), H200)
+    assert not row_grid.applies(problem_of(1, 100_000_000), H200)
+    apart = replace(problem_of(10, 1_000_001), y=Matrix("float32", (1_000_004,), (1,)))
+    assert not row_grid.applies(apart, H200)
+    double = replace(problem_of(10, 1_000_000), weight=Vector("float64"))
+    assert not row_grid.applies(double, H200)
+    across = replace(problem_of(10, 1_000_000), x=Matrix("float32", (1,), (10,)))
+    assert not row_grid.applies(across, H200)
+
+
+def test_rows_of_forty_megabytes_are_read_once() -> None:
+    problem = problem_of(10, 10_000_000)
+    geometry = row_grid.forward_geometry(problem, H200)
+    assert geometry is not None
+    assert geometry.resident + geometry.held == geometry.vectors(problem)
+
+
+def test_words_are_cleared_and_the_launch_is_cooperative() -> None:
+    problem = problem_of(10, 5_000_000, "float64")
+    builder = Builder()
+    plan = builder.finished(row_grid.plan_forward(problem, H200, builder))
+    clear, main = plan.launches
+    assert (clear.kernel, main.kernel, main.cooperative, clear.cooperative) == (
+        "column_sums",
+        "row_grid_forward",
+        True,
+        False,
+    )
+    (words,) = plan.scratch
+    # Two turns' three numbers a block, in words of half a number and half a tag.
+    assert words.bytes == 2 * main.grid * 3 * 2 * 8
+    arguments = dict(clear.arguments)
+    assert dict(clear.constants)["SUM_TYPE"] == "double"
+    assert arguments["columns"] == words.bytes // 8 and arguments["rows"] == 0
