@@ -58,6 +58,7 @@ AXES = [
     ((1, 1, 1), (1,)),
 ]
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
+OLD_DEVICE = Device("sm_75", multiprocessors=2, threads_per_multiprocessor=512)
 SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
 
 
@@ -288,6 +289,8 @@ class EmulatorRunner:
     """The kernels' text on the CPU, with sanitizers, by the plans that a GPU would get."""
 
     seed = 0
+    device = SMALL_DEVICE
+    choose = staticmethod(plan)
 
     def forward(
         self,
@@ -347,7 +350,7 @@ class EmulatorRunner:
         operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         operands |= {"y": y, "residual_out": residual_out}
         operands |= {"mean": mean, "rstd": rstd} if stats else {"mean": None, "rstd": None}
-        run_plan(plan(problem, SMALL_DEVICE), operands, seed=self.seed)
+        run_plan(self.choose(problem, self.device), operands, seed=self.seed)
         return Results(y, residual_out, mean, rstd)
 
     def backward(
@@ -386,7 +389,7 @@ class EmulatorRunner:
         )
         operands = {"dy": dy, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
         operands |= {"mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
-        run_plan(plan(problem, SMALL_DEVICE), operands, seed=self.seed)
+        run_plan(self.choose(problem, self.device), operands, seed=self.seed)
         return dx, dweight, dbias
 
 

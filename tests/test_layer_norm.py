@@ -10,6 +10,7 @@ from cases import (
     AXES,
     EPS,
     LONG_SIZES,
+    OLD_DEVICE,
     RUNNERS,
     SIZES,
     EmulatorRunner,
@@ -25,6 +26,7 @@ from cases import (
 )
 
 from cunorm import reference
+from cunorm.plan import Device, Plan, plan_with, row_geometry
 
 # Each size with two dtypes or three: float16 lies as bfloat16 does.
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
@@ -226,6 +228,33 @@ def test_no_columns(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) 
     assert dx.shape == shape and dweight.shape == weight.shape and not dweight.any()
 
 
+OLD_SIZES = [((70, 1003), "bfloat16"), ((2, 4097), "float32"), ((9, 1024), "float16"), ((2, 30_001), "bfloat16")]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), OLD_SIZES, ids=str)
+def test_rows_on_an_older_gpu(shape: tuple[int, int], dtype: str) -> None:
+    """Without asynchronous copies or clusters, odd rows are read straight to registers."""
+    runner = EmulatorRunner()
+    runner.device = OLD_DEVICE
+    check(runner, data(0, shape, dtype), data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype))
+
+
+UNALIKE = (70, 1003)
+
+
+def _direct_peeled(problem: Any, device: Device) -> Plan:
+    """What tuning may choose where rows do not begin alike in all tensors."""
+    geometries = row_geometry.candidates(problem, device)
+    return plan_with(problem, device, next(item for item in geometries if item.peeled and item.stage == "direct"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_that_begin_in_different_ways(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatorRunner, "choose", staticmethod(_direct_peeled))
+    x, dy = (data(seed, (71 * 1003,), dtype)[seed : seed + 70 * 1003].reshape(UNALIKE) for seed in (1, 3))
+    check(EmulatorRunner(), x, data(1, (1003,), dtype, shift=1.0), data(2, (1003,), dtype), dy=dy)
+
+
 def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes above reach each way that a plan may take, and most of them with blocks that take several rows."""
     kinds: set[str] = set()
@@ -245,6 +274,13 @@ def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         for x, dy in views(dtype).values():
             add(x, dy, dtype)
     add(np.ones((1, 60000), np.float32), np.ones((1, 60000), np.float32), "float64")
+    runner.device = OLD_DEVICE
+    for shape, dtype in OLD_SIZES:
+        x = np.ones(shape, dtype_of(dtype))
+        add(x, x, dtype)
+    monkeypatch.setattr(EmulatorRunner, "choose", staticmethod(_direct_peeled))
+    x = np.ones(UNALIKE, np.float32)
+    add(x, x, "float32")
     every = ["direct", "ahead", "run", "direct peeled", "ahead peeled", "cluster", "cluster peeled"]
     again = ["ahead again", "run again", "ahead peeled again", "cluster again"]
     staged = ["ahead peeled with weights staged", "cluster with weights staged", "cluster peeled with weights staged"]
