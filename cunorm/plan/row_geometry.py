@@ -249,7 +249,9 @@ def _fits_registers(
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if peeled:
         other += 12 + 8 * double + 40 * direct
-    if isinstance(problem, BackwardProblem) and problem.dresidual_out is not None:
+    if isinstance(problem, ForwardProblem):
+        other += 36 * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
+    elif problem.dresidual_out is not None:
         other += 4 + 20 * double
         # Read directly, all of a thread's are loaded at once.
         if direct:
