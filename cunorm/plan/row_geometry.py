@@ -170,7 +170,8 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     dense = all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
     if itemsize >= 4 and problem.columns <= 32 and dense:
         geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
-        if _fits_registers(problem, device, width, geometry.vectors, geometry.threads):
+        in_registers = _fits_registers(problem, device, width, geometry.vectors, geometry.threads)
+        if in_registers and _fits(geometry, problem, device):
             return _persistent(geometry, problem, device)
     vectors_per_row = problem.columns // width
     threads, vectors = _spread(vectors_per_row, 8.5)
