@@ -15,6 +15,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_affine.cuh"
+#include "statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -35,58 +36,24 @@ struct Arguments {
   double eps;
 };
 
-// The statistics of a row. The mean is the sum of two numbers.
-struct Statistics {
-  Compute mean;
-  Compute remainder;
-  Compute variance;  // the mean square, where not CENTERED
-};
-
-// The statistics of a row from those of its blocks' parts, in the same order in every block. Chan, Golub and LeVeque's
-// rule: the squared deviation of the whole is that of the parts, plus that of their means.
+// The statistics of a row from those of its blocks' parts, in the same order in every block.
 __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, const Part& part,
                                                         long long columns_per_block,
                                                         Exchange<3>& exchange, int turn) {
   const Compute numbers[3] = {own.mean, own.remainder, own.variance};
   const Compute(&everyones)[BLOCKS_PER_ROW][3] = exchange_in_row(exchange, turn, numbers);
-  // The part of a row that a block has: all have as much, but for the last.
-  const Compute scale = static_cast<Compute>(1) / part.row_columns, share = columns_per_block * scale;
-  const Compute last_share = (part.row_columns - (BLOCKS_PER_ROW - 1) * columns_per_block) * scale;
-  const auto share_of = [&](int block) { return block < BLOCKS_PER_ROW - 1 ? share : last_share; };
+  const Shares shares = shares_of_blocks(part.row_columns, columns_per_block, BLOCKS_PER_ROW);
   Statistics row = {everyones[0][0], 0, 0};
 #pragma unroll 4
   for (int i = 0; i < BLOCKS_PER_ROW; ++i) {
-    if constexpr (CENTERED) row.remainder += share_of(i) * (everyones[i][0] - row.mean + everyones[i][1]);
+    if constexpr (CENTERED) row.remainder += shares.of(i) * (everyones[i][0] - row.mean + everyones[i][1]);
   }
 #pragma unroll 4
   for (int i = 0; i < BLOCKS_PER_ROW; ++i) {
     const Compute difference = CENTERED ? everyones[i][0] - row.mean + everyones[i][1] - row.remainder : 0;
-    row.variance += share_of(i) * (everyones[i][2] + difference * difference);
+    row.variance += shares.of(i) * (everyones[i][2] + difference * difference);
   }
   return row;
-}
-
-// Adds what one vector has to a sum. Each vector is summed by itself first: less rounding, shorter chains.
-template <int COUNT>
-__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
-  Compute part = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) part += widen(values.lane[i]);
-  sum[0] += part;
-}
-
-// The same for the differences from the mean, and for their squares.
-template <int COUNT>
-__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute mean, Compute (&sums)[2]) {
-  Compute part = 0, part_of_squares = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const Compute difference = CENTERED ? widen(values.lane[i]) - mean : widen(values.lane[i]);
-    if constexpr (CENTERED) part += difference;
-    part_of_squares += difference * difference;
-  }
-  sums[0] += part;
-  sums[1] += part_of_squares;
 }
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)

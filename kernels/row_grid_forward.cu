@@ -24,6 +24,7 @@
 #include "copy_async.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -138,37 +139,6 @@ __device__ __forceinline__ void prefetch_to_cache(const X_TYPE* global, unsigned
 
 // ---- Statistics.
 
-// The statistics of a row, or of a part. The mean is the sum of two numbers.
-struct Statistics {
-  Compute mean;
-  Compute remainder;
-  Compute variance;  // the mean square, where not CENTERED
-};
-
-// Adds what one vector has to a sum. Each vector is summed by itself first: less rounding, shorter chains.
-template <int COUNT>
-__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
-  Compute part = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) part += widen(values.lane[i]);
-  sum[0] += part;
-}
-
-// The same for the differences from the pivot, and for their squares.
-template <int COUNT>
-__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute pivot,
-                                                Compute (&sums)[2]) {
-  Compute part = 0, part_of_squares = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const Compute difference = CENTERED ? widen(values.lane[i]) - pivot : widen(values.lane[i]);
-    if constexpr (CENTERED) part += difference;
-    part_of_squares += difference * difference;
-  }
-  sums[0] += part;
-  sums[1] += part_of_squares;
-}
-
 __device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }
 __device__ __forceinline__ unsigned bits_of(double number, int word) {
   return static_cast<unsigned>(static_cast<unsigned long long>(__double_as_longlong(number)) >> 32 * word);
@@ -233,20 +203,16 @@ struct Exchange {
   }
 };
 
-// The statistics of a row from those of its parts, the same in every warp of every block. Chan, Golub and LeVeque's
-// rule: the squared deviation of the whole is that of the parts, plus that of their means.
+// The statistics of a row from those of its parts, the same in every warp of every block.
 __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, long long columns,
                                             long long columns_per_block) {
   const int lane = threadIdx.x % 32;
-  // The part of a row that a block has: all have as much, but for the last.
-  const Compute scale = static_cast<Compute>(1) / columns, share = columns_per_block * scale;
-  const Compute last_share = (columns - (blocks - 1) * columns_per_block) * scale;
-  const auto share_of = [&](int block) { return block < blocks - 1 ? share : last_share; };
+  const Shares shares = shares_of_blocks(columns, columns_per_block, blocks);
   Statistics row = {0, 0, 0};
   if constexpr (CENTERED) {
     const Compute first = numbers[0];
     Compute sum[1] = {0};
-    for (int i = lane; i < blocks; i += 32) sum[0] += share_of(i) * (numbers[3 * i] - first + numbers[3 * i + 1]);
+    for (int i = lane; i < blocks; i += 32) sum[0] += shares.of(i) * (numbers[3 * i] - first + numbers[3 * i + 1]);
     warp_sum<32, 1>(sum);
     // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
     // the row's mean, and differences from it would be rounded more.
@@ -257,7 +223,7 @@ __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, 
   Compute sum[1] = {0};
   for (int i = lane; i < blocks; i += 32) {
     const Compute difference = CENTERED ? numbers[3 * i] - row.mean + numbers[3 * i + 1] - row.remainder : 0;
-    sum[0] += share_of(i) * (numbers[3 * i + 2] + difference * difference);
+    sum[0] += shares.of(i) * (numbers[3 * i + 2] + difference * difference);
   }
   warp_sum<32, 1>(sum);
   row.variance = sum[0];

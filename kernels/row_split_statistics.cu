@@ -10,6 +10,7 @@
 #include "tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -77,10 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
     Compute sum[1] = {0};
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (tile_column(chunk.first_column, i) < end) {
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[0] += widen(values[i].lane[j]);
-      }
+      if (tile_column(chunk.first_column, i) < end) add_values(values[i], sum);
     }
     lane_sum<THREADS, ROW_LANES>(sum, scratch);
     pivot = sum[0] / static_cast<Compute>(chunk_columns < TILE_COLUMNS ? chunk_columns : TILE_COLUMNS);
@@ -92,17 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
     if (first > chunk.first_column) load_tile(first);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (tile_column(first, i) < end) {
-        Compute part = 0, part_of_squares = 0;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          const Compute difference = widen(values[i].lane[j]) - pivot;
-          if constexpr (CENTERED) part += difference;
-          part_of_squares += difference * difference;
-        }
-        sums[0] += part;
-        sums[1] += part_of_squares;
-      }
+      if (tile_column(first, i) < end) add_differences(values[i], pivot, sums);
     }
   }
   lane_sum<THREADS, ROW_LANES>(sums, scratch + THREADS / 32 * ROW_LANES);

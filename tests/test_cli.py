@@ -14,8 +14,10 @@ import pytest
 import torch
 from rich.console import Console
 
+import cunorm
 from cunorm import cli, resources
 from cunorm.cli import gpus, output
+from cunorm.tuning_file import Entry, TuningFile
 
 ROOT = Path(__file__).parents[1]
 OPS = ("layer_norm", "layer_norm_backward", "layer_norm + gradient")
@@ -181,8 +183,20 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert table_row(text, "numpy")[1] == np.__version__
     assert str(tmp_path / "cache") in table_row(text, "kernel cache")[1]
     assert table_row(text, "extra torch")[1].startswith("torch 2.")
-    for name in ("CuPy", "CUDA device", "extra cuda12x", "extra cuda13x", "extra jax", "extra tensorflow", "g++"):
+    extras = ("cuda12x", "cuda13x", "jax", "tensorflow", "bench", "test")
+    for name in ("CuPy", "CUDA device", "g++", *(f"extra {extra}" for extra in extras)):
         assert name in text
+
+
+def test_info_counts_tuned_plans(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "tuning.json"
+    assert table_row(run(capsys, "info"), "tuned plans")[1] == f"{path}: none"
+    entry = Entry(None, (4, 8), 1e-6, 1e-6, 3, cunorm.__version__)
+    TuningFile(path).store("NVIDIA H200", {"one": entry, "another": entry})
+    assert table_row(run(capsys, "info"), "tuned plans")[1] == f"{path}: 2 for NVIDIA H200"
 
 
 def test_info_imports_no_framework() -> None:

@@ -16,6 +16,7 @@ import cunorm
 from cunorm import launch
 from cunorm.cli import output
 from cunorm.cli.gpus import cuda_devices
+from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["run"]
 
@@ -27,6 +28,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (("torch",),),
     "jax": (("jax",), ("jax-tvm-ffi",)),
     "tensorflow": (("tensorflow", "tensorflow-cpu"),),
+    "bench": (("matplotlib",), ("pandas",)),
     "test": (("pytest",), ("pytest-xdist",), ("hypothesis",)),
 }
 
@@ -38,6 +40,7 @@ def run() -> None:
         ("Python", f"{platform.python_version()}, {platform.platform()}"),
         *((name, _version(name) or "not installed") for name in _PACKAGES),
         *_cuda(),
+        ("tuned plans", _tuned()),
         *((f"extra {name}", _extra(distributions)) for name, distributions in _EXTRAS.items()),
         ("emulator of kernels", _compiler()),
     ]
@@ -66,7 +69,8 @@ def _extra(groups: tuple[tuple[str, ...], ...]) -> str:
 def _cuda() -> list[tuple[str, str]]:
     devices, reason = cuda_devices()
     rows = []
-    cache = os.environ.get("CUPY_CACHE_DIR") or str(Path.home() / ".cupy" / "kernel_cache")
+    # As CuPy does it, which needs no home folder.
+    cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
     try:
         cupy = launch.cupy()
         runtime = cupy.cuda.runtime
@@ -105,6 +109,14 @@ def _driver(number: int) -> str:
     file = Path("/proc/driver/nvidia/version")
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)*)\s", file.read_text()) if file.is_file() else None
     return f"{match[1] + ', ' if match else ''}supports CUDA {_cuda_version(number)}"
+
+
+def _tuned() -> str:
+    path = default_path()
+    if path is None:
+        return "none: there is no home folder"
+    found = [f"{len(entries)} for {gpu}" for gpu, entries in TuningFile(path).read().items()]
+    return f"{path}: {', '.join(found) or 'none'}"
 
 
 def _compiler() -> str:
