@@ -181,7 +181,10 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     if threads == 1 and vectors > 1:
         threads, vectors = 2, -(-vectors // 2)
     geometry = RowBlock(width, vectors, threads, max(1, (64 if forward else 256) // threads))
-    return geometry if forward else replace(geometry, blocks_per_multiprocessor=2)
+    if forward:
+        return geometry
+    most = max(1, device.threads_per_multiprocessor // geometry.threads)
+    return replace(geometry, blocks_per_multiprocessor=min(2, most))
 
 
 def _lie_alike(problem: Problem) -> bool:
@@ -210,9 +213,8 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     if not direct:
         geometry = RowBlock(width, vectors, threads, max(1, 64 // threads), 1, "ahead", True, threads >= 64)
         # 384 threads a multiprocessor: at 4097 columns 1.24, 512 take 1.52.
-        share = max(1, min(384 // geometry.threads, _resident(geometry, problem, device)))
-        if vectors_per_row < 256:
-            share = max(1, min(1024 // geometry.threads, _resident(geometry, problem, device)))
+        most = (384 if vectors_per_row >= 256 else 1024) // geometry.threads
+        share = max(1, min(most, _resident(geometry, problem, device)))
         if _fits(geometry, problem, device):
             return replace(geometry, blocks_per_multiprocessor=share)
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
