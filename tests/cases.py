@@ -1,12 +1,14 @@
 """Data, tolerances, runners and the comparison with float64 that the tests of the norms share.
 
-A runner computes a norm and its gradients from NumPy arrays, by one of the ways the package has: the CPU path, the
-kernels on the emulator, the kernels on a GPU. Every output is filled with NaNs before it is computed.
+A Case is a norm of given NumPy arrays, a Backward its gradients. A runner computes them by one of the ways the package
+has: the CPU path, the kernels on the emulator, the kernels on a GPU. Every output is filled with NaNs before it is
+computed.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ NORMS = [LAYER_NORM, RMS_NORM, Norm(False, weight_offset=1.0)]
 ACTIVATED_NORMS = [Norm(centered, 0.0, activation) for centered in (True, False) for activation in ACTIVATIONS]
 ACTIVATED_NORMS.append(Norm(False, 1.0, "silu"))
 EPS = 1e-5
+ALL_GRADIENTS = (True, True, True)
 # From one column to rows that a block holds: part of a warp, a warp, several warps, the edges between, odd and even.
 # Some have so many rows that blocks take several turns.
 SIZES = [
@@ -95,8 +98,12 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
     return np.full(shape, np.nan, dtype_of(dtype))
 
 
+def sorted_axis(dimensions: int, axis: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(i % dimensions for i in axis))
+
+
 def columns_shape(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(shape[i] for i in sorted(i % len(shape) for i in axis))
+    return tuple(shape[i] for i in sorted_axis(len(shape), axis))
 
 
 def kept_shape(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,16 +144,8 @@ def assert_sums(result: Array, expected: Array, terms: Array, axis: tuple[int, .
     assert relative_error(result, expected, np.ones(1)) <= rounding + arithmetic
 
 
-def float64(array: Array | None) -> Array | None:
+def float64(array: Any) -> Any:
     return None if array is None else array.astype(np.float64)
-
-
-def sum_of(x: Array, residual: Array | None) -> Array:
-    """What is normalized: x + residual, rounded to their dtype."""
-    if residual is None:
-        return x
-    compute = np.float64 if x.dtype == np.float64 else np.float32
-    return (x.astype(compute) + residual.astype(compute)).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -158,16 +157,99 @@ class Expected:
     rstd: Array
     z: Array
 
-    @staticmethod
-    def of(
-        x: Array, weight: Array | None, bias: Array | None, axis: tuple[int, ...], eps: float, norm: Norm = LAYER_NORM
-    ) -> Expected:
-        axis = tuple(sorted(i % x.ndim for i in axis))
-        plain = Norm(norm.centered, norm.weight_offset)
-        given = float64(x), float64(weight), float64(bias)
-        z, _, mean, rstd = reference.row_norm(*given, axis=axis, eps=eps, norm=plain)
-        y = z if norm.activation is None else activations.FUNCTIONS[norm.activation].value(z)
+
+class Results(NamedTuple):
+    """What a norm leaves: no residual_out without a residual, no mean of RMS norm, and statistics if asked for."""
+
+    y: Array
+    residual_out: Any
+    mean: Any
+    rstd: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One norm of given tensors."""
+
+    x: Array
+    weight: Array | None = None
+    bias: Array | None = None
+    axis: tuple[int, ...] = (-1,)
+    norm: Norm = LAYER_NORM
+    residual: Array | None = None
+    eps: float = EPS
+
+    @property
+    def tensors(self) -> dict[str, Array | None]:
+        return {"x": self.x, "weight": self.weight, "bias": self.bias, "residual": self.residual}
+
+    @property
+    def sorted_axis(self) -> tuple[int, ...]:
+        return sorted_axis(self.x.ndim, self.axis)
+
+    @property
+    def normalized(self) -> Array:
+        """What is normalized: x + residual, rounded to their dtype."""
+        if self.residual is None:
+            return self.x
+        compute = np.float64 if self.x.dtype == np.float64 else np.float32
+        return (self.x.astype(compute) + self.residual.astype(compute)).astype(self.x.dtype)
+
+    def expected(self) -> Expected:
+        plain = Norm(self.norm.centered, self.norm.weight_offset)
+        given = float64(self.normalized), float64(self.weight), float64(self.bias)
+        z, _, mean, rstd = reference.row_norm(*given, axis=self.sorted_axis, eps=self.eps, norm=plain)
+        y = z if self.norm.activation is None else activations.FUNCTIONS[self.norm.activation].value(z)
         return Expected(y, mean, rstd, z)
+
+    def expected_gradients(self, dy: Array, dresidual_out: Array | None = None) -> tuple[Any, Any, Any]:
+        """Those of x, weight and bias in float64, from the exact statistics."""
+        expected = self.expected()
+        return reference.row_norm_backward(
+            float64(dy),
+            float64(self.normalized),
+            float64(self.weight),
+            expected.mean,
+            expected.rstd,
+            axis=self.sorted_axis,
+            norm=self.norm,
+            bias=float64(self.bias),
+            dresidual_out=float64(dresidual_out),
+        )
+
+    def backward(
+        self,
+        results: Results,
+        dy: Array,
+        mask: tuple[bool, ...] = ALL_GRADIENTS,
+        dresidual_out: Array | None = None,
+    ) -> Backward:
+        """The gradients of this, from what the forward left. They take the bias where there is an activation."""
+        x = self.x if self.residual is None else results.residual_out
+        bias = self.bias if self.norm.activation else None
+        arrays = dy, x, self.weight, bias, results.mean, results.rstd, dresidual_out
+        return Backward(*arrays, self.axis, self.norm, mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The gradients of one norm; ``mask`` says which of dx, dweight and dbias are wanted."""
+
+    dy: Array
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    mean: Array | None
+    rstd: Array
+    dresidual_out: Array | None
+    axis: tuple[int, ...]
+    norm: Norm
+    mask: tuple[bool, ...]
+
+    @property
+    def tensors(self) -> dict[str, Array | None]:
+        names = ("dy", "x", "weight", "bias", "mean", "rstd", "dresidual_out")
+        return {name: getattr(self, name) for name in names}
 
 
 def kinds_of(chosen: Plan) -> set[str]:
@@ -192,15 +274,6 @@ def kinds_of(chosen: Plan) -> set[str]:
     return kinds
 
 
-class Results(NamedTuple):
-    """What a runner's forward gives: residual_out without a residual, and the mean of RMS norm, are None."""
-
-    y: Array
-    residual_out: Array | None
-    mean: Array | None
-    rstd: Array
-
-
 def public_forward(norm: Norm) -> Any:
     """The public function that computes ``norm``."""
     if norm.centered:
@@ -209,22 +282,23 @@ def public_forward(norm: Norm) -> Any:
 
 
 def public_backward(norm: Norm) -> Any:
-    """The public function of its gradients, of dy, x, weight, bias, mean, rstd, dresidual_out."""
+    """The public function of its gradients, with a mean, which that of RMS norm does not take."""
+    if norm.centered:
+        return functools.partial(cunorm.layer_norm_backward, activation=norm.activation)
 
-    def backward(dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, dres: Any, **options: Any) -> Any:
-        options |= {"bias": bias, "dresidual_out": dres, "activation": norm.activation}
-        if norm.centered:
-            return cunorm.layer_norm_backward(dy, x, weight, mean, rstd, **options)
-        return cunorm.rms_norm_backward(dy, x, weight, rstd, weight_offset=norm.weight_offset, **options)
+    def rms_norm_backward(*, mean: None, **arguments: Any) -> Any:
+        return cunorm.rms_norm_backward(**arguments, activation=norm.activation, weight_offset=norm.weight_offset)
 
-    return backward
+    return rms_norm_backward
 
 
-def named(results: tuple[Any, ...], norm: Norm, residual: Any) -> Results:
-    """What a public function returned with its statistics."""
-    rest = iter(results)
-    y, residual_out = next(rest), None if residual is None else next(rest)
-    return Results(y, residual_out, next(rest) if norm.centered else None, next(rest))
+def named(returned: Any, case: Case, stats: bool) -> Results:
+    """What a public function returned, which is a tuple only if there is more than y."""
+    rest = iter(returned if isinstance(returned, tuple) else (returned,))
+    y = next(rest)
+    residual_out = None if case.residual is None else next(rest)
+    mean = next(rest) if stats and case.norm.centered else None
+    return Results(y, residual_out, mean, next(rest) if stats else None)
 
 
 def view_of(array: Array | None) -> View | None:
@@ -238,159 +312,61 @@ def view_of(array: Array | None) -> View | None:
 class NumpyRunner:
     """The CPU path, through the public functions."""
 
-    def forward(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Results:
-        out = poisoned(x.shape, x.dtype.name)
-        options = {"axis": axis, "eps": eps, "residual": residual, "return_stats": True, "out": out}
-        return named(public_forward(norm)(x, weight, bias, **options), norm, residual)
+    def forward(self, case: Case, stats: bool = True) -> Results:
+        out = poisoned(case.x.shape, case.x.dtype.name)
+        options = {"axis": case.axis, "eps": case.eps, "return_stats": stats, "out": out}
+        return named(public_forward(case.norm)(**case.tensors, **options), case, stats)
 
-    def without_stats(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Array:
-        options = {"axis": axis, "eps": eps, "residual": residual, "out": poisoned(x.shape, x.dtype.name)}
-        result = public_forward(norm)(x, weight, bias, **options)
-        y: Array = result if residual is None else result[0]
-        return y
-
-    def backward(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Any,
-        mean: Any,
-        rstd: Array,
-        axis: tuple[int, ...],
-        mask: Any,
-        norm: Norm = LAYER_NORM,
-        bias: Any = None,
-        dresidual_out: Any = None,
-    ) -> tuple[Any, ...]:
-        arrays = (dy, x, weight, bias, mean, rstd, dresidual_out)
-        gradients: tuple[Any, ...] = public_backward(norm)(*arrays, axis=axis, output_mask=mask)
+    def backward(self, case: Backward) -> tuple[Any, ...]:
+        gradients: tuple[Any, ...] = public_backward(case.norm)(**case.tensors, axis=case.axis, output_mask=case.mask)
         return gradients
 
 
+@dataclass(frozen=True)
 class EmulatorRunner:
     """The kernels' text on the CPU, with sanitizers, by the plans that a GPU would get."""
 
-    seed = 0
-    device = SMALL_DEVICE
-    choose = staticmethod(plan)
+    device: Device = SMALL_DEVICE
+    choose: Callable[[Any, Device], Plan] = plan
+    seed: int = 0  # of the order in which threads run
 
-    def forward(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Results:
-        return self._forward(x, weight, bias, axis, eps, norm, residual, stats=True)
+    def forward(self, case: Case, stats: bool = True, out: Array | None = None) -> Results:
+        shape, dtype = case.x.shape, case.x.dtype.name
+        y = poisoned(shape, dtype) if out is None else out
+        residual_out = None if case.residual is None else poisoned(shape, dtype)
+        stats_dtype = "float64" if dtype == "float64" else "float32"
+        rstd = poisoned(kept_shape(shape, case.axis), stats_dtype) if stats else None
+        mean = poisoned(kept_shape(shape, case.axis), stats_dtype) if stats and case.norm.centered else None
+        results = Results(y, residual_out, mean, rstd)
+        views: Any = {name: view_of(array) for name, array in case.tensors.items()}
+        views |= {"y": view_of(y), "residual_out": view_of(residual_out)}
+        problem = ForwardProblem.of(**views, axis=case.sorted_axis, eps=case.eps, stats=stats, norm=case.norm)
+        self._run(problem, case.tensors | results._asdict())
+        return results
 
-    def without_stats(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Array:
-        return self._forward(x, weight, bias, axis, eps, norm, residual, stats=False).y
-
-    def _forward(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm,
-        residual: Any,
-        stats: bool,
-    ) -> Results:
-        from cunorm.emulator.plans import run_plan
-
-        axis = tuple(sorted(i % x.ndim for i in axis))
-        y = poisoned(x.shape, x.dtype.name)
-        residual_out = None if residual is None else poisoned(x.shape, x.dtype.name)
-        stats_dtype = "float64" if x.dtype == np.float64 else "float32"
-        rstd = poisoned(kept_shape(x.shape, axis), stats_dtype)
-        mean = rstd.copy() if norm.centered else None
-        problem = ForwardProblem.of(
-            view_of(x),
-            view_of(weight),
-            view_of(bias),
-            view_of(y),
-            axis=axis,
-            eps=eps,
-            stats=stats,
-            norm=norm,
-            residual=view_of(residual),
-            residual_out=view_of(residual_out),
-        )
-        operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-        operands |= {"y": y, "residual_out": residual_out}
-        operands |= {"mean": mean, "rstd": rstd} if stats else {"mean": None, "rstd": None}
-        run_plan(self.choose(problem, self.device), operands, seed=self.seed)
-        return Results(y, residual_out, mean, rstd)
-
-    def backward(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Any,
-        mean: Any,
-        rstd: Array,
-        axis: tuple[int, ...],
-        mask: Any,
-        norm: Norm = LAYER_NORM,
-        bias: Any = None,
-        dresidual_out: Any = None,
-    ) -> tuple[Any, ...]:
-        from cunorm.emulator.plans import run_plan
-
-        axis = tuple(sorted(i % x.ndim for i in axis))
-        dtype = (x if weight is None else weight).dtype.name
-        bias_dtype = dtype if bias is None else bias.dtype.name
-        shape = columns_shape(x.shape, axis)
-        dx = poisoned(x.shape, x.dtype.name) if mask[0] else None
-        dweight = poisoned(shape, dtype) if mask[1] else None
-        dbias = poisoned(shape, bias_dtype) if mask[2] else None
+    def backward(self, case: Backward) -> tuple[Any, ...]:
+        shape = columns_shape(case.x.shape, case.axis)
+        dtype = (case.x if case.weight is None else case.weight).dtype.name
+        bias_dtype = dtype if case.bias is None else case.bias.dtype.name
+        dx = poisoned(case.x.shape, case.x.dtype.name) if case.mask[0] else None
+        dweight = poisoned(shape, dtype) if case.mask[1] else None
+        dbias = poisoned(shape, bias_dtype) if case.mask[2] else None
+        views: Any = {name: view_of(getattr(case, name)) for name in ("dy", "x", "weight", "bias", "dresidual_out")}
         problem = BackwardProblem.of(
-            view_of(dy),
-            view_of(x),
-            view_of(weight),
-            view_of(dx),
-            axis=axis,
-            dweight=dtype if mask[1] else None,
-            dbias=bias_dtype if mask[2] else None,
-            norm=norm,
-            bias=view_of(bias),
-            dresidual_out=view_of(dresidual_out),
+            **views,
+            dx=view_of(dx),
+            axis=sorted_axis(case.x.ndim, case.axis),
+            dweight=dtype if case.mask[1] else None,
+            dbias=bias_dtype if case.mask[2] else None,
+            norm=case.norm,
         )
-        operands = {"dy": dy, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
-        operands |= {"mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
-        run_plan(self.choose(problem, self.device), operands, seed=self.seed)
+        self._run(problem, case.tensors | {"dx": dx, "dweight": dweight, "dbias": dbias})
         return dx, dweight, dbias
+
+    def _run(self, problem: Any, operands: dict[str, Array | None]) -> None:
+        from cunorm.emulator import plans
+
+        plans.run_plan(self.choose(problem, self.device), operands, seed=self.seed)
 
 
 class CupyRunner:
@@ -398,6 +374,31 @@ class CupyRunner:
 
     def __init__(self, pool: bool = True) -> None:
         self.pool = pool  # False: CuPy's current allocator, not filled, so that initcheck sees what nobody wrote
+
+    def forward(self, case: Case, stats: bool = True) -> Results:
+        options = {"axis": case.axis, "eps": case.eps, "return_stats": stats}
+        return named(self._run(public_forward(case.norm), case.tensors, **options), case, stats)
+
+    def backward(self, case: Backward) -> tuple[Any, ...]:
+        return self._run(public_backward(case.norm), case.tensors, axis=case.axis, output_mask=case.mask)
+
+    def _run(self, function: Any, tensors: dict[str, Array | None], **options: Any) -> tuple[Any, ...]:
+        import cupy
+
+        on_gpu = {name: self._to_gpu(array) for name, array in tensors.items()}
+
+        def poisoned_memory(size: int) -> Any:
+            memory = cupy.get_default_memory_pool().malloc(size)
+            memory.memset_async(0xFF, size)
+            return memory
+
+        allocator = poisoned_memory if self.pool else cupy.cuda.get_allocator()
+        with cupy.cuda.using_allocator(allocator):
+            results = function(**on_gpu, **options)
+        for name, array in tensors.items():
+            assert array is None or cupy.asnumpy(on_gpu[name]).tobytes() == array.tobytes(), f"{name} was modified"
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(None if result is None else cupy.asnumpy(result) for result in results)
 
     def _to_gpu(self, array: Array | None) -> Any:
         import cupy
@@ -411,72 +412,6 @@ class CupyRunner:
         memory = cupy.asarray(owner).data + offset
         return cupy.ndarray(array.shape, array.dtype, memory, strides=array.strides)
 
-    def _run(self, function: Any, arrays: list[Array | None], **options: Any) -> tuple[Any, ...]:
-        import cupy
-
-        on_gpu = [self._to_gpu(array) for array in arrays]
-
-        def poisoned_memory(size: int) -> Any:
-            memory = cupy.get_default_memory_pool().malloc(size)
-            memory.memset_async(0xFF, size)
-            return memory
-
-        allocator = poisoned_memory if self.pool else cupy.cuda.get_allocator()
-        with cupy.cuda.using_allocator(allocator):
-            results = function(*on_gpu, **options)
-        for array, copy in zip(arrays, on_gpu):
-            assert array is None or cupy.asnumpy(copy).tobytes() == array.tobytes(), "an input was modified"
-        results = results if isinstance(results, tuple) else (results,)
-        return tuple(None if result is None else cupy.asnumpy(result) for result in results)
-
-    def forward(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Results:
-        results = self._forward(x, weight, bias, residual, norm, axis=axis, eps=eps, return_stats=True)
-        return named(results, norm, residual)
-
-    def without_stats(
-        self,
-        x: Array,
-        weight: Any,
-        bias: Any,
-        axis: tuple[int, ...],
-        eps: float,
-        norm: Norm = LAYER_NORM,
-        residual: Any = None,
-    ) -> Array:
-        y: Array = self._forward(x, weight, bias, residual, norm, axis=axis, eps=eps)[0]
-        return y
-
-    def _forward(self, x: Array, weight: Any, bias: Any, residual: Any, norm: Norm, **options: Any) -> tuple[Any, ...]:
-        def function(x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
-            return public_forward(norm)(x, weight, bias, residual=residual, **options)
-
-        return self._run(function, [x, weight, bias, residual], **options)
-
-    def backward(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Any,
-        mean: Any,
-        rstd: Array,
-        axis: tuple[int, ...],
-        mask: Any,
-        norm: Norm = LAYER_NORM,
-        bias: Any = None,
-        dresidual_out: Any = None,
-    ) -> tuple[Any, ...]:
-        arrays = [dy, x, weight, bias, mean, rstd, dresidual_out]
-        return self._run(public_backward(norm), arrays, axis=axis, output_mask=mask)
-
 
 RUNNERS = [
     pytest.param(NumpyRunner(), id="numpy"),
@@ -485,38 +420,47 @@ RUNNERS = [
 ]
 
 
-def check(
-    runner: Any,
-    x: Array,
-    weight: Any,
-    bias: Any,
-    axis: tuple[int, ...] = (-1,),
-    dy: Any = None,
-    eps: float = EPS,
-    norm: Norm = LAYER_NORM,
-    residual: Any = None,
-    dresidual_out: Any = None,
-) -> None:
-    """Forward and backward of one problem against float64."""
-    dtype = x.dtype.name
-    arrays = (x, residual, weight, bias)
-    before = [None if a is None else a.copy() for a in arrays]
-    normalized = sum_of(x, residual)
-    expected = Expected.of(normalized, weight, bias, axis, eps, norm)
-    y, residual_out, mean, rstd = runner.forward(x, weight, bias, axis, eps, norm, residual)
+def check(runner: Any, case: Case, dy: Array | None = None, dresidual_out: Array | None = None) -> None:
+    """Forward and backward of one case against float64. By default ``dy`` is drawn."""
+    before: Any = {name: None if array is None else array.copy() for name, array in case.tensors.items()}
+    dy = data(17, case.x.shape, case.x.dtype.name, shift=0.1) if dy is None else dy
+    results = runner.forward(case)
+    assert_forward(case, results)
+    gradients = runner.backward(case.backward(results, dy, dresidual_out=dresidual_out))
+    assert_gradients(case, gradients, dy, dresidual_out)
+    for name, array in case.tensors.items():
+        assert array is None or array.tobytes() == before[name].tobytes(), f"{name} was modified"
 
-    if residual is not None:
+
+def assert_any_order_gives_the_same(case: Case, dy: Array, dresidual_out: Array | None = None) -> None:
+    """Bit for bit, on the emulator: a missing barrier would show as a difference between orders of running threads."""
+    every = []
+    for seed in range(3):
+        runner = EmulatorRunner(seed=seed)
+        results = runner.forward(case)
+        gradients = runner.backward(case.backward(results, dy, dresidual_out=dresidual_out))
+        every.append([array.tobytes() for array in (*results, *gradients) if array is not None])
+    assert every[0] == every[1] == every[2]
+
+
+def assert_forward(case: Case, results: Results, float32_statistics: float = 3e-7) -> None:
+    """All results are right. ``float32_statistics`` is the largest relative error of statistics in float32.
+
+    By default it leaves room for a single thread that adds up 32 squares, one after the other.
+    """
+    x, dtype, expected = case.x, case.x.dtype.name, case.expected()
+    y, residual_out, mean, rstd = results
+    if case.residual is not None:
         assert residual_out is not None and residual_out.dtype == x.dtype
-        assert residual_out.tobytes() == normalized.tobytes(), "the sum is not rounded once"
+        assert residual_out.tobytes() == case.normalized.tobytes(), "the sum is not rounded once"
     assert y.shape == x.shape and y.dtype == x.dtype
     if dtype in ("float16", "bfloat16"):
         assert_rounded_once(y, expected.y, dtype, expected.z)
     else:
-        affine_size = np.abs(expected.z) + (0 if bias is None else np.abs(float64(bias)).max(initial=0))
-        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
+        affine_size = np.abs(expected.z) + (0 if case.bias is None else np.abs(float64(case.bias)).max(initial=0))
+        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if case.norm.activation is None else 2)
         assert relative_error(y, expected.y, affine_size) <= tolerance
-    # A single thread may add up as many as 32 squares, one after the other.
-    statistics_tolerance = 3e-7 if dtype != "float64" else 1e-14
+    statistics_tolerance = 1e-14 if dtype == "float64" else float32_statistics
     statistics_dtype = np.float64 if dtype == "float64" else np.float32
     if expected.mean is None:
         assert mean is None
@@ -527,37 +471,24 @@ def check(
     assert rstd.shape == expected.rstd.shape and rstd.dtype == statistics_dtype
     assert np.all(np.abs(rstd - expected.rstd) <= statistics_tolerance * expected.rstd)
 
-    dy = data(17, x.shape, dtype, shift=0.1) if dy is None else dy
-    mask = (True, True, True)
-    dx, dweight, dbias = runner.backward(
-        dy, normalized, weight, mean, rstd, axis, mask, norm, bias if norm.activation else None, dresidual_out
-    )
-    sorted_axis = tuple(sorted(i % x.ndim for i in axis))
-    exact: Any = [float64(array) for array in (dy, normalized, weight)]
-    expected_dx, expected_dweight, expected_dbias = reference.row_norm_backward(
-        *exact,
-        expected.mean,
-        expected.rstd,
-        axis=sorted_axis,
-        norm=norm,
-        bias=float64(bias),
-        dresidual_out=float64(dresidual_out),
-    )
+
+def assert_gradients(case: Case, gradients: tuple[Any, ...], dy: Array, dresidual_out: Array | None = None) -> None:
+    """All three are right."""
+    x, weight, axis, dtype, expected = case.x, case.weight, case.sorted_axis, case.x.dtype.name, case.expected()
+    (dx, dweight, dbias), exact_dy = gradients, float64(dy)
+    expected_dx, expected_dweight, expected_dbias = case.expected_gradients(dy, dresidual_out)
     # dx is a difference of terms of this size; with few columns it is much smaller than they are.
-    weight_size = 1.0 if weight is None else np.abs(norm.weight_offset + float64(weight)).max(initial=0)
-    wide_rstd = np.expand_dims(expected.rstd, sorted_axis)
-    terms = np.abs(exact[0]) * weight_size * wide_rstd
+    weight_size = 1.0 if weight is None else np.abs(case.norm.weight_offset + float64(weight)).max(initial=0)
+    wide_rstd = np.expand_dims(expected.rstd, axis)
+    terms = np.abs(exact_dy) * weight_size * wide_rstd
     if dresidual_out is not None:
         terms = terms + np.abs(float64(dresidual_out))
     assert dx.shape == x.shape and dx.dtype == x.dtype
     assert relative_error(dx, expected_dx, terms) <= NORM_TOLERANCE[dtype]
     assert dweight.shape == dbias.shape == columns_shape(x.shape, axis)
     assert dweight.dtype == (x if weight is None else weight).dtype
-    assert dbias.dtype == (bias.dtype if norm.activation and bias is not None else dweight.dtype)
-    mean_of_rows = 0 if expected.mean is None else np.expand_dims(expected.mean, sorted_axis)
-    xhat = (exact[1] - mean_of_rows) * wide_rstd
-    assert_sums(dbias, expected_dbias, exact[0], sorted_axis, dtype)
-    assert_sums(dweight, expected_dweight, exact[0] * np.maximum(1, np.abs(xhat)), sorted_axis, dtype)
-
-    for array, copy in zip(arrays, before):
-        assert array is None or array.tobytes() == copy.tobytes(), "an input was modified"
+    assert dbias.dtype == (case.bias.dtype if case.norm.activation and case.bias is not None else dweight.dtype)
+    mean_of_rows = 0 if expected.mean is None else np.expand_dims(expected.mean, axis)
+    xhat = (float64(case.normalized) - mean_of_rows) * wide_rstd
+    assert_sums(dbias, expected_dbias, exact_dy, axis, dtype)
+    assert_sums(dweight, expected_dweight, exact_dy * np.maximum(1, np.abs(xhat)), axis, dtype)

@@ -1,11 +1,22 @@
-"""What holds for all tests: those marked gpu are skipped where there is no GPU, and frameworks stay quiet."""
+"""What holds for all tests: those marked gpu are skipped where there is no GPU, and frameworks stay quiet.
+
+The fixtures are those of tuning, which several files use: a cache folder of the test's own, and a GPU that is none.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tuning_cases import FakeMachine
+
+    from cunorm.plan import Plan
 
 # Before any framework is imported. The workers of pytest-xdist share a GPU, so none may take it for itself.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -30,3 +41,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cache folder of this test; nothing that it prepares outlives it."""
+    from cunorm import execute, ops, tuning_file
+
+    def forget() -> None:
+        tuning_file.forget()
+        ops._prepare_forward.cache_clear()
+        ops._prepare_backward.cache_clear()
+        execute._calls.clear()
+
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+@pytest.fixture
+def fake_gpu(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """A GPU that can be asked for its name and compiles everything. Gives the plans that calls were made of."""
+    from tuning_cases import DEVICE, GPU
+
+    from cunorm import launch, tuning_file
+
+    made: list[Plan] = []
+
+    def call(chosen: Plan, operands: Sequence[str], device_index: int) -> Callable[..., None]:
+        made.append(chosen)
+        return lambda pointers, workspace, stream: None
+
+    monkeypatch.setattr(launch, "device", lambda index: DEVICE)
+    monkeypatch.setattr(launch, "Call", call)
+    monkeypatch.setattr(tuning_file, "gpu_name", lambda index: GPU)
+    return made
+
+
+@pytest.fixture
+def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """What `cunorm.tune` runs on: every plan takes 10 µs."""
+    from tuning_cases import FakeMachine
+
+    from cunorm import tuning
+
+    machine = FakeMachine(lambda plan: 1e-5)
+    monkeypatch.setattr(tuning, "_gpu", lambda problem: machine)
+    return machine

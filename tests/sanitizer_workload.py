@@ -12,13 +12,14 @@ by the tool.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cupy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, CupyRunner, columns_shape, data
+from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Case, CupyRunner, columns_shape, data
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -44,22 +45,21 @@ PROBLEMS = [
 
 def main() -> None:
     cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
-    mask = (True, True, True)
     for place, (shape, axis, dtype) in enumerate(PROBLEMS):
         runner = CupyRunner(pool=False)
         x, dy, residual, dresidual_out = (data(seed, shape, dtype) for seed in (0, 1, 5, 6))
         weight, bias = (data(seed, columns_shape(shape, axis), dtype) for seed in (2, 3))
         for norm in (LAYER_NORM, RMS_NORM):
-            _, _, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5, norm)
-            runner.backward(dy, x, weight, mean, rstd, axis, mask, norm)
+            case = Case(x, weight, bias, axis, norm)
+            runner.backward(case.backward(runner.forward(case), dy))
         norm = ACTIVATED_NORMS[place % len(ACTIVATED_NORMS)]
-        _, total, mean, rstd = runner.forward(x, weight, bias, axis, 1e-5, norm, residual)
-        assert total is not None
-        runner.backward(dy, total, weight, mean, rstd, axis, mask, norm, bias, dresidual_out)
+        case = Case(x, weight, bias, axis, norm, residual)
+        runner.backward(case.backward(runner.forward(case), dy, dresidual_out=dresidual_out))
         odd = data(4, (x.size + 1,), dtype)[1:].reshape(shape)
-        _, _, mean, rstd = runner.forward(odd, None, bias, axis, 1e-5)
-        runner.backward(odd, odd, weight, mean, rstd, axis, (True, False, True))
-        runner.forward(x, weight, bias, axis, 1e-5, norm, odd)
+        case = Case(odd, None, bias, axis)
+        gradients = case.backward(runner.forward(case), odd, mask=(True, False, True))
+        runner.backward(replace(gradients, weight=weight))
+        runner.forward(Case(x, weight, bias, axis, norm, odd))
     cupy.cuda.Device().synchronize()
     print(f"{len(PROBLEMS)} problems done")
 

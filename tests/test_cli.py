@@ -8,16 +8,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tuning_cases import GPU, FakeMachine, entry_of, favourite, other_geometries, problem_of
 
 import cunorm
-from cunorm import cli, resources
+from cunorm import cli, resources, tuning_file
 from cunorm.cli import gpus, output
-from cunorm.tuning_file import Entry, TuningFile
+from cunorm.plan import Plan
+from cunorm.tuning_file import Entry, TuningFile, key_of
 
 ROOT = Path(__file__).parents[1]
 OPS = ("layer_norm", "layer_norm_backward", "layer_norm + gradient")
@@ -278,9 +281,93 @@ def test_explain_uses_the_gpu_that_is_there(capsys: pytest.CaptureFixture[str]) 
     assert "just measured" in run(capsys, "explain", "--shape", "4096x8192")
 
 
+def test_explain_says_where_the_plan_is_from(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cunorm.cli.explain.cuda_devices", lambda: ([GPU], ""))
+    monkeypatch.setattr("cunorm.cli.explain.measured_copy_rate", lambda: 4e12)
+    monkeypatch.setattr(
+        "cunorm.cli.explain.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
+    )
+
+    def chosen(shape: str, *more: str) -> str:
+        tuning_file.forget()
+        text = run(capsys, "explain", "--shape", shape, "--dtype", "bfloat16", *more)
+        return next(line for line in text.splitlines() if line.startswith("chosen")).removeprefix("chosen").strip()
+
+    assert chosen("4096x8192") == "built in"
+    problem = problem_of(4096, 8192)
+    geometry = next(item for item in other_geometries(problem) if item.vectors == 1)
+    file = TuningFile(cache_folder / "tuning.json")
+    file.store(GPU, {key_of(problem): entry_of(geometry)})
+    assert chosen("4096x8192") == "tuned: the best of 7 measured here on 4096x8192, 1.25x the built-in speed"
+    assert chosen("4096x8192", "--arch", "sm_80") == "built in"
+    assert chosen("4096x8192", "--op", "rms_norm") == "built in"
+    # No geometry of one vector a thread and as many threads is for half the columns: half of them would be idle.
+    assert chosen("4096x4104").startswith(("built in, since what is best of 7", "tuned"))
+    file.store(GPU, {key_of(problem): entry_of(None)})
+    assert chosen("4096x8192") == "built in, the best of 7 measured here on 4096x8192"
+
+
 def test_a_compiler_error_is_shown_with_its_log() -> None:
     with pytest.raises(RuntimeError, match=r"column_sums does not compile for sm_90(.|\n)*kernels/.*error"):
         resources.compile_resources("column_sums", {}, "sm_90")
+
+
+# ---- tune
+
+
+def test_tune(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([GPU], ""))
+    problem = problem_of(4096, 8192)
+    fake_machine.seconds = favourite(problem, other_geometries(problem)[5], 1.25)
+    shapes = ("--shape", "4096x8192", "--shape", "64x1024", "--dtype", "bfloat16")
+    text = run(capsys, "tune", *shapes, "--max-seconds", "30")
+    first, second, last = text.splitlines()
+    assert first.startswith("layer_norm 4096x8192 bfloat16 | forward | 10 µs | 8 µs | 25 % | ")
+    assert "threads a row" in first
+    assert second.startswith("layer_norm 64x1024 bfloat16 | forward | ")
+    assert last == f"written: {cache_folder / 'tuning.json'}"
+    assert len(TuningFile(cache_folder / "tuning.json").read()[GPU]) == 2
+
+    options = ("--op", "rms_norm", "--affine-dtype", "float32", "--activation", "silu", "--residual", "--both")
+    text = run(capsys, "tune", "--clear", *shapes, *options, "--file", str(cache_folder / "other.json"))
+    assert text.splitlines()[0] == f"nothing to remove: there is no {cache_folder / 'other.json'}"
+    assert text.splitlines()[-1].endswith("other.json, which is not the file that cunorm reads")
+    wanted = {"op": "rms_norm", "weight": "float32", "activation": "silu", "residual": True}
+    keys = {key_of(problem_of(64, 1024, direction=name, **wanted)) for name in ("forward", "backward")}
+    stored = TuningFile(cache_folder / "other.json").read()[GPU]
+    assert keys < set(stored) and len(stored) == 4
+
+    assert run(capsys, "tune", "--clear") == f"removed: {cache_folder / 'tuning.json'}\n"
+    assert not (cache_folder / "tuning.json").exists()
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([], "none for this test"))
+    message = refused(capsys, "tune", "--shape", "4096x8192")
+    assert message == "python -m cunorm tune: it needs an NVIDIA GPU: none for this test\n"
+
+
+@pytest.mark.usefixtures("cache_folder")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a shape, such as --shape 4096x8192"),
+        (["--shape", "0x5"], "--shape 0x5: shape is (0, 5)"),
+        (["--shape", "4x5", "--max-seconds", "0"], "--max-seconds 0.0 must be positive"),
+        (["--shape", "4x5", "--max-seconds", "nan"], "--max-seconds nan must be positive"),
+        (["--shape", "4x5", "--file", "/proc/nothing/tuning.json"], "/proc/nothing/tuning.json cannot be written"),
+    ],
+)
+def test_tune_with_arguments_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([GPU], ""))
+    assert message in refused(capsys, "tune", *arguments)
 
 
 # ---- output

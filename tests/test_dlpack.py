@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import NORM_TOLERANCE, Expected, data, dtype_of, float64, relative_error, sum_of
+from cases import NORM_TOLERANCE, Case, data, dtype_of, relative_error
 
 import cunorm
 from cunorm import execute, reference
@@ -72,7 +72,7 @@ def test_values_and_gradients(device: str, dtype: str, affine: str) -> None:
     x, dy = data(1, (4, 3, 32), dtype), data(4, (4, 3, 32), dtype)
     weight = data(2, (32,), dtype) if affine in ("weight", "both") else None
     bias = data(3, (32,), dtype) if affine in ("bias", "both") else None
-    expected = Expected.of(x, weight, bias, (-1,), 1e-5)
+    expected = Case(x, weight, bias, eps=1e-5).expected()
     given = [None if array is None else Bare(on(device, array)) for array in (x, weight, bias)]
     y, mean, rstd = cunorm.layer_norm(*given, return_stats=True)
     assert type(y) is type(on(device, x)) and y.dtype == dtype_of(dtype)
@@ -104,7 +104,8 @@ def test_rms_norm_with_residual_and_activation(device: str) -> None:
     norm = Norm(False, 1.0, "silu")
     x, residual, dy, added = (data(seed, (4, 3, 32)) for seed in (1, 2, 3, 4))
     weight, bias = data(5, (32,)), data(6, (32,))
-    expected = Expected.of(sum_of(x, residual), weight, bias, (-1,), 1e-6, norm)
+    case = Case(x, weight, bias, norm=norm, residual=residual, eps=1e-6)
+    expected = case.expected()
     given = {name: Bare(on(device, a)) for name, a in (("x", x), ("weight", weight), ("bias", bias))}
     options: Any = {"weight_offset": 1.0, "activation": "silu"}
     y, residual_out, rstd = cunorm.rms_norm(**given, residual=Bare(on(device, residual)), return_stats=True, **options)
@@ -120,10 +121,7 @@ def test_rms_norm_with_residual_and_activation(device: str) -> None:
         output_mask=(True, True, True),
         **options,
     )
-    arrays: Any = [float64(a) for a in (dy, x + residual, weight)]
-    added_options: Any = {"bias": float64(bias), "dresidual_out": float64(added)}
-    exact = reference.row_norm_backward(*arrays, None, expected.rstd, axis=(2,), norm=norm, **added_options)
-    for result, value in zip(results, exact):
+    for result, value in zip(results, case.expected_gradients(dy, added)):
         assert relative_error(to_numpy(result), value) <= 2 * NORM_TOLERANCE["float32"]
 
 

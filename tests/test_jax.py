@@ -18,17 +18,14 @@ from cases import (
     ACTIVATED_NORMS,
     NORM_TOLERANCE,
     NORMS,
-    Expected,
+    Case,
     columns_shape,
     data,
-    float64,
     public_forward,
     relative_error,
-    sum_of,
 )
 
 import cunorm
-from cunorm import reference
 from cunorm.problem import Norm
 
 jax_adapter: Any = importlib.import_module("cunorm.adapters.jax")
@@ -84,10 +81,8 @@ def test_values_and_gradients(
 ) -> None:
     arrays = problem(shape, dtype, axis, affine)
     dy = data(4, shape, dtype)
-    expected = Expected.of(*arrays, axis, EPS)
-    sorted_axis = tuple(sorted(i % len(shape) for i in axis))
-    exact_inputs: Any = [float64(array) for array in (dy, arrays[0], arrays[1])]
-    exact = reference.row_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+    case = Case(*arrays, axis)
+    expected, exact = case.expected(), case.expected_gradients(dy)
 
     def forward(x: Any, weight: Any, bias: Any) -> Any:
         return cunorm.layer_norm(x, weight, bias, axis=axis, eps=EPS, return_stats=True)
@@ -134,21 +129,11 @@ def test_gradients_equal_finite_differences(dtype: str, axis: tuple[int, ...]) -
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("norm", [*NORMS, *ACTIVATED_NORMS], ids=str)
 def test_values_and_gradients_with_residual(device: str, jit: bool, dtype: str, norm: Norm) -> None:
-    shape, axis = (4, 3, 96), (-1,)
+    shape = (4, 3, 96)
     x, residual, dy, added = (data(seed, shape, dtype, outliers=False) for seed in range(4))
     weight, bias = (data(seed, shape[-1:], dtype, outliers=False) for seed in (4, 5))
-    total = sum_of(x, residual)
-    expected = Expected.of(total, weight, bias, axis, EPS, norm)
-    exact_inputs: Any = [float64(array) for array in (dy, total, weight)]
-    exact_dx, *exact_vectors = reference.row_norm_backward(
-        *exact_inputs,
-        expected.mean,
-        expected.rstd,
-        axis=(2,),
-        norm=norm,
-        bias=float64(bias),
-        dresidual_out=float64(added),
-    )
+    case = Case(x, weight, bias, norm=norm, residual=residual)
+    expected, exact = case.expected(), case.expected_gradients(dy, added)
     function = public_forward(norm)
 
     def forward(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
@@ -160,11 +145,11 @@ def test_values_and_gradients_with_residual(device: str, jit: bool, dtype: str, 
     given = [to_jax(array, device) for array in (x, residual, weight, bias)]
     y, residual_out = (jax.jit(forward) if jit else forward)(*given)
     assert_close(y, expected.y, dtype, scale=expected.z)
-    assert np.asarray(residual_out).tobytes() == total.tobytes()
+    assert np.asarray(residual_out).tobytes() == case.normalized.tobytes()
     cotangents = (to_jax(dy, device), to_jax(added, device))
     dx, dresidual, dweight, dbias = (jax.jit(gradient) if jit else gradient)(cotangents, *given)
     np.testing.assert_array_equal(dx, dresidual)
-    for result, value in zip((dx, dweight, dbias), (exact_dx, *exact_vectors)):
+    for result, value in zip((dx, dweight, dbias), exact):
         assert_close(result, value, dtype)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import (
     ACTIVATED_NORMS,
+    ALL_GRADIENTS,
     AXES,
-    EPS,
     LAYER_NORM,
     RMS_NORM,
     RUNNERS,
-    EmulatorRunner,
+    Case,
     NumpyRunner,
+    assert_any_order_gives_the_same,
     check,
     columns_shape,
     data,
@@ -58,7 +60,7 @@ def tensors(shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> tuple[
 @pytest.mark.parametrize(("shape", "axis", "dtype", "norm"), EACH, ids=str)
 def test_residual(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str, norm: Norm) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, dtype)
-    check(runner, x, weight, bias, axis, norm=norm, residual=residual, dresidual_out=dresidual_out)
+    check(runner, Case(x, weight, bias, axis, norm, residual), dresidual_out=dresidual_out)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -68,8 +70,8 @@ def test_without_statistics_y_is_the_same(
     runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm: Norm
 ) -> None:
     x, weight, bias, residual, _ = tensors(shape, axis, "bfloat16")
-    y = runner.forward(x, weight, bias, axis, EPS, norm, residual).y
-    assert runner.without_stats(x, weight, bias, axis, EPS, norm, residual).tobytes() == y.tobytes()
+    case = Case(x, weight, bias, axis, norm, residual)
+    assert runner.forward(case, stats=False).y.tobytes() == runner.forward(case).y.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +81,8 @@ def test_it_is_the_norm_of_the_sum(shape: tuple[int, ...], axis: tuple[int, ...]
     """Bit for bit on the CPU. A GPU may sum in another order with a residual than without."""
     x, weight, bias, residual, _ = tensors(shape, axis, dtype)
     runner = NumpyRunner()
-    ours = runner.forward(x, weight, bias, axis, EPS, norm, residual)
-    composed = runner.forward(x + residual, weight, bias, axis, EPS, norm)
+    ours = runner.forward(Case(x, weight, bias, axis, norm, residual))
+    composed = runner.forward(Case(x + residual, weight, bias, axis, norm))
     assert ours.residual_out is not None and ours.residual_out.tobytes() == (x + residual).tobytes()
     for one, other in ((ours.y, composed.y), (ours.mean, composed.mean), (ours.rstd, composed.rstd)):
         assert one is other is None or one.tobytes() == other.tobytes()
@@ -107,14 +109,14 @@ def _layouts(dtype: str) -> dict[str, tuple[Any, Any, Any]]:
 def test_residuals_of_any_strides(runner: Any, name: str, dtype: str, norm: Norm) -> None:
     x, residual, dresidual_out = _layouts(dtype)[name]
     weight = data(1, x.shape[1:], dtype, shift=1.0)
-    check(runner, x, weight, None, norm=norm, residual=residual, dresidual_out=dresidual_out)
+    check(runner, Case(x, weight, norm=norm, residual=residual), dresidual_out=dresidual_out)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("shape", "axis"), AXES[1::2], ids=str)
 def test_residual_over_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, "float32")
-    check(runner, x, weight, bias, axis, norm=LAYER_NORM, residual=residual, dresidual_out=dresidual_out)
+    check(runner, Case(x, weight, bias, axis, LAYER_NORM, residual), dresidual_out=dresidual_out)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -123,7 +125,7 @@ def test_a_sum_that_cancels(runner: Any, columns: int) -> None:
     """What is normalized is the rounded sum: of numbers that nearly cancel, the rest."""
     x = data(0, (3, columns), shift=1e4, outliers=False)
     residual = -x + data(1, (3, columns), outliers=False)
-    check(runner, x, None, None, residual=residual)
+    check(runner, Case(x, residual=residual))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -131,10 +133,11 @@ def test_a_sum_that_cancels(runner: Any, columns: int) -> None:
 @pytest.mark.parametrize("norm", [LAYER_NORM, Norm(False, 0.0, "gelu")], ids=str)
 def test_empty(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm: Norm) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, "float32")
-    y, residual_out, mean, rstd = runner.forward(x, weight, bias, axis, EPS, norm, residual)
-    assert y.shape == residual_out.shape == shape
-    arrays = (residual_out, weight, mean, rstd, axis, (True, True, True), norm, bias, dresidual_out)
-    dx, dweight, dbias = runner.backward(x, *arrays)
+    case = Case(x, weight, bias, axis, norm, residual)
+    results = runner.forward(case)
+    assert results.y.shape == results.residual_out.shape == shape
+    gradients = replace(case.backward(results, x, dresidual_out=dresidual_out), bias=bias)  # whatever the activation
+    dx, dweight, dbias = runner.backward(gradients)
     assert dx.shape == shape and not dweight.any() and not dbias.any()
 
 
@@ -146,14 +149,14 @@ def test_empty(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm:
 def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     norm = PLAIN[len(shape) % 2]
     x, weight, _, dy, dresidual_out = tensors(shape, axis, "float32")
-    _, _, mean, rstd = runner.forward(x, weight, None, axis, EPS, norm)
-    arrays, mask = (dy, x, weight, mean, rstd, axis), (True, True, True)
-    dx, dweight, dbias = runner.backward(*arrays, mask, norm)
-    with_sum = runner.backward(*arrays, mask, norm, None, dresidual_out)
+    case = Case(x, weight, axis=axis, norm=norm)
+    results = runner.forward(case)
+    dx, dweight, dbias = runner.backward(case.backward(results, dy))
+    with_sum = runner.backward(case.backward(results, dy, dresidual_out=dresidual_out))
     assert relative_error(with_sum[0], float64(dx) + float64(dresidual_out), float64(dx)) <= 5e-7
     assert relative_error(with_sum[1], float64(dweight)) <= 1e-7
     assert relative_error(with_sum[2], float64(dbias)) <= 1e-7
-    none, dweight, _ = runner.backward(*arrays, (False, True, False), norm, None, dresidual_out)
+    none, dweight, _ = runner.backward(case.backward(results, dy, (False, True, False), dresidual_out))
     assert none is None and relative_error(dweight, float64(with_sum[1])) <= 1e-7
 
 
@@ -166,7 +169,7 @@ def test_dresidual_out_is_added_to_dx(runner: Any, shape: tuple[int, ...], axis:
 )
 def test_activation(runner: Any, dtype: str, norm: Norm) -> None:
     x, weight, bias, *_ = tensors((9, 100), (-1,), dtype)
-    check(runner, x, weight, bias, norm=norm)
+    check(runner, Case(x, weight, bias, norm=norm))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -178,7 +181,7 @@ def test_activation(runner: Any, dtype: str, norm: Norm) -> None:
 )
 def test_activation_of_long_rows(runner: Any, columns: int, dtype: str, norm: Norm) -> None:
     x, weight, bias, *_ = tensors((3, columns), (-1,), dtype)
-    check(runner, x, weight, bias, norm=norm)
+    check(runner, Case(x, weight, bias, norm=norm))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -187,14 +190,14 @@ def test_activation_of_long_rows(runner: Any, columns: int, dtype: str, norm: No
 def test_activation_without_weight_or_bias(runner: Any, weight: bool, bias: bool, activation: str) -> None:
     x, given_weight, given_bias, *_ = tensors((3, 96), (-1,), "bfloat16")
     norm = Norm(True, 0.0, activation)
-    check(runner, x, given_weight if weight else None, given_bias if bias else None, norm=norm)
+    check(runner, Case(x, given_weight if weight else None, given_bias if bias else None, norm=norm))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_with_weight_and_bias_of_other_dtypes(runner: Any, activation: str) -> None:
     x, weight, bias = data(0, (5, 96), "bfloat16"), data(1, (96,)), data(2, (96,), "float16", outliers=False)
-    check(runner, x, weight, bias, norm=Norm(False, 1.0, activation))
+    check(runner, Case(x, weight, bias, norm=Norm(False, 1.0, activation)))
 
 
 # Each norm over two of these.
@@ -215,7 +218,7 @@ def test_residual_and_activation_together(
     runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], norm: Norm
 ) -> None:
     x, weight, bias, residual, dresidual_out = tensors(shape, axis, "bfloat16")
-    check(runner, x, weight, bias, axis, norm=norm, residual=residual, dresidual_out=dresidual_out)
+    check(runner, Case(x, weight, bias, axis, norm, residual), dresidual_out=dresidual_out)
 
 
 MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
@@ -232,10 +235,11 @@ def test_only_the_gradients_asked_for(
 ) -> None:
     x, weight, bias, dy, dresidual_out = tensors(shape, axis, "float32")
     norm = ACTIVATED_NORMS[(MASKS.index(mask) + len(axis)) % len(ACTIVATED_NORMS)]
-    _, _, mean, rstd = runner.forward(x, weight, bias, axis, EPS, norm)
-    arrays = (dy, x, weight, mean, rstd, axis)
-    every = runner.backward(*arrays, (True, True, True), norm, bias, dresidual_out)
-    some = runner.backward(*arrays, mask, norm, bias, dresidual_out)
+    case = Case(x, weight, bias, axis, norm)
+    results = runner.forward(case)
+    every, some = (
+        runner.backward(case.backward(results, dy, wanted, dresidual_out)) for wanted in (ALL_GRADIENTS, mask)
+    )
     for wanted, one, other in zip(mask, some, every):
         assert (one is not None) == wanted
         assert one is None or relative_error(one, float64(other)) <= 1e-7
@@ -249,30 +253,20 @@ def test_far_from_zero_an_activation_is_a_line(runner: Any, dtype: str, activati
     x = np.tile(np.array([-1.0, 1.0], dtype=np.float64), (3, 32)).astype(data(0, (1,), dtype).dtype)
     weight = np.full(64, 1e4, x.dtype)
     norm = Norm(False, 0.0, activation)
-    y, _, mean, rstd = runner.forward(x, weight, None, (-1,), 0.0, norm)
+    case = Case(x, weight, norm=norm, eps=0.0)
+    results = runner.forward(case)
     near: Any = {"rtol": 1e-5, "atol": 1e-30}
-    np.testing.assert_allclose(y.astype(np.float64), np.tile([0.0, float(weight[0])], (3, 32)), **near)
-    _, dweight, dbias = runner.backward(x, x, weight, mean, rstd, (-1,), (True, True, True), norm)
+    np.testing.assert_allclose(results.y.astype(np.float64), np.tile([0.0, float(weight[0])], (3, 32)), **near)
+    _, dweight, dbias = runner.backward(case.backward(results, x))
     np.testing.assert_allclose(dweight.astype(np.float64), np.tile([0.0, 3.0], 32), **near)
     np.testing.assert_allclose(dbias.astype(np.float64), np.tile([0.0, 3.0], 32), **near)
 
 
 @pytest.mark.parametrize(("columns", "centered"), [(3000, True), (20000, False)])
 def test_the_order_of_threads_does_not_matter(columns: int, centered: bool) -> None:
-    """A missing barrier would show as results that differ between the emulator's orders of running threads."""
     x, weight, bias, residual, dresidual_out = tensors((2, columns), (-1,), "float32")
-    norm = Norm(centered, 0.0, "gelu")
-    results = []
-    for seed in range(3):
-        runner = EmulatorRunner()
-        runner.seed = seed
-        y, total, mean, rstd = runner.forward(x, weight, bias, (-1,), EPS, norm, residual)
-        assert total is not None and rstd is not None
-        mask = (True, True, True)
-        gradients = runner.backward(x, total, weight, mean, rstd, (-1,), mask, norm, bias, dresidual_out)
-        results.append((y, total, rstd, *gradients))
-    for other in results[1:]:
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], other))
+    case = Case(x, weight, bias, norm=Norm(centered, 0.0, "gelu"), residual=residual)
+    assert_any_order_gives_the_same(case, x, dresidual_out)
 
 
 # ---- The public functions.

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import (
+    ALL_GRADIENTS,
     AXES,
     EPS,
     LONG_SIZES,
     RMS_NORM,
     RUNNERS,
     SIZES,
-    EmulatorRunner,
-    Expected,
+    Case,
+    assert_any_order_gives_the_same,
     check,
     columns_shape,
     data,
@@ -37,7 +38,7 @@ SIZES_AND_DTYPES += [(shape, DTYPES[i % 3]) for i, shape in enumerate(LONG_SIZES
 @pytest.mark.parametrize(("shape", "dtype"), SIZES_AND_DTYPES, ids=str)
 def test_rows_of_every_size(runner: Any, shape: tuple[int, int], dtype: str) -> None:
     weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
-    check(runner, data(0, shape, dtype), weight, bias, norm=RMS_NORM)
+    check(runner, Case(data(0, shape, dtype), weight, bias, norm=RMS_NORM))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -46,7 +47,7 @@ def test_rows_of_every_size(runner: Any, shape: tuple[int, int], dtype: str) -> 
 def test_weight_and_bias_are_each_optional(runner: Any, columns: int, weight: bool, bias: bool) -> None:
     x = data(0, (3, columns), "bfloat16")
     given_weight, given_bias = (data(seed, (columns,), "bfloat16", shift=1.0) for seed in (1, 2))
-    check(runner, x, given_weight if weight else None, given_bias if bias else None, norm=RMS_NORM)
+    check(runner, Case(x, given_weight if weight else None, given_bias if bias else None, norm=RMS_NORM))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -56,7 +57,7 @@ def test_weight_and_bias_are_each_optional(runner: Any, columns: int, weight: bo
 )
 def test_weight_of_another_dtype(runner: Any, columns: int, dtype: str, weight: str) -> None:
     vectors = data(1, (columns,), weight, shift=1.0, outliers=False), data(2, (columns,), "float32", outliers=False)
-    check(runner, data(0, (3, columns), dtype), *vectors, norm=RMS_NORM)
+    check(runner, Case(data(0, (3, columns), dtype), *vectors, norm=RMS_NORM))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -65,21 +66,21 @@ def test_weight_of_another_dtype(runner: Any, columns: int, dtype: str, weight: 
 def test_weight_offset(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str, offset: float) -> None:
     columns = columns_shape(shape, axis)
     weight, bias = data(1, columns, dtype, shift=0.0, outliers=False), data(2, columns, dtype)
-    check(runner, data(0, shape, dtype), weight, bias, axis, norm=Norm(False, offset))
+    check(runner, Case(data(0, shape, dtype), weight, bias, axis, Norm(False, offset)))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_offset_of_one_and_a_weight_of_zero_are_no_weight(runner: Any) -> None:
     x, zeros = data(0, (4, 100), "bfloat16"), np.zeros(100, np.float32)
-    y = runner.forward(x, zeros, None, (-1,), EPS, Norm(False, 1.0)).y
-    assert y.tobytes() == runner.forward(x, None, None, (-1,), EPS, RMS_NORM).y.tobytes()
+    y = runner.forward(Case(x, zeros, norm=Norm(False, 1.0))).y
+    assert y.tobytes() == runner.forward(Case(x, norm=RMS_NORM)).y.tobytes()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("shape", "axis"), AXES[::2], ids=str)
 def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     columns = columns_shape(shape, axis)
-    check(runner, data(0, shape), data(1, columns, shift=1.0), data(2, columns), axis, norm=RMS_NORM)
+    check(runner, Case(data(0, shape), data(1, columns, shift=1.0), data(2, columns), axis, RMS_NORM))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -87,7 +88,7 @@ def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) ->
 def test_views_are_not_copied(runner: Any, name: str) -> None:
     x, dy = views("bfloat16")[name]
     weight = data(1, (x.shape[1] + 1,), "bfloat16", shift=1.0)[1:]  # at an odd offset too
-    check(runner, x, weight, None, dy=dy, norm=RMS_NORM)
+    check(runner, Case(x, weight, norm=RMS_NORM), dy)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -104,10 +105,9 @@ def test_views_are_not_copied(runner: Any, name: str) -> None:
     ids=str,
 )
 def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: tuple[bool, bool, bool]) -> None:
-    x, dy, weight = data(0, shape), data(1, shape), data(2, columns_shape(shape, axis))
-    rstd = runner.forward(x, weight, None, axis, EPS, RMS_NORM).rstd
-    every = runner.backward(dy, x, weight, None, rstd, axis, (True, True, True), RMS_NORM)
-    some = runner.backward(dy, x, weight, None, rstd, axis, mask, RMS_NORM)
+    case = Case(data(0, shape), data(2, columns_shape(shape, axis)), axis=axis, norm=RMS_NORM)
+    results, dy = runner.forward(case), data(1, shape)
+    every, some = (runner.backward(case.backward(results, dy, wanted)) for wanted in (ALL_GRADIENTS, mask))
     for wanted, one, other in zip(mask, some, every):
         assert (one is not None) == wanted
         assert one is None or relative_error(one, float64(other)) <= 1e-7
@@ -116,15 +116,15 @@ def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 200), (-1,)), ((2, 20000), (-1,)), ((300, 20), (0,))], ids=str)
 def test_without_statistics_y_is_the_same(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
-    x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y = runner.forward(x, weight, weight, axis, EPS, RMS_NORM).y
-    assert runner.without_stats(x, weight, weight, axis, EPS, RMS_NORM).tobytes() == y.tobytes()
+    weight = data(1, columns_shape(shape, axis))
+    case = Case(data(0, shape), weight, weight, axis, RMS_NORM)
+    assert runner.forward(case, stats=False).y.tobytes() == runner.forward(case).y.tobytes()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
 def test_eps(runner: Any, eps: float) -> None:
-    check(runner, data(0, (3, 100)), None, None, eps=eps, norm=RMS_NORM)
+    check(runner, Case(data(0, (3, 100)), norm=RMS_NORM, eps=eps))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -136,10 +136,11 @@ def test_very_small_and_very_large_numbers(runner: Any, scale: float) -> None:
     """
     x, dy = (data(seed, (3, 256), outliers=False) for seed in (0, 1))
     x, dy = (x * scale).astype(np.float32), (dy * 1e4).astype(np.float32)
-    y, _, _, rstd = runner.forward(x, None, None, (-1,), 0.0, RMS_NORM)
-    assert relative_error(y, Expected.of(x, None, None, (-1,), 0.0, RMS_NORM).y) <= 1e-6
-    dx, _, _ = runner.backward(dy, x, None, None, rstd, (-1,), (True, False, False), RMS_NORM)
-    exact: Any = (float64(dy), float64(x), None, None, float64(rstd))
+    case = Case(x, norm=RMS_NORM, eps=0.0)
+    results = runner.forward(case)
+    assert relative_error(results.y, case.expected().y) <= 1e-6
+    dx, _, _ = runner.backward(case.backward(results, dy, (True, False, False)))
+    exact = float64(dy), float64(x), None, None, float64(results.rstd)
     expected, _, _ = reference.row_norm_backward(*exact, axis=(1,), norm=RMS_NORM)
     assert relative_error(dx, expected) <= 1e-6
 
@@ -148,7 +149,7 @@ def test_very_small_and_very_large_numbers(runner: Any, scale: float) -> None:
 @pytest.mark.parametrize("columns", [5, 20000])
 def test_rows_of_zeros_give_the_bias(runner: Any, columns: int) -> None:
     bias = data(1, (columns,))
-    y, _, _, rstd = runner.forward(np.zeros((2, columns), np.float32), None, bias, (-1,), EPS, RMS_NORM)
+    y, _, _, rstd = runner.forward(Case(np.zeros((2, columns), np.float32), None, bias, norm=RMS_NORM))
     np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))
     np.testing.assert_allclose(rstd, EPS**-0.5, rtol=1e-6)
 
@@ -159,7 +160,7 @@ def test_rows_of_zeros_give_the_bias(runner: Any, columns: int) -> None:
 def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: float) -> None:
     x = data(0, (3, columns))
     x[1, 5] = bad
-    y, _, _, rstd = runner.forward(x, None, None, (-1,), EPS, RMS_NORM)
+    y, _, _, rstd = runner.forward(Case(x, norm=RMS_NORM))
     assert np.isnan(y[1]).any() and not rstd[1] > 0
     assert np.isfinite(y[[0, 2]]).all() and np.isfinite(rstd[[0, 2]]).all()
 
@@ -168,9 +169,10 @@ def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: flo
 @pytest.mark.parametrize(("shape", "axis"), [((0, 5), (1,)), ((0, 20000), (1,)), ((3, 0), (0,))], ids=str)
 def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y, _, mean, rstd = runner.forward(x, weight, weight, axis, EPS, RMS_NORM)
-    assert y.shape == shape and mean is None and rstd.size == 0
-    dx, dweight, dbias = runner.backward(x, x, weight, None, rstd, axis, (True, True, True), RMS_NORM)
+    case = Case(x, weight, weight, axis, RMS_NORM)
+    results = runner.forward(case)
+    assert results.y.shape == shape and results.mean is None and results.rstd.size == 0
+    dx, dweight, dbias = runner.backward(case.backward(results, x))
     assert dx.shape == shape
     assert not dweight.any() and not dbias.any() and dweight.shape == weight.shape
 
@@ -179,26 +181,17 @@ def test_no_rows(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 0), (1,)), ((0, 2, 0), (0, 1))], ids=str)
 def test_no_columns(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     x, weight = data(0, shape), data(1, columns_shape(shape, axis))
-    y, _, _, rstd = runner.forward(x, weight, weight, axis, EPS, RMS_NORM)
-    assert y.shape == shape and np.isnan(rstd).all()
-    dx, dweight, _ = runner.backward(x, x, weight, None, rstd, axis, (True, True, True), RMS_NORM)
+    case = Case(x, weight, weight, axis, RMS_NORM)
+    results = runner.forward(case)
+    assert results.y.shape == shape and np.isnan(results.rstd).all()
+    dx, dweight, _ = runner.backward(case.backward(results, x))
     assert dx.shape == shape and dweight.shape == weight.shape and not dweight.any()
 
 
 @pytest.mark.parametrize("columns", [3000, 20000])
 def test_the_order_of_threads_does_not_matter(columns: int) -> None:
-    """A missing barrier would show as results that differ between the emulator's orders of running threads."""
-    x, weight, dy = data(0, (3, columns)), data(1, (columns,)), data(2, (3, columns))
-    results = []
-    for seed in range(3):
-        runner = EmulatorRunner()
-        runner.seed = seed
-        y, _, _, rstd = runner.forward(x, weight, weight, (-1,), EPS, RMS_NORM)
-        assert rstd is not None
-        gradients = runner.backward(dy, x, weight, None, rstd, (-1,), (True, True, True), RMS_NORM)
-        results.append((y, rstd, *gradients))
-    for other in results[1:]:
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], other))
+    weight = data(1, (columns,))
+    assert_any_order_gives_the_same(Case(data(0, (3, columns)), weight, weight, norm=RMS_NORM), data(2, (3, columns)))
 
 
 # ---- The public function.

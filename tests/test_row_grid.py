@@ -14,17 +14,13 @@ from cases import (
     LAYER_NORM,
     RMS_NORM,
     Array,
-    Expected,
-    assert_rounded_once,
+    Case,
+    EmulatorRunner,
+    Results,
+    assert_forward,
     data,
-    float64,
-    poisoned,
-    relative_error,
-    sum_of,
-    view_of,
 )
 
-from cunorm.emulator.plans import run_plan
 from cunorm.plan import Device, Plan, row_grid
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
@@ -35,74 +31,22 @@ DEVICE = Device("sm_90", multiprocessors=4, threads_per_multiprocessor=128)
 SMALL = RowGrid(4, resident=3, blocks_per_row=4, groups=1, threads=64)
 
 
-class Results:
-    """What the kernel left."""
-
-    def __init__(self, x: Array, residual: Array | None, centered: bool) -> None:
-        self.y = poisoned(x.shape, x.dtype.name)
-        self.residual_out = None if residual is None else poisoned(x.shape, x.dtype.name)
-        self.rstd = poisoned(x.shape[:1], "float64" if x.dtype == np.float64 else "float32")
-        self.mean = self.rstd.copy() if centered else None
-
-
-def grid_plan(problem: ForwardProblem, geometry: RowGrid) -> Plan:
+def grid_plan(problem: ForwardProblem, device: Device, geometry: RowGrid) -> Plan:
     builder = Builder()
-    return builder.finished(row_grid.plan_forward(problem, DEVICE, builder, geometry))
+    return builder.finished(row_grid.plan_forward(problem, device, builder, geometry))
 
 
-def run(
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    geometry: RowGrid,
-    norm: Norm = LAYER_NORM,
-    residual: Array | None = None,
-    stats: bool = True,
-    seed: int = 0,
-    in_place: bool = False,
-) -> Results:
-    results = Results(x, residual, norm.centered)
-    if in_place:
-        results.y = x
-    tensors = (view_of(x), view_of(weight), view_of(bias), view_of(results.y))
-    residuals = {"residual": view_of(residual), "residual_out": view_of(results.residual_out)}
-    problem = ForwardProblem.of(*tensors, axis=(1,), eps=EPS, stats=stats, norm=norm, **residuals)  # type: ignore[arg-type]
-    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias, "y": results.y}
-    operands |= {"residual_out": results.residual_out}
-    operands |= {"mean": results.mean, "rstd": results.rstd} if stats else {"mean": None, "rstd": None}
-    run_plan(grid_plan(problem, geometry), operands, seed=seed)
-    return results
+def run(case: Case, geometry: RowGrid, stats: bool = True, out: Array | None = None, seed: int = 0) -> Results:
+    """What the kernel leaves, in ``out`` if that is given."""
+    choose = functools.partial(grid_plan, geometry=geometry)
+    return EmulatorRunner(DEVICE, choose, seed).forward(case, stats, out)
 
 
-def check(
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    geometry: RowGrid,
-    norm: Norm = LAYER_NORM,
-    residual: Array | None = None,
-    seed: int = 0,
-) -> None:
-    """Against float64, with the tolerances of every other kernel."""
-    before = x.copy()
-    results = run(x, weight, bias, geometry, norm, residual, seed=seed)
-    assert x.tobytes() == before.tobytes(), "x was modified"
-    normalized = sum_of(x, residual)
-    if residual is not None:
-        assert results.residual_out is not None
-        assert results.residual_out.tobytes() == normalized.tobytes(), "the sum is not rounded once"
-    expected, dtype = Expected.of(normalized, weight, bias, (1,), EPS, norm), x.dtype.name
-    if DTYPES[dtype].itemsize == 2:
-        assert_rounded_once(results.y, expected.y, dtype, expected.z)
-    else:
-        size = np.abs(expected.z) + (0 if bias is None else np.abs(float64(bias)).max())  # type: ignore[arg-type]
-        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
-        assert relative_error(results.y, expected.y, size) <= tolerance
-    tolerance = 1e-14 if dtype == "float64" else 2e-7
-    assert np.all(np.abs(results.rstd - expected.rstd) <= tolerance * expected.rstd)
-    if expected.mean is not None:
-        assert results.mean is not None
-        assert np.all(np.abs(results.mean - expected.mean) <= tolerance * (np.abs(expected.mean) + 1 / expected.rstd))
+def check(case: Case, geometry: RowGrid) -> None:
+    """Against float64, with the tolerances of every other kernel; its statistics are a little better."""
+    before = case.x.copy()
+    assert_forward(case, run(case, geometry), float32_statistics=2e-7)
+    assert case.x.tobytes() == before.tobytes(), "x was modified"
 
 
 def affine(columns: int, dtype: str, weight: str | None = None) -> tuple[Array, Array]:
@@ -139,26 +83,28 @@ LAYOUTS_AND_DTYPES += [("registers and the rest", dtype) for dtype in ("bfloat16
 def test_layouts(layout: str, dtype: str) -> None:
     """Five rows of 2.6 vectors a thread: the last block has less, and the rows are several turns."""
     columns = 16 // DTYPES[dtype].itemsize * 663
-    check(data(0, (5, columns), dtype), *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]))
+    case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
+    check(case, geometry_for(dtype, columns, **LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
 def test_rows_that_begin_anywhere(layout: str, dtype: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + 1
-    check(data(0, (5, columns), dtype), *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]))
+    case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
+    check(case, geometry_for(dtype, columns, **LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("columns", [81, 83, 87, 769, 770, 1023, 1025, 3071, 3073])
 def test_last_blocks_of_every_length(columns: int) -> None:
     """Down to one whose part has no vector, only edges."""
-    check(data(0, (3, columns)), *affine(columns, "float32"), geometry_for("float32", columns))
+    check(Case(data(0, (3, columns)), *affine(columns, "float32")), geometry_for("float32", columns))
 
 
 @pytest.mark.parametrize("norm", [RMS_NORM, Norm(False, 1.0, "silu"), *ACTIVATED_NORMS[:3]], ids=str)
 @pytest.mark.parametrize("columns", [2652, 2653])
 def test_norms(norm: Norm, columns: int) -> None:
-    layout = geometry_for("float32", columns, resident=1, held=1)
-    check(data(0, (3, columns)), *affine(columns, "float32"), layout, norm)
+    case = Case(data(0, (3, columns)), *affine(columns, "float32"), norm=norm)
+    check(case, geometry_for("float32", columns, resident=1, held=1))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [
@@ -169,22 +115,23 @@ def test_norms(norm: Norm, columns: int) -> None:
 def test_residual(norm: Norm, odd: int, layout: str, dtype: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + odd
     x, residual = data(0, (5, columns), dtype), data(5, (5, columns), dtype, shift=-2.0)
-    check(x, *affine(columns, dtype), geometry_for(dtype, columns, **LAYOUTS[layout]), norm, residual)
+    case = Case(x, *affine(columns, dtype), norm=norm, residual=residual)
+    check(case, geometry_for(dtype, columns, **LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("columns", [2652, 2653])
 def test_weight_and_bias_are_each_optional(columns: int, weight: bool, bias: bool) -> None:
     given = affine(columns, "float32")
-    layout = geometry_for("float32", columns, resident=2)
-    check(data(0, (3, columns)), given[0] if weight else None, given[1] if bias else None, layout)
+    case = Case(data(0, (3, columns)), given[0] if weight else None, given[1] if bias else None)
+    check(case, geometry_for("float32", columns, resident=2))
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
 @pytest.mark.parametrize("odd", [0, 3])
 def test_weight_of_another_dtype(odd: int, dtype: str, weight: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + odd
-    check(data(0, (2, columns), dtype), *affine(columns, dtype, weight), geometry_for(dtype, columns))
+    check(Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight)), geometry_for(dtype, columns))
 
 
 @pytest.mark.parametrize("layout", ["resident", "registers and the rest", "pivot of a part"])
@@ -203,12 +150,13 @@ def test_numbers_far_from_zero_or_from_the_pivot(kind: str, layout: str) -> None
         x[:, -200:] -= 1e6
     if kind == "parts apart":
         x += 1e3 * (np.arange(columns) // 97 % 5)
-    check(x.astype(np.float32), *affine(columns, "float32"), geometry_for("float32", columns, **LAYOUTS[layout]))
+    case = Case(x.astype(np.float32), *affine(columns, "float32"))
+    check(case, geometry_for("float32", columns, **LAYOUTS[layout]))
 
 
 def test_a_constant_row_is_its_own_mean() -> None:
     x = np.full((2, 2652), 3.7, np.float32)
-    results = run(x, None, None, geometry_for("float32", 2652))
+    results = run(Case(x), geometry_for("float32", 2652))
     assert np.abs(results.y).max() < 1e-4
     np.testing.assert_allclose(results.rstd, EPS**-0.5, rtol=1e-5)
 
@@ -218,8 +166,7 @@ def test_a_constant_row_is_its_own_mean() -> None:
 def test_what_is_not_finite_stays_in_its_row(bad: float, columns: int) -> None:
     x = data(0, (4, columns))
     x[1, 5] = bad
-    results = run(x, None, None, geometry_for("float32", columns, rows_ahead=2))
-    assert results.mean is not None
+    results = run(Case(x), geometry_for("float32", columns, rows_ahead=2))
     assert np.isnan(results.y[1]).any() and not np.isfinite(results.mean[1])
     others = [0, 2, 3]
     assert np.isfinite(results.y[others]).all() and np.isfinite(results.mean[others]).all()
@@ -227,27 +174,24 @@ def test_what_is_not_finite_stays_in_its_row(bad: float, columns: int) -> None:
 
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
 def test_without_statistics(norm: Norm) -> None:
-    x, vectors = data(0, (3, 2652)), affine(2652, "float32")
-    layout = geometry_for("float32", 2652)
-    results = run(x, *vectors, layout, norm, stats=False)
-    assert results.y.tobytes() == run(x, *vectors, layout, norm).y.tobytes()
-    assert np.isnan(results.rstd).all()
+    case, layout = Case(data(0, (3, 2652)), *affine(2652, "float32"), norm=norm), geometry_for("float32", 2652)
+    assert run(case, layout, stats=False).y.tobytes() == run(case, layout).y.tobytes()
 
 
 @pytest.mark.parametrize("layout", ["resident", "two rows ahead", "registers and the rest", "prefetched"])
 @pytest.mark.parametrize("columns", [2652, 2653])
 def test_result_in_place_of_x(columns: int, layout: str) -> None:
-    x, vectors = data(0, (5, columns)), affine(columns, "float32")
+    case = Case(data(0, (5, columns)), *affine(columns, "float32"))
     geometry = geometry_for("float32", columns, **LAYOUTS[layout])
-    expected = run(x.copy(), *vectors, geometry).y
-    assert run(x, *vectors, geometry, in_place=True).y.tobytes() == expected.tobytes()
+    expected = run(case, geometry).y
+    assert run(case, geometry, out=case.x).y.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("layout", ["two rows ahead", "five groups of three blocks", "registers and the rest"])
 def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> None:
-    x, vectors = data(0, (5, 2653), shift=100.0), affine(2653, "float32")
+    case = Case(data(0, (5, 2653), shift=100.0), *affine(2653, "float32"))
     geometry = geometry_for("float32", 2653, **LAYOUTS[layout])
-    results = [run(x, *vectors, geometry, seed=seed) for seed in range(4)]
+    results = [run(case, geometry, seed=seed) for seed in range(4)]
     for result in results[1:]:
         assert result.y.tobytes() == results[0].y.tobytes()
         assert result.rstd.tobytes() == results[0].rstd.tobytes()
@@ -255,7 +199,8 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> Non
 
 def test_strided_rows() -> None:
     wide = data(3, (5, 2700))
-    check(wide[:, 4:2656], *affine(2652, "float32"), geometry_for("float32", 2652, rows_ahead=2))
+    case = Case(wide[:, 4:2656], *affine(2652, "float32"))
+    check(case, geometry_for("float32", 2652, rows_ahead=2))
 
 
 # ---- The plan.

@@ -13,17 +13,15 @@ from cases import (
     ACTIVATED_NORMS,
     NORM_TOLERANCE,
     NORMS,
-    Expected,
+    Case,
     columns_shape,
     data,
-    float64,
     public_forward,
     relative_error,
-    sum_of,
 )
 
 import cunorm
-from cunorm import execute, reference
+from cunorm import execute
 from cunorm.problem import Norm
 
 tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow")
@@ -77,10 +75,8 @@ def test_values_and_gradients(
     x, dy = data(1, shape, dtype), data(4, shape, dtype)
     weight, bias = (data(seed, columns_shape(shape, axis), dtype, outliers=False) for seed in (2, 3))
     arrays = (x, weight if affine in ("weight", "both") else None, bias if affine in ("bias", "both") else None)
-    expected = Expected.of(*arrays, axis, EPS)
-    sorted_axis = tuple(sorted(i % len(shape) for i in axis))
-    exact_inputs: Any = [float64(array) for array in (dy, x, arrays[1])]
-    exact = reference.row_norm_backward(*exact_inputs, expected.mean, expected.rstd, axis=sorted_axis)
+    case = Case(*arrays, axis)
+    expected, exact = case.expected(), case.expected_gradients(dy)
 
     given = [tensor(array, device) for array in arrays]
     run = tf.function(norm_and_gradients) if function else norm_and_gradients
@@ -106,12 +102,8 @@ def test_values_and_gradients(
 def test_values_and_gradients_with_residual(device: str, function: bool, dtype: str, norm: Norm) -> None:
     x, residual, dy, added = (data(seed, (4, 3, 96), dtype, outliers=False) for seed in range(4))
     weight, bias = (data(seed, (96,), dtype, outliers=False) for seed in (4, 5))
-    total = sum_of(x, residual)
-    expected = Expected.of(total, weight, bias, (-1,), EPS, norm)
-    exact_inputs: Any = [float64(array) for array in (dy, total, weight)]
-    options: Any = {"bias": float64(bias), "dresidual_out": float64(added)}
-    statistics = (expected.mean, expected.rstd)
-    exact = reference.row_norm_backward(*exact_inputs, *statistics, axis=(2,), norm=norm, **options)
+    case = Case(x, weight, bias, norm=norm, residual=residual)
+    expected, exact = case.expected(), case.expected_gradients(dy, added)
 
     def run(x: Any, residual: Any, weight: Any, bias: Any, dy: Any, added: Any) -> Any:
         inputs = (x, residual, weight, bias)
@@ -124,7 +116,7 @@ def test_values_and_gradients_with_residual(device: str, function: bool, dtype: 
         given = [tensor(array, device) for array in (x, residual, weight, bias, dy, added)]
         (y, residual_out), (dx, dresidual, *gradients) = (tf.function(run) if function else run)(*given)
     assert_close(y, expected.y, dtype, expected.z)
-    assert residual_out.numpy().tobytes() == total.tobytes()
+    assert residual_out.numpy().tobytes() == case.normalized.tobytes()
     np.testing.assert_array_equal(dx, dresidual)
     for result, value in zip((dx, *gradients), exact):
         assert_close(result, value, dtype)
@@ -196,7 +188,7 @@ def test_unknown_shapes(device: str) -> None:
         x = data(1, shape)
         y, dx = model(tensor(x, device), tensor(weight, device))
         assert y.shape == dx.shape == shape
-        np.testing.assert_allclose(y, Expected.of(x, weight, None, (-1,), EPS).y, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(y, Case(x, weight).expected().y, rtol=1e-5, atol=1e-5)
 
     with pytest.raises(ValueError, match=r"weight has shape \(7,\); for x of shape \(None, None, 8\) it must be"):
         tf.function(lambda x: cunorm.layer_norm(x, tf.ones(7)), input_signature=specs[:1])(tensor(x))
