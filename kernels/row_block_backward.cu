@@ -11,6 +11,7 @@
 #include "reduce.cuh"
 #include "cluster.cuh"
 #include "copy_async.cuh"
+#include "row_cut.cuh"
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"

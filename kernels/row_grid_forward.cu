@@ -16,12 +16,11 @@
 // in a fixed order. A word of them carries the number of the turn beside the bits, so it needs neither fence nor
 // barrier; all words must be zero at the start.
 //
-// Where rows are PEELED, they begin anywhere, but at the same place in all tensors. The vectors then begin where they
-// are aligned, at least PIECE columns from either end of the part, and the columns beside them, its edges, go one to a
-// thread. The weights lie otherwise and are read as two aligned pieces: the margins keep that within the part.
+// Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
+#include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 #include "statistics.cuh"
@@ -47,7 +46,6 @@ struct Arguments {
   double eps;
 };
 
-constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
 constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = RESIDENT > 4 ? (RESIDENT + 3) / 4 : RESIDENT;
@@ -74,25 +72,20 @@ __device__ __forceinline__ Part part_of_block(long long columns, long long colum
           first, static_cast<int>(left < columns_per_block ? left : columns_per_block)};
 }
 
-// The block's part of one row: its vectors, and its edges; nothing, where there is no such row. A thread has every
-// THREADS-th vector.
+// Where a thread is in the block's part of one row, of which it has every THREADS-th vector; nothing of it, where there
+// is no such row.
 struct Place {
-  int head;  // columns before the first vector
-  int vectors;
-  int edges;
-  int own_vectors;  // of the thread
+  Cut cut;
+  int own_vectors;
 
   __device__ __forceinline__ bool has(int i) const { return i < own_vectors; }
   // Where the thread's i-th vector begins.
   __device__ __forceinline__ int column(int i) const {
-    return (PEELED ? head : 0) + (i * THREADS + static_cast<int>(threadIdx.x)) * VECTOR;
+    return cut.column(i * THREADS + static_cast<int>(threadIdx.x));
   }
 
-  __device__ __forceinline__ bool has_edge() const { return PEELED && static_cast<int>(threadIdx.x) < edges; }
-  __device__ __forceinline__ int edge_column() const {
-    const int thread = static_cast<int>(threadIdx.x);
-    return thread < head ? thread : thread + vectors * VECTOR;
-  }
+  __device__ __forceinline__ bool has_edge() const { return cut.has_edge(threadIdx.x); }
+  __device__ __forceinline__ int edge_column() const { return cut.edge_column(threadIdx.x); }
 };
 
 // A tensor, from the block's first column on.
@@ -106,15 +99,9 @@ struct Rows {
 
 template <typename T>
 __device__ __forceinline__ Place place_of(const Rows<T>& rows, const Part& part, long long row, long long row_count) {
-  if (row >= row_count) return {0, 0, 0, 0};
-  int head = 0, vectors = part.columns / VECTOR, edges = 0;
-  if constexpr (PEELED) {
-    const int shift = static_cast<int>(reinterpret_cast<size_t>(rows.at(row)) % 16 / sizeof(X_TYPE));
-    head = PIECE + (PIECE - shift) % PIECE;  // from PIECE to 2 * PIECE - 1
-    vectors = max(0, part.columns - head - PIECE) / VECTOR;
-    edges = part.columns - vectors * VECTOR;
-  }
-  return {head, vectors, edges, (vectors + THREADS - 1 - static_cast<int>(threadIdx.x)) / THREADS};
+  if (row >= row_count) return {};
+  const Cut cut = cut_of(rows.at(row), part.columns);
+  return {cut, (cut.vectors + THREADS - 1 - static_cast<int>(threadIdx.x)) / THREADS};
 }
 
 // ---- Shared memory.
@@ -336,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) row_grid_forwa
       });
       if (place.has_edge()) add_values(edge, sum);
       row_sum<THREADS>(sum, scratch[0]);
-      statistics.mean = sum[0] / (min(PIVOT_VECTORS * THREADS, place.vectors) * VECTOR + place.edges);
+      statistics.mean = sum[0] / (min(PIVOT_VECTORS * THREADS, place.cut.vectors) * VECTOR + place.cut.edges());
 #pragma unroll
       for (int i = 0; i < PIVOT_VECTORS; ++i) {
         if (place.has(i)) add_differences(load<X_TYPE, VECTOR>(slot(turn, i)), statistics.mean, sums);
@@ -344,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) row_grid_forwa
     }
     // The row is nearly there. While it is worked on, and no slot is free, the next one's beginning comes closer.
     if (static_cast<int>(threadIdx.x) < PREFETCHED) {
-      const int first = threadIdx.x * THREADS, count = min(THREADS, next_place.vectors - first);
-      if (count > 0) prefetch_to_cache(x.at(next_row) + next_place.head + first * VECTOR, count * 16);
+      const int first = threadIdx.x * THREADS, count = min(THREADS, next_place.cut.vectors - first);
+      if (count > 0) prefetch_to_cache(x.at(next_row) + next_place.cut.head + first * VECTOR, count * 16);
     }
     as_they_arrive<CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
       if (place.has(i)) add_differences(arrived(i), statistics.mean, sums);

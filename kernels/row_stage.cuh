@@ -7,15 +7,10 @@
 //   works on this one: the bytes in flight are what keeps the memory busy while a block waits for its sums;
 // - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
 //   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
-//
-// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE
-// columns from either end of the row, and the columns beside them, its edges, go one to a thread. What lies in another
-// way than the result (always the weights) is read as two aligned pieces: the margins keep that within the row.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
-constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
 constexpr int STAGE_ELEMENTS = BLOCK_THREADS * VECTORS * VECTOR + (stage == Stage::run ? 2 * PIECE : 0);
 
@@ -49,10 +44,7 @@ struct Rows {
   __device__ __forceinline__ X_TYPE* own(int i) const {
     return staged + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
   }
-  // How far a row begins behind a multiple of 16 bytes, in elements.
-  __device__ __forceinline__ int shift(const Part& part, long long row) const {
-    return static_cast<int>(reinterpret_cast<size_t>(at(part, row)) % 16 / sizeof(X_TYPE));
-  }
+  __device__ __forceinline__ int shift(const Part& part, long long row) const { return shift_of(at(part, row)); }
 };
 
 // Where a thread is in one step: its row, and its vectors and its edge among the columns of the block's part.
@@ -60,37 +52,26 @@ struct Place {
   long long first_row;  // of the block
   long long row;
   bool there;  // whether the row is
-  int head;     // columns before the first vector
-  int vectors;  // of the row
-  int columns;
+  Cut cut;
 
   __device__ __forceinline__ int vector_index(int i) const {
     return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
   }
   // Whether the thread's i-th vector is there. Where FULL, the threads hold a row to the last column.
   __device__ __forceinline__ bool has(int i) const {
-    return (ROWS_PER_BLOCK == 1 || there) && (FULL || vector_index(i) < vectors);
+    return (ROWS_PER_BLOCK == 1 || there) && (FULL || vector_index(i) < cut.vectors);
   }
-  __device__ __forceinline__ int column(int i) const { return (PEELED ? head : 0) + vector_index(i) * VECTOR; }
+  __device__ __forceinline__ int column(int i) const { return cut.column(vector_index(i)); }
 
-  __device__ __forceinline__ bool has_edge() const {
-    return PEELED && there && static_cast<int>(threadIdx.x) < columns - vectors * VECTOR;
-  }
-  __device__ __forceinline__ int edge_column() const {
-    const int thread = static_cast<int>(threadIdx.x);
-    return thread < head ? thread : thread + vectors * VECTOR;
-  }
+  __device__ __forceinline__ bool has_edge() const { return cut.has_edge(threadIdx.x) && there; }
+  __device__ __forceinline__ int edge_column() const { return cut.edge_column(threadIdx.x); }
 };
 
 // The place in the rows from first_row on; `aligned` is what the vectors are aligned to.
 template <typename T>
 __device__ __forceinline__ Place place_of(const Rows<T>& aligned, const Part& part, long long first_row) {
   const long long row = first_row + threadIdx.y;
-  const bool there = row < part.rows;
-  if constexpr (!PEELED) return {first_row, row, there, 0, part.columns / VECTOR, part.columns};
-  // From PIECE to 2 * PIECE - 1.
-  const int head = PIECE + (PIECE - aligned.shift(part, row)) % PIECE;
-  return {first_row, row, there, head, max(0, part.columns - head - PIECE) / VECTOR, part.columns};
+  return {first_row, row, row < part.rows, cut_of(aligned.at(part, row), part.columns)};
 }
 
 // ---- Runs.
@@ -157,7 +138,7 @@ __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, cons
                                             Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
   const X_TYPE* row = rows.at(part, place.row);
   if constexpr (PEELED && stage == Stage::direct) {
-    const unsigned shift = reinterpret_cast<size_t>(row + place.head) % 16;
+    const unsigned shift = reinterpret_cast<size_t>(row + place.cut.head) % 16;
     if (shift > 0) {
       // Several at once, so that they are all under way before the first is waited for.
       constexpr int TOGETHER = 4;
@@ -213,7 +194,7 @@ __device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, 
 // The same for another result, which may lie otherwise.
 __device__ __forceinline__ void put_anywhere(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                              const Vector<X_TYPE, VECTOR>& values) {
-  if (PEELED && rows.shift(part, place.row) != (PIECE - place.head % PIECE) % PIECE) {
+  if (PEELED && rows.shift(part, place.row) != (PIECE - place.cut.head % PIECE) % PIECE) {
     X_TYPE* target = rows.at(part, place.row) + place.column(i);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) target[j] = values.lane[j];
