@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from plan_cases import GPUS, Problem
 
 from cunorm import kernels
 from cunorm.plan import Device, Launch, plan
@@ -31,21 +32,11 @@ from cunorm.resources import Resources, compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
 
-DEVICES = {
-    "sm_75": Device("sm_75", 40, 1024),
-    "sm_80": Device("sm_80", 108, 2048),
-    "sm_86": Device("sm_86", 84, 1536),
-    "sm_89": Device("sm_89", 128, 1536),
-    "sm_90": Device("sm_90", 132, 2048),
-    "sm_100": Device("sm_100", 148, 2048),
-    "sm_120": Device("sm_120", 170, 1536),
-}
-ARCHS = list(DEVICES)
+ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
 STATIC_SHARED_BYTES = 48 * 1024
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
-Problem = ForwardProblem | BackwardProblem
 LAYER_NORM = Norm()
 
 
@@ -180,7 +171,7 @@ def sums_problems(dtype: str) -> Iterator[Problem]:
 
 def launches(problems: Iterable[Problem], arch: str) -> Iterator[Launch]:
     for problem in problems:
-        yield from plan.__wrapped__(problem, DEVICES[arch]).launches
+        yield from plan.__wrapped__(problem, GPUS[arch]).launches
 
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
@@ -214,7 +205,7 @@ def complaint(item: Launch, taken: Resources, device: Device, known_spill: int =
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) -> None:
     every = launches_of(arch, dtype, kernel)
-    if kernel == "row_grid_forward" and DEVICES[arch].capability < 80:
+    if kernel == "row_grid_forward" and GPUS[arch].capability < 80:
         pytest.skip("it copies asynchronously, which there is since sm_80")
     assert every, f"no plan asks for {kernel}"
     complaints = {}
@@ -222,7 +213,7 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
         known = 0
         if (arch, kernel) == ("sm_90", "row_block_backward"):
             known = KNOWN_SPILLS.get((dtype, dict(item.arguments)["columns"]), 0)  # type: ignore[call-overload]
-        found = complaint(item, compile_resources(kernel, dict(item.constants), arch), DEVICES[arch], known)
+        found = complaint(item, compile_resources(kernel, dict(item.constants), arch), GPUS[arch], known)
         if found is not None:
             complaints[" ".join(f"{name}={value}" for name, value in item.constants)] = found
     assert not complaints, "\n".join(f"{kernel} {arch} {what}: {found}" for what, found in complaints.items())
@@ -266,4 +257,4 @@ def test_a_spill_is_seen() -> None:
     (item,) = launches(Case("float32", 4096).problems()[:1], "sm_80")
     constants = dict(item.constants) | {"VECTORS": 64, "FULL": 0}
     taken = compile_resources(item.kernel, constants, "sm_80")
-    assert "spilled" in str(complaint(item, taken, DEVICES["sm_80"]))
+    assert "spilled" in str(complaint(item, taken, GPUS["sm_80"]))

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from plan_cases import plain_backward, plain_forward
 
 from cunorm import kernels
 from cunorm.plan import Device, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Vector
 
 FOLDER = Path(kernels.__file__).parent
 KERNELS = kernels.kernel_names()
@@ -249,10 +249,6 @@ def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
 def test_every_kernel_is_used_by_some_plan() -> None:
     used: set[str] = set()
     for columns in (768, 10_000_000, 100_000_000):
-        x, vector = Matrix("float32", (columns,), (1,)), Vector("float32")
-        for problem in (
-            ForwardProblem((1000,), (columns,), x, None, x, None, vector, vector, True, 1e-5),
-            BackwardProblem((1000,), (columns,), x, x, None, x, vector, None, "float32", "float32"),
-        ):
+        for problem in (plain_forward(1000, columns), plain_backward(1000, columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
     assert used == set(KERNELS)

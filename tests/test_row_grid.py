@@ -20,6 +20,7 @@ from cases import (
     assert_forward,
     data,
 )
+from plan_cases import GPUS, plain_forward
 
 from cunorm.plan import Device, Plan, row_grid
 from cunorm.plan.launches import Builder
@@ -205,17 +206,7 @@ def test_strided_rows() -> None:
 
 # ---- The plan.
 
-H200 = Device("sm_90", 132, 2048)
-A100 = Device("sm_80", 108, 2048, (0, 0, 0, 0))
-RTX = Device("sm_89", 128, 1536, (0, 0, 0, 0))
-
-
-def problem_of(rows: int, columns: int, dtype: str = "float32", residual: bool = False, **norm: Any) -> ForwardProblem:
-    x = Matrix(dtype, (columns if rows > 1 else 0,), (1,))
-    matrices = (x, x if residual else None, x, x if residual else None)
-    return ForwardProblem((rows,), (columns,), *matrices, Vector(dtype), Vector(dtype), True, EPS, Norm(**norm))
-
-
+H200, A100, RTX = GPUS["sm_90"], GPUS["sm_80"], GPUS["sm_89"]
 SHAPES = [
     (10, 10_000_000), (4, 10_000_001), (4, 2_000_001), (1, 3_000_000), (1000, 2_700_000), (7, 5_000_003),
 ]  # fmt: skip
@@ -227,7 +218,7 @@ def geometries(device: Device) -> list[tuple[ForwardProblem, RowGrid]]:
     for rows, columns in SHAPES:
         for dtype in DTYPES:
             for residual in (False, True):
-                problem = problem_of(rows, columns, dtype, residual)
+                problem = plain_forward(rows, columns, dtype, residual=residual)
                 if row_grid.applies(problem, device):
                     built_in = row_grid.forward_geometry(problem, device)
                     assert built_in is not None
@@ -254,28 +245,28 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
 
 
 def test_it_applies_to_long_contiguous_rows_since_sm_80() -> None:
-    assert row_grid.applies(problem_of(10, 10_000_000), H200)
-    assert row_grid.applies(problem_of(4, 4_000_001), A100)
-    assert not row_grid.applies(problem_of(10, 10_000_000), Device("sm_75", 40, 1024, (0, 0, 0, 0)))
-    assert not row_grid.applies(problem_of(10, 1_000_000), H200)
-    assert not row_grid.applies(problem_of(1, 100_000_000), H200)
-    apart = replace(problem_of(10, 4_000_001), y=Matrix("float32", (4_000_004,), (1,)))
+    assert row_grid.applies(plain_forward(10, 10_000_000), H200)
+    assert row_grid.applies(plain_forward(4, 4_000_001), A100)
+    assert not row_grid.applies(plain_forward(10, 10_000_000), GPUS["sm_75"])
+    assert not row_grid.applies(plain_forward(10, 1_000_000), H200)
+    assert not row_grid.applies(plain_forward(1, 100_000_000), H200)
+    apart = replace(plain_forward(10, 4_000_001), y=Matrix("float32", (4_000_004,), (1,)))
     assert not row_grid.applies(apart, H200)
-    double = replace(problem_of(10, 4_000_000), weight=Vector("float64"))
+    double = replace(plain_forward(10, 4_000_000), weight=Vector("float64"))
     assert not row_grid.applies(double, H200)
-    across = replace(problem_of(10, 4_000_000), x=Matrix("float32", (1,), (10,)))
+    across = replace(plain_forward(10, 4_000_000), x=Matrix("float32", (1,), (10,)))
     assert not row_grid.applies(across, H200)
 
 
 def test_rows_of_forty_megabytes_are_read_once() -> None:
-    problem = problem_of(10, 10_000_000)
+    problem = plain_forward(10, 10_000_000)
     geometry = row_grid.forward_geometry(problem, H200)
     assert geometry is not None
     assert geometry.resident + geometry.held == geometry.vectors(problem)
 
 
 def test_words_are_cleared_and_the_launch_is_cooperative() -> None:
-    problem = problem_of(10, 5_000_000, "float64")
+    problem = plain_forward(10, 5_000_000, "float64")
     builder = Builder()
     plan = builder.finished(row_grid.plan_forward(problem, H200, builder))
     clear, main = plan.launches

@@ -1,0 +1,142 @@
+"""Problems and devices that plans are made for, in tests: drawn of every kind, or plain ones of any size.
+
+They have no memory behind them, so sizes go up to what no machine holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import assume, event, settings
+from hypothesis import strategies as st
+
+from cunorm.plan import Device
+from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
+
+Problem = ForwardProblem | BackwardProblem
+
+# One of each architecture, as large as they come.
+GPUS = {
+    "sm_75": Device("sm_75", 40, 1024),
+    "sm_80": Device("sm_80", 108, 2048),
+    "sm_86": Device("sm_86", 84, 1536),
+    "sm_89": Device("sm_89", 128, 1536),
+    "sm_90": Device("sm_90", 132, 2048),
+    "sm_100": Device("sm_100", 148, 2048),
+    "sm_120": Device("sm_120", 170, 1536),
+}
+DEVICES = GPUS | {
+    "few clusters": Device("sm_90", 2, 512, clusters=(1, 1, 0, 0)),
+    "no clusters": Device("sm_90", 2, 512, clusters=(0, 0, 0, 0)),
+    "smallest": Device("sm_75", 1, 1024),
+}
+MOST_BYTES = 2**38  # of one tensor; the largest GPUs of today hold less
+
+
+# ---- Plain ones.
+
+
+def plain_forward(
+    rows: int, columns: int, dtype: str = "float32", eps: float = 1e-5, residual: bool = False
+) -> ForwardProblem:
+    x, vector = Matrix(dtype, (columns if rows > 1 else 0,), (1,)), Vector(dtype)
+    added = x if residual else None
+    return ForwardProblem((rows,), (columns,), x, added, x, added, vector, vector, True, eps)
+
+
+def plain_backward(rows: int, columns: int, dtype: str = "float32") -> BackwardProblem:
+    x = Matrix(dtype, (columns if rows > 1 else 0,), (1,))
+    return BackwardProblem((rows,), (columns,), x, x, None, x, Vector(dtype), None, dtype, dtype)
+
+
+# ---- Those of every kind.
+
+
+def _powers_up_to(largest: int) -> st.SearchStrategy[int]:
+    """Sizes of every magnitude: powers of two, their neighbours, multiples of them, and anything."""
+
+    def near(exponent: int, odd: int, change: int) -> int:
+        return min(largest, max(1, odd * 2**exponent + change))
+
+    bits = largest.bit_length() - 1
+    magnitude = st.integers(0, bits).flatmap(lambda bit: st.integers(2**bit, min(largest, 2 ** (bit + 1))))
+    return magnitude | st.builds(near, st.integers(0, bits), st.sampled_from([1, 3, 5]), st.sampled_from([0, 0, -1, 1]))
+
+
+ROWS = _powers_up_to(50_000_000)
+COLUMNS = _powers_up_to(10_000_000)
+SMALL = st.sampled_from([2, 3, 4, 7, 8, 24, 32, 100])
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Row sizes, column sizes, and the row and column strides of four tensors."""
+    kind = draw(st.sampled_from(["plain", "row-strided", "one row", "column-strided", "first axis", "many dimensions"]))
+    event(kind)
+    rows, columns = (1 if kind == "one row" else draw(ROWS)), draw(COLUMNS)
+    if draw(st.integers(0, 30)) == 0:
+        rows = 0
+    if draw(st.integers(0, 30)) == 0:
+        columns = 0
+    plain = (((columns,) if rows != 1 else (0,)), (1,) if columns != 1 else (0,))
+    if kind in ("plain", "one row"):
+        return (rows,), (columns,), [plain] * 4
+    if kind == "first axis":
+        return (rows,), (columns,), [((1,), (rows,))] * 4
+    if kind == "many dimensions":
+        row_sizes, column_sizes = (tuple(draw(st.lists(SMALL, min_size=1, max_size=3))) for _ in range(2))
+        stride = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 1000, 1024, -1, -8])
+        even = st.sampled_from([0, 8, 1024, 1024, 1024, 1026, 1025])
+        along_rows = draw(st.booleans())  # vectors of contiguous columns, if all else is even
+
+        def strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            last = 1 if along_rows and sizes is column_sizes else draw(even if along_rows else stride)
+            return (*(draw(even if along_rows else stride) for _ in sizes[1:]), last)
+
+        if along_rows:
+            column_sizes = (*column_sizes[1:], draw(st.sampled_from([8, 24, 64, 64, 100, 7])))
+        return row_sizes, column_sizes, [(strides(row_sizes), strides(column_sizes)) for _ in range(4)]
+    step = draw(st.sampled_from([-1, 0, 2, 3])) if kind == "column-strided" else 1
+    spread = [((columns * abs(step) + draw(st.sampled_from([0, 1, 2, 4, 8])),), (step,)), plain, plain, plain]
+    return (rows,), (columns,), draw(st.permutations(spread))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Layouts, dtypes, alignments and options of every kind, forward and backward."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    itemsize = DTYPES[dtype].itemsize
+    row_sizes, column_sizes, strides = draw(shapes())
+    assume(math.prod(row_sizes) * math.prod(column_sizes) * itemsize <= MOST_BYTES)
+
+    def alignment(size: int) -> int:
+        return draw(st.sampled_from([a for a in (16, 16, 8, 4, 2) if a >= size]))
+
+    # Tensors that are all aligned, or all in the same way unaligned, are the usual.
+    same = draw(st.sampled_from([None, None, 16, 16, itemsize]))
+    matrices = [Matrix(dtype, rows, columns, same or alignment(itemsize)) for rows, columns in strides]
+    activation = draw(st.sampled_from([None, None, *ACTIVATIONS]))
+    norm = Norm(draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 1.0])), activation)
+    more = draw(st.booleans())
+
+    def vector() -> Vector | None:
+        name = draw(st.sampled_from([None, dtype, *DTYPES]))
+        return name and Vector(name, alignment(DTYPES[name].itemsize))
+
+    weight, bias = vector(), vector()
+    if draw(st.booleans()):
+        x, residual, y, residual_out = matrices
+        sums = (residual, residual_out) if more else (None, None)
+        stats = draw(st.booleans())
+        return ForwardProblem(row_sizes, column_sizes, x, sums[0], y, sums[1], weight, bias, stats, 1e-5, norm)
+    wanted = st.sampled_from([None, dtype, "float32", "float64"])
+    x, dy, added, gradient = matrices
+    dx = draw(st.sampled_from([None, gradient, gradient]))
+    dresidual_out = added if more and dx is not None else None
+    bias = None if activation is None else bias
+    gradients = draw(wanted), draw(wanted)
+    return BackwardProblem(row_sizes, column_sizes, x, dy, dresidual_out, dx, weight, bias, *gradients, norm)
+
+
+devices = st.sampled_from(list(DEVICES.values()))
+many = settings(max_examples=400, deadline=None)
