@@ -61,8 +61,8 @@ __device__ __forceinline__ void begin_exchanges(Exchange<COUNT>& exchange) {
 }
 
 // Every block of the row gives COUNT numbers, the same in all its threads, and gets those of all, by rank. `turn`
-// counts the exchanges. A barrier of the cluster would also wait for all that was stored before, and empty the cache; so
-// would a wait that acquires at the cluster's scope, which what st.async brings does not need.
+// counts the exchanges. A barrier of the cluster would also wait for all that was stored before, and empty the cache.
+// So would a wait that acquires at the cluster's scope, which what st.async brings does not need.
 template <int COUNT>
 __device__ __forceinline__ const Compute (&exchange_in_row(Exchange<COUNT>& exchange, int turn,
                                                            const Compute (&numbers)[COUNT]))[BLOCKS_PER_ROW][COUNT] {

@@ -1,8 +1,8 @@
 // How a row, or a block's part of one, is cut into vectors.
 //
-// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE columns
-// from either end, and the columns beside them, the edges, go one to a thread. What lies in another way than the result
-// (always the weights) is read as two aligned pieces: the margins keep that within the row.
+// Where rows are PEELED, they begin anywhere. The vectors then begin where the result is aligned, at least PIECE
+// columns from either end, and the columns beside them, the edges, go one to a thread. What lies in another way than
+// the result (always the weights) is read as two aligned pieces: the margins keep that within the row.
 constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
 
 struct Cut {

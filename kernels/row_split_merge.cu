@@ -1,10 +1,10 @@
 // Merges the chunk statistics of row_split_statistics into the mean and rstd of each row: a warp a row, in double.
 //
 // Chan, Golub and LeVeque's rule for many parts at once: the squared deviation of the whole is that of the parts, plus
-// the squared deviation of their means. The mean is kept as the sum of two numbers, mean + mean_remainder, because its
-// rounding alone would show in y where a row lies far from zero. A row of no columns has NaN for both, as np.mean has.
+// the squared deviation of their means. A row of no columns has NaN for both, as np.mean has.
 // For RMS norm the chunks' means are 0 and their deviations sums of squares, and the same rule gives the mean square.
 #include "types.cuh"
+#include "split_statistics.cuh"
 
 struct Arguments {
   const double* chunk_means;       // [rows][splits]
@@ -47,8 +47,9 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_PER_BLOCK, 1) row_split_m
   const double variance = warp_total(deviation) / static_cast<double>(arguments.columns);
 
   if (threadIdx.x == 0) {
-    arguments.mean[row] = static_cast<Compute>(mean);
-    arguments.mean_remainder[row] = static_cast<Compute>(mean - static_cast<Compute>(mean));
-    arguments.rstd[row] = static_cast<Compute>(1.0 / sqrt(variance + arguments.eps));
+    const RowStatistics statistics = row_statistics_of(mean, variance, arguments.eps);
+    arguments.mean[row] = statistics.mean;
+    arguments.mean_remainder[row] = statistics.mean_remainder;
+    arguments.rstd[row] = statistics.rstd;
   }
 }

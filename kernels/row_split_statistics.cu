@@ -1,6 +1,7 @@
 // Mean and squared deviation of one chunk of columns of a row, for rows that no block can hold (the first of three
-// launches: row_split_statistics, row_split_merge, row_split_forward). Reads x once; with a residual, reads that too
-// and writes residual_out = x + residual, which the rest works on. RMS norm (not CENTERED) has 0 for the mean.
+// launches: row_split_statistics, row_split_merge, row_split_forward); where a row is ONE_CHUNK, its mean and rstd, and
+// nothing is to be merged. Reads x once; with a residual, reads that too and writes residual_out = x + residual, which
+// the rest works on. RMS norm (not CENTERED) has 0 for the mean.
 //
 // The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has at most
 // TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded
@@ -11,6 +12,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "statistics.cuh"
+#include "split_statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -18,6 +20,9 @@ struct Arguments {
   X_TYPE* residual_out;
   double* chunk_means;       // [rows][splits]
   double* chunk_deviations;  // [rows][splits], sums of squared differences from the chunk's mean
+  Compute* mean;             // [rows], where ONE_CHUNK; so are the next two
+  Compute* mean_remainder;
+  Compute* rstd;
   long long rows;
   long long columns;  // a multiple of VECTOR
   long long splits;
@@ -30,6 +35,7 @@ struct Arguments {
   long long residual_column_strides[COLUMN_DIMS];
   long long residual_out_row_strides[ROW_DIMS];
   long long residual_out_column_strides[COLUMN_DIMS];
+  double eps;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(const Arguments arguments) {
@@ -97,7 +103,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
 
   if (threadIdx.x < ROW_LANES && chunk.row < arguments.rows) {
     const double count = static_cast<double>(chunk_columns), shift = sums[0] / count;
-    arguments.chunk_means[chunk.row * arguments.splits + chunk.split] = pivot + shift;
-    arguments.chunk_deviations[chunk.row * arguments.splits + chunk.split] = sums[1] - shift * sums[0];
+    const double mean = pivot + shift, deviation = sums[1] - shift * sums[0];
+    if constexpr (ONE_CHUNK) {
+      const RowStatistics row = row_statistics_of(mean, deviation / count, arguments.eps);
+      arguments.mean[chunk.row] = row.mean;
+      arguments.mean_remainder[chunk.row] = row.mean_remainder;
+      arguments.rstd[chunk.row] = row.rstd;
+    } else {
+      arguments.chunk_means[chunk.row * arguments.splits + chunk.split] = mean;
+      arguments.chunk_deviations[chunk.row * arguments.splits + chunk.split] = deviation;
+    }
   }
 }

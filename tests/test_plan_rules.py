@@ -111,9 +111,11 @@ _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
-    "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk"),
-    "row_split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
-    | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    **dict.fromkeys(
+        ["row_split_statistics", "row_split_merge"],
+        dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
+        | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    ),
     "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "row_split_gradient_sums": {"sums": "two a chunk"},
     "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a row"},
@@ -323,6 +325,7 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
     if item.cluster > 1:
         assert rows == 1 and threads >= item.cluster, "a thread tells each of the other blocks"
     first, columns, per_block = 0, arguments["columns"], arguments["columns_per_block"]
+    assert min(per_block, columns) > (constants["VECTORS"] - 1) * threads * width, "a thread's last vector has no use"
     for _ in range(item.cluster):
         part = min(per_block, columns - first)
         assert part > 0, "a block of a row has nothing to do"
@@ -358,8 +361,6 @@ def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
             # What lies in another way is read from the piece that a vector begins in to the one after it.
             last = head + (vectors - 1) * width
             assert head - (width - 1) >= 0 and last + 2 * width <= columns
-        assert peeled or vectors > held - threads, "the last vector of every thread has nothing to do"
-    assert columns > held * width - threads * width, "the last vector of every thread has nothing to do"
 
 
 def _covers_row_grid(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:

@@ -59,8 +59,9 @@ def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | 
         geometry = row_geometry.forward_geometry(problem, device)
     if geometry is not None:
         return row_block.plan_forward(problem, geometry, device, builder)
-    if row_grid.applies(problem, device):
-        return row_grid.plan_forward(problem, device, builder)
+    grid = row_grid.forward_geometry(problem, device)
+    if grid is not None:
+        return row_grid.plan_forward(problem, grid, builder)
     return row_split.plan_forward(problem, device, builder)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants
 from cunorm.plan.launches import Builder, Constants, Value
-from cunorm.problem import DTYPES, BackwardProblem
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
 
 __all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
+
+Problem = ForwardProblem | BackwardProblem
 
 _THREADS = 512
 
@@ -36,7 +38,7 @@ def launch_column_sums(builder: Builder, problem: BackwardProblem, targets: dict
 
 
 def launch_sum(
-    builder: Builder, problem: BackwardProblem, matrices: list[tuple[Value, Value, str]], rows: int, columns: int
+    builder: Builder, problem: Problem, matrices: list[tuple[Value, Value, str]], rows: int, columns: int
 ) -> None:
     """Add up one or two matrices of partial sums: (partial sums, sums, the sums' dtype) for each."""
     (partials, sums, dtype), (second_partials, second_sums, second_dtype) = (*matrices, (0, 0, matrices[0][2]))[:2]

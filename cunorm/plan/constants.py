@@ -1,13 +1,21 @@
-"""The compile-time constants that the kernels of every family have in common."""
+"""What the kernels of every family ask of a problem: how its rows lie, and the compile-time constants for its types."""
 
 from __future__ import annotations
 
 import math
 
-from cunorm.plan.launches import Constants
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Vector
+from cunorm.plan.launches import Constants, Value
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
 
-__all__ = ["affine_constants", "compute_itemsize", "dtype_constants", "vector_width"]
+__all__ = [
+    "affine_constants",
+    "are_rows",
+    "compute_itemsize",
+    "dtype_constants",
+    "lie_alike",
+    "row_strides",
+    "vector_width",
+]
 
 Problem = ForwardProblem | BackwardProblem
 
@@ -21,6 +29,19 @@ def vector_width(problem: Problem) -> int:
     strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
     elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
     return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
+
+
+def are_rows(problem: Problem) -> bool:
+    """Whether every row is contiguous, and the rows are evenly spaced."""
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
+        return False
+    return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
+
+
+def lie_alike(problem: Problem) -> bool:
+    """Whether each of such rows begins equally far from a multiple of 16 bytes in all tensors."""
+    strides = {matrix.row_strides[0] for matrix in problem.matrices}
+    return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
 
 
 def compute_itemsize(problem: Problem) -> int:
@@ -42,6 +63,11 @@ def affine_constants(problem: Problem, width: int) -> Constants:
     constants["WEIGHT_OFFSET"] = offset
     vectors = _vector_constants("WEIGHT", problem.weight, width) | _vector_constants("BIAS", problem.bias, width)
     return constants | vectors
+
+
+def row_strides(**matrices: Matrix | None) -> dict[str, Value]:
+    """The arguments for how far the rows of each matrix lie apart; 0 for one that is not there."""
+    return {f"{name}_stride": matrix.row_strides[0] if matrix else 0 for name, matrix in matrices.items()}
 
 
 def _vector_constants(name: str, vector: Vector | None, width: int) -> Constants:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants
+from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, row_strides
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix
 
@@ -113,7 +113,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
         {
             **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
             **_sizes(problem, geometry),
-            **_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+            **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
         },
         geometry.shared_bytes(problem),
@@ -138,7 +138,7 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
             **{name: name for name in ("x", "dy", "dresidual_out", "weight", "bias", "mean", "rstd", "dx")},
             **targets,
             **_sizes(problem, geometry),
-            **_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
+            **row_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
@@ -153,10 +153,6 @@ def _sizes(problem: Problem, geometry: RowBlock) -> dict[str, Value]:
         "columns": problem.columns,
         "columns_per_block": geometry.columns_per_block(problem),
     }
-
-
-def _strides(**matrices: Matrix | None) -> dict[str, Value]:
-    return {f"{name}_stride": matrix.row_strides[0] if matrix else 0 for name, matrix in matrices.items()}
 
 
 def _strategy(geometry: RowBlock) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import compute_itemsize, vector_width
+from cunorm.plan.constants import are_rows, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
@@ -30,7 +30,7 @@ _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
-    if problem.columns == 0 or not _is_row_matrix(problem):
+    if problem.columns == 0 or not are_rows(problem):
         return None
     width, piece = vector_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
     if width < piece:
@@ -48,7 +48,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
-    if not _is_row_matrix(problem):
+    if not are_rows(problem):
         return None
     itemsize = DTYPES[problem.x.dtype].itemsize
     width, piece = vector_width(problem), 16 // itemsize
@@ -163,7 +163,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # 1.75). What does not lie alike is better read number by number too: 4096 columns of float32 that begin 4 bytes
     # late take 1.09, peeled 1.38; and so is float32 forward, 1.09 and 1.10.
     long_enough = problem.columns >= (64 if forward else 16) * piece
-    if long_enough and _lie_alike(problem) and device.capability >= 80 and not (forward and piece == 4):
+    if long_enough and lie_alike(problem) and device.capability >= 80 and not (forward and piece == 4):
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
     # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
@@ -187,19 +187,13 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     return replace(geometry, blocks_per_multiprocessor=min(2, most))
 
 
-def _lie_alike(problem: Problem) -> bool:
-    """Whether each row begins equally far from a multiple of 16 bytes in all tensors."""
-    strides = {matrix.row_strides[0] for matrix in problem.matrices}
-    return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
-
-
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead, their weights at hand.
 
     At 4097 columns of bfloat16 64 threads of 8 vectors, ahead, take 1.24 (backward 1.20), directly 1.38; at 4095 of
     float32 1.16 and directly 1.10, backward 512 threads of 2 ahead 1.12 and 128 of 8 1.17.
     """
-    forward, alike = isinstance(problem, ForwardProblem), _lie_alike(problem)
+    forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
     direct = not alike or device.capability < 80 or (forward and width == 4)
     vectors_per_row = -(-(problem.columns - 2 * width) // width)
     threads, vectors = _spread(vectors_per_row, 2 if vectors_per_row < 256 or (width == 4 and not forward) else 5)
@@ -300,13 +294,6 @@ def _persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBloc
     return replace(geometry, blocks_per_multiprocessor=min(most, _resident(geometry, problem, device)))
 
 
-def _is_row_matrix(problem: Problem) -> bool:
-    """Whether every row is contiguous, and the rows are evenly spaced."""
-    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
-        return False
-    return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
-
-
 # ---- What else there is.
 
 
@@ -323,13 +310,13 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
         yield width, "run", False
     if problem.columns >= 4 * piece:
         yield piece, "direct", True
-        if _lie_alike(problem):
+        if lie_alike(problem):
             yield piece, "ahead", True
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
     """Every geometry that is worth a try for a problem, for whoever measures."""
-    if problem.columns == 0 or not _is_row_matrix(problem):
+    if problem.columns == 0 or not are_rows(problem):
         return
     itemsize = DTYPES[problem.x.dtype].itemsize
     forward = isinstance(problem, ForwardProblem)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
-from cunorm.plan.launches import Builder, Constants, Device, Value
-from cunorm.problem import DTYPES, ForwardProblem, Matrix
+from cunorm.plan.column_sums import launch_sum
+from cunorm.plan.constants import (
+    affine_constants,
+    are_rows,
+    compute_itemsize,
+    dtype_constants,
+    lie_alike,
+    row_strides,
+    vector_width,
+)
+from cunorm.plan.launches import Builder, Constants, Device
+from cunorm.problem import DTYPES, ForwardProblem
 
-__all__ = ["RowGrid", "applies", "candidates", "forward_geometry", "plan_forward"]
+__all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 
 # Rows of fewer bytes are left to the clusters and to row_split. On an H200, as the time over that of a copy: 4 rows of
 # 10,000,001 float32 numbers take 2.59, by row_split 3.46 (RMS norm 2.11 and 2.85); 10 of 10,000,000 take 2.49 by either
 # (1.83 and 1.97); 100 of 1,000,000 take 1.82, by row_split 1.70 (1.57 and 1.63).
 _LEAST_ROW_BYTES = 6 << 20
-# Threads of a multiprocessor. With more, none would have registers for vectors of the row. Not measured.
+# Threads of a block, of which each multiprocessor has one. With more, none would have registers for vectors of the row.
+# Not measured.
 _THREADS = 512
 # Vectors of a thread in registers, by the size of a number: with more, ptxas spills.
 _MOST_HELD = {2: 5, 4: 9, 8: 3}
@@ -27,9 +36,8 @@ _MOST_ROWS_AHEAD = 4
 _PREFETCHED = 8
 # Every number of groups has a kernel of its own to compile, so there are few.
 _GROUPS = (1, 2, 4, 8)
-# What the kernel declares of shared memory itself, at most, and what the runtime keeps of it for each block.
+# What the kernel declares of shared memory itself, at most.
 _STATIC_SHARED_BYTES = 1024
-_KEPT_SHARED_BYTES = 1024
 # What an exchange between blocks costs, about, as bytes that a multiprocessor could have moved. Not measured.
 _EXCHANGE_BYTES = 64 * 1024
 
@@ -47,7 +55,6 @@ class RowGrid:
     threads: int = _THREADS  # of a block
     peeled: bool = False
     prefetched: int = 0  # vectors of a thread, of the next row, brought into the cache
-    blocks_per_multiprocessor: int = 1
 
     def columns_per_block(self, problem: ForwardProblem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
@@ -72,7 +79,7 @@ class RowGrid:
             "STREAMED": int(self.vectors(problem) > self.resident + self.held),
             "PREFETCHED": self.prefetched,
             "THREADS": self.threads,
-            "MIN_BLOCKS": self.blocks_per_multiprocessor,
+            "MIN_BLOCKS": 1,
             "PEELED": int(self.peeled),
             "HAS_RESIDUAL": int(problem.residual is not None),
         }
@@ -90,32 +97,22 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < _LEAST_ROW_BYTES:
         return False
     vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
-    if not _lies_in_rows(problem) or any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
+    if any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
         return False
-    vectors_of_a_thread = _slots(problem, device, 1) + _held(problem)
+    if not are_rows(problem) or not (vector_width(problem) * itemsize == 16 or lie_alike(problem)):
+        return False
+    vectors_of_a_thread = _slots(problem, device) + _held(problem)
     return problem.columns * itemsize <= 2 * device.multiprocessors * _THREADS * vectors_of_a_thread * 16
-
-
-def _lies_in_rows(problem: ForwardProblem) -> bool:
-    matrices = problem.matrices
-    if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
-        return False
-    if any(matrix.column_strides[0] != 1 for matrix in matrices):
-        return False
-    if vector_width(problem) * DTYPES[problem.x.dtype].itemsize == 16:
-        return True
-    return len({matrix.row_strides for matrix in matrices}) == 1 and all(matrix.alignment == 16 for matrix in matrices)
 
 
 def _tensors_read(problem: ForwardProblem) -> int:
     return 1 if problem.residual is None else 2
 
 
-def _slots(problem: ForwardProblem, device: Device, share: int) -> int:
-    """Slots of a thread, in each of so many blocks that share a multiprocessor."""
-    block_bytes = (device.shared_bytes + _KEPT_SHARED_BYTES) // share - _KEPT_SHARED_BYTES - _STATIC_SHARED_BYTES
-    block_bytes -= 3 * share * device.multiprocessors * compute_itemsize(problem)
-    return min(_MOST_SLOTS, block_bytes // (16 * (_THREADS // share) * _tensors_read(problem)))
+def _slots(problem: ForwardProblem, device: Device) -> int:
+    """Slots of a thread that a block has shared memory for."""
+    free_bytes = device.shared_bytes - _STATIC_SHARED_BYTES - 3 * device.multiprocessors * compute_itemsize(problem)
+    return min(_MOST_SLOTS, free_bytes // (16 * _THREADS * _tensors_read(problem)))
 
 
 def _held(problem: ForwardProblem) -> int:
@@ -123,11 +120,11 @@ def _held(problem: ForwardProblem) -> int:
     return _MOST_HELD[DTYPES[problem.x.dtype].itemsize] if problem.residual is None else 0
 
 
-def _geometry(problem: ForwardProblem, device: Device, share: int, groups: int) -> RowGrid | None:
-    """So many groups, of blocks of which so many share a multiprocessor; as many rows ahead as there is room for."""
+def _geometry(problem: ForwardProblem, device: Device, groups: int) -> RowGrid | None:
+    """So many groups of blocks, with as many rows ahead as there is room for."""
     piece = 16 // DTYPES[problem.x.dtype].itemsize
-    blocks = share * device.multiprocessors // groups
-    slots = _slots(problem, device, share)
+    blocks = device.multiprocessors // groups
+    slots = _slots(problem, device)
     if blocks == 0 or slots < 1 or problem.columns < 16 * piece * blocks:
         return None
     columns_per_block = -(-problem.columns // blocks // piece) * piece
@@ -136,9 +133,7 @@ def _geometry(problem: ForwardProblem, device: Device, share: int, groups: int) 
         resident=1,
         blocks_per_row=-(-problem.columns // columns_per_block),
         groups=groups,
-        threads=_THREADS // share,
         peeled=vector_width(problem) < piece,
-        blocks_per_multiprocessor=share,
     )
     vectors = geometry.vectors(problem)
     resident = min(vectors, slots)
@@ -152,20 +147,11 @@ def _geometry(problem: ForwardProblem, device: Device, share: int, groups: int) 
     )
 
 
-def candidates(problem: ForwardProblem, device: Device) -> Iterator[RowGrid]:
-    """Every geometry that is worth a try for a problem, for whoever measures."""
-    for share in (1, 2, 4):
-        for groups in range(1, min(problem.rows, max(1, share * device.multiprocessors // 4)) + 1):
-            geometry = _geometry(problem, device, share, groups)
-            if geometry is not None:
-                yield geometry
-
-
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowGrid | None:
     """How the rows of a problem are shared by the blocks; None where the kernel is not for it."""
     if not applies(problem, device):
         return None
-    found = [_geometry(problem, device, 1, groups) for groups in _GROUPS if groups <= problem.rows]
+    found = [_geometry(problem, device, groups) for groups in _GROUPS if groups <= problem.rows]
     return min(filter(None, found), key=lambda geometry: _cost(geometry, problem))
 
 
@@ -179,14 +165,12 @@ def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
     return -(-problem.rows // geometry.groups) * (part * (1 + twice) + exchange)
 
 
-def plan_forward(problem: ForwardProblem, device: Device, builder: Builder, geometry: RowGrid | None = None) -> str:
-    """Lay out the launches, with the built-in geometry or with another that can compute the problem."""
-    geometry = geometry or forward_geometry(problem, device)
-    assert geometry is not None
+def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -> str:
     grid = geometry.groups * geometry.blocks_per_row
-    # Two turns' three numbers; beside each four bytes is a tag of four.
-    words = builder.reserve("exchange", 2 * grid * 3 * 2, compute_itemsize(problem))
-    _launch_zeros(builder, problem, words, 2 * grid * 3 * 2)
+    # Two turns' three numbers; beside each four bytes is a tag of four. The sums of no rows are zeros.
+    count = 2 * grid * 3 * 2
+    words = builder.reserve("exchange", count, compute_itemsize(problem))
+    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
     builder.launch(
         "row_grid_forward",
         dtype_constants(problem) | geometry.constants(problem) | affine_constants(problem, geometry.width),
@@ -199,40 +183,10 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder, geom
             "columns": problem.columns,
             "columns_per_block": geometry.columns_per_block(problem),
             "blocks_per_row": geometry.blocks_per_row,
-            **_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+            **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
         },
         geometry.shared_bytes(problem),
         cooperative=True,
     )
     return "row_grid"
-
-
-def _strides(**matrices: Matrix | None) -> dict[str, Value]:
-    return {f"{name}_stride": matrix.row_strides[0] if matrix else 0 for name, matrix in matrices.items()}
-
-
-def _launch_zeros(builder: Builder, problem: ForwardProblem, target: str, count: int) -> None:
-    """Write ``count`` zeros, whose bits are zeros too: the sums of no rows."""
-    threads, compute = 128, dtype_constants(problem)["COMPUTE_TYPE"]
-    builder.launch(
-        "column_sums",
-        {
-            "COMPUTE_TYPE": compute,
-            "SUM_TYPE": compute,
-            "SECOND_SUM_TYPE": compute,
-            "COLUMN_THREADS": threads,
-            "ROW_THREADS": 1,
-        },
-        -(-count // threads),
-        (threads, 1),
-        {
-            "partials": 0,
-            "second_partials": 0,
-            "sums": target,
-            "second_sums": 0,
-            "rows": 0,
-            "columns": count,
-            "second_columns": 0,
-        },
-    )

@@ -78,8 +78,11 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
     constants = _split_constants(problem, split)
     itemsize = compute_itemsize(problem)
 
-    means = builder.reserve("chunk_means", problem.rows * splits, 8)
-    deviations = builder.reserve("chunk_deviations", problem.rows * splits, 8)
+    # A row that is one chunk has its statistics at once; a row of no columns has none but what merging nothing gives.
+    one_chunk = splits == 1 and problem.columns > 0
+    chunk_statistics: dict[str, Value] = {"chunk_means": 0, "chunk_deviations": 0}
+    if not one_chunk:
+        chunk_statistics = {name: builder.reserve(name, problem.rows * splits, 8) for name in chunk_statistics}
     statistics: dict[str, Value] = {"mean": "mean", "rstd": "rstd"}
     if not problem.stats:
         statistics["rstd"] = builder.reserve("row_rstd", problem.rows, itemsize)
@@ -91,34 +94,35 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
     if problem.columns > 0:
         builder.launch(
             "row_split_statistics",
-            constants | {"HAS_RESIDUAL": int(problem.residual is not None)},
+            constants | {"HAS_RESIDUAL": int(problem.residual is not None), "ONE_CHUNK": int(one_chunk)},
             grid,
             block,
             {
                 "x": "x",
                 "residual": "residual",
                 "residual_out": "residual_out",
-                "chunk_means": means,
-                "chunk_deviations": deviations,
+                **chunk_statistics,
+                **(statistics if one_chunk else dict.fromkeys(statistics, 0)),
                 **sizes,
                 **chunks,
                 **_geometry(problem, x=problem.x, residual=problem.residual, residual_out=problem.residual_out),
+                "eps": problem.eps,
             },
         )
-    builder.launch(
-        "row_split_merge",
-        dtype_constants(problem) | {"ROWS_PER_BLOCK": 4},
-        -(-problem.rows // 4),
-        (32, 4),
-        {
-            "chunk_means": means,
-            "chunk_deviations": deviations,
-            **statistics,
-            **sizes,
-            **(chunks if problem.columns > 0 else {"splits": 0, "columns_per_split": 0}),
-            "eps": problem.eps,
-        },
-    )
+    if not one_chunk:
+        builder.launch(
+            "row_split_merge",
+            dtype_constants(problem) | {"ROWS_PER_BLOCK": 4},
+            -(-problem.rows // 4),
+            (32, 4),
+            {
+                **chunk_statistics,
+                **statistics,
+                **sizes,
+                **(chunks if problem.columns > 0 else {"splits": 0, "columns_per_split": 0}),
+                "eps": problem.eps,
+            },
+        )
     if problem.columns > 0:
         builder.launch(
             "row_split_forward",
