@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from cases import (
 )
 
 from cunorm import reference
-from cunorm.plan import Device, Plan, plan_with, row_geometry
+from cunorm.plan import Device, Plan, plan, plan_with, row_geometry
 
 # Each size with two dtypes or three: float16 lies as bfloat16 does.
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
@@ -248,6 +249,34 @@ def test_rows_that_begin_in_different_ways(dtype: str) -> None:
     x, dy = (data(seed, (71 * 1003,), dtype)[seed : seed + 70 * 1003].reshape(UNALIKE) for seed in (1, 3))
     weight, bias = data(1, (1003,), dtype, shift=1.0), data(2, (1003,), dtype)
     check(EmulatorRunner(choose=_direct_peeled), Case(x, weight, bias), dy)
+
+
+IN_PLACE = {
+    "direct": ((5, 768), "float32"),
+    "ahead": ((300, 64), "bfloat16"),
+    "ahead peeled": ((9, 1003), "bfloat16"),
+    "run": ((1100, 3), "float32"),
+    "cluster": ((3, 20_000), "float64"),
+    "row_split": ((1, 150_000), "float32"),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_y_may_be_written_over_x(kind: str) -> None:
+    """Every kernel reads a number before it writes the result there."""
+    shape, dtype = IN_PLACE[kind]
+    plans: list[Plan] = []
+
+    def choose(problem: Any, device: Device) -> Plan:
+        plans.append(plan(problem, device))
+        return plans[-1]
+
+    runner = EmulatorRunner(choose=choose)
+    case = Case(data(0, shape, dtype), data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype))
+    expected = runner.forward(case).y
+    x = case.x.copy()
+    assert runner.forward(replace(case, x=x), out=x).y.tobytes() == expected.tobytes()
+    assert any(kind in found for found in kinds_of(plans[-1]))
 
 
 def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
