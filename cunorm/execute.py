@@ -8,6 +8,7 @@ on the stream given; on the CPU it calls ``cunorm.reference`` on the same memory
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -155,15 +156,18 @@ _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs a mean.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean")
 
-# The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch.
+# The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
+# without the lock, which is for changes: the oldest cannot be looked for while another thread adds one.
 _calls: dict[Any, Prepared] = {}
+_calls_lock = threading.Lock()
 _MOST_CALLS = 4096
 
 
 def _remember(key: Any, prepared: Prepared) -> None:
-    if len(_calls) >= _MOST_CALLS:
-        _calls.pop(next(iter(_calls)), None)  # the oldest
-    _calls[key] = prepared
+    with _calls_lock:
+        if len(_calls) >= _MOST_CALLS:
+            del _calls[next(iter(_calls))]  # the oldest
+        _calls[key] = prepared
 
 
 def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:
