@@ -24,9 +24,12 @@ __all__ = [
     "Output",
     "Prepared",
     "Results",
+    "also_forget",
     "as_numpy",
     "backward",
+    "forget_prepared",
     "forward",
+    "generation",
     "numpy_dtype",
     "prepare_on_cpu",
 ]
@@ -161,6 +164,24 @@ _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean")
 _calls: dict[Any, Prepared] = {}
 _calls_lock = threading.Lock()
 _MOST_CALLS = 4096
+_forgetters: list[Callable[[], None]] = []
+# How often prepared calls were forgotten. What has to go on with the plan that it began with, keeps it by this number.
+generation = 0
+
+
+def also_forget(forget: Callable[[], None]) -> None:
+    """Name a cache that lies behind prepared calls, by what empties it."""
+    _forgetters.append(forget)
+
+
+def forget_prepared() -> None:
+    """Let every kind of call be prepared anew when it comes again, since another plan may be better now."""
+    global generation
+    for forget in _forgetters:
+        forget()
+    with _calls_lock:
+        _calls.clear()
+        generation += 1
 
 
 def _remember(key: Any, prepared: Prepared) -> None:

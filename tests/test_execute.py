@@ -37,3 +37,19 @@ def test_threads_remember_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(remember, range(4)))
     assert len(calls) == 8
+
+
+def test_forgetting_empties_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared calls after what they are prepared from, so that none comes back from there."""
+    emptied: list[str] = []
+
+    class Calls(dict[Any, Prepared]):
+        def clear(self) -> None:
+            emptied.append("calls")
+
+    monkeypatch.setattr(execute, "_calls", Calls())
+    monkeypatch.setattr(execute, "_forgetters", [])
+    execute.also_forget(lambda: emptied.append("behind them"))
+    generation = execute.generation
+    execute.forget_prepared()
+    assert emptied == ["behind them", "calls"] and execute.generation == generation + 1
