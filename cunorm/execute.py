@@ -120,7 +120,11 @@ class Adapter(Protocol):
         return kind, [0 if view is None else view.pointer for view in views]
 
     def empty(self, output: Output, like: Any) -> Any:
-        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too."""
+        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too, which the workspace has.
+
+        The workspace is dropped as soon as the kernels are launched. Where the framework's allocator does not go by the
+        stream that they run on, the adapter has to hold it longer.
+        """
 
     def pointer(self, tensor: Any) -> int:
         """The data pointer of a tensor that ``empty`` made."""
