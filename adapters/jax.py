@@ -1,9 +1,10 @@
 """JAX arrays: eager, inside ``jax.jit``, and differentiable, as one XLA custom call over XLA's own buffers.
 
 jax-tvm-ffi calls ``_run_call`` whenever XLA runs the custom call, with views of its buffers and its stream. All else is
-known when the call is traced: checks, shapes, the plan, and with it the size of the workspace, which is one more result
-of the custom call. So nothing is allocated or compiled when it runs, and XLA may capture the launches into a CUDA
-graph.
+known when the call is traced: checks, shapes, the plan on each GPU that it may run on, and with it the size of the
+workspace, which is one more result of the custom call. So nothing is allocated or compiled when it runs, and XLA may
+capture the launches into a CUDA graph. What is compiled keeps the plans that it was traced with; tuning serves what is
+traced later.
 
 Gradients are those of reverse mode, once: no ``jax.jvp``, no second derivatives. ``jax.vmap`` works and runs one call
 after the other.
@@ -30,6 +31,7 @@ __all__ = ["ADAPTER"]
 
 _TARGET = "cunorm"
 _DLPACK_CPU = 1
+_ALIGNED: tuple[int, ...] = ()  # the remainders of addresses modulo 16 where all are 0: as XLA allocates
 
 _shape_dtype: Any = jax.ShapeDtypeStruct
 
@@ -51,7 +53,8 @@ class JaxAdapter(Adapter):
     def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for JAX arrays: they are immutable")
-        results: Results = _checked(_apply, op, stats, x=x, residual=residual, weight=weight, bias=bias)
+        options = (stats, execute.generation)
+        results: Results = _checked(_apply, op, options, x=x, residual=residual, weight=weight, bias=bias)
         return results
 
     def backward(
@@ -68,7 +71,7 @@ class JaxAdapter(Adapter):
         bias_dtype: str | None,
     ) -> Gradients:
         arrays = {"x": x, "dy": dy, "dresidual_out": dresidual_out, "weight": weight, "bias": bias}
-        options = (output_mask, bias_dtype)
+        options = (output_mask, bias_dtype, execute.generation)
         gradients: Gradients = _checked(_backward, op, options, **arrays, mean=mean, rstd=rstd)
         return gradients
 
@@ -102,12 +105,13 @@ def _names(devices: set[Any]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-# ---- What is traced. The op and its options are static: they and the shapes and dtypes make one compiled call.
+# ---- What is traced. The op and its options are static: they and the shapes and dtypes make one compiled call. One of
+# the options is the generation of plans, with which all is traced again.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
-    return _norm(op, stats, x, residual, weight, bias)
+def _apply(op: Op, options: tuple[Any, ...], x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+    return _norm(op, options[0], x, residual, weight, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -172,34 +176,45 @@ def _custom_call(op: Op, direction: str, arrays: Sequence[Any], **options: Any) 
     views = [None if array is None else ADAPTER.view(array, "") for array in arrays]
     call = _Call(op, direction, tuple(options.items()), tuple(view and (view.shape, view.dtype) for view in views))
     outputs = call.prepare(("cpu", 0)).outputs
-    # Where the call will run is not known yet. A workspace that is not needed there is a few unused bytes.
-    try:
-        workspace = max((call.prepare(("cuda", index)).workspace_bytes for index in _cuda_devices()), default=0)
-    except (
-        RuntimeError
-    ):  # the GPU cannot be used, for want of CuPy say: on the CPU this runs, and on the GPU it says so
-        workspace = 0
     results = [
         _shape_dtype(output.shape, execute.numpy_dtype(output.dtype)) for output in outputs if output is not None
     ]
-    if workspace:
-        results.append(_shape_dtype((workspace,), jnp.uint8))
     if not results:
         return [None] * len(outputs)
+    key, generation = _key(call), execute.generation
+    workspace = _workspace_bytes(key, generation)
+    if workspace:
+        results.append(_shape_dtype((workspace,), jnp.uint8))
     _register()
     given = [array for array in arrays if array is not None]
-    computed = iter(jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(*given, call=_key(call)))
+    custom_call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")
+    computed = iter(custom_call(*given, call=key, generation=generation))
     return [None if output is None else next(computed) for output in outputs]
+
+
+def _workspace_bytes(key: str, generation: int) -> int:
+    """The most that a call needs on any GPU: where it will run is not known yet, and too much is a few unused bytes.
+
+    Every GPU has plans of its own, even beside others of its model, since not as many clusters may fit on it. Preparing
+    them here also compiles and loads the kernels, which must not happen while XLA runs.
+    """
+    most = 0
+    for index in _cuda_devices():
+        try:
+            prepared, _ = _prepare(key, generation, ("cuda", index), _ALIGNED)
+        except RuntimeError:  # this GPU cannot be used, for want of CuPy say: whatever runs there says so
+            continue
+        most = max(most, prepared.workspace_bytes)
+    return most
 
 
 @functools.cache
 def _cuda_devices() -> tuple[int, ...]:
-    """One CUDA device of each model that JAX sees: a plan and its workspace depend on the model alone."""
+    """The CUDA devices that JAX computes on in this process."""
     try:
-        devices = jax.local_devices(backend="cuda")
+        return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
     except RuntimeError:
         return ()
-    return tuple({device.device_kind: device.local_hardware_id for device in reversed(devices)}.values())
 
 
 @functools.cache
@@ -209,9 +224,8 @@ def _register() -> None:
     except ImportError as error:
         raise RuntimeError('JAX arrays need jax-tvm-ffi, which is not installed: pip install "cunorm[jax]"') from error
     for platform in ("cpu", "gpu"):
-        jax_tvm_ffi.register_ffi_target(
-            _TARGET, _run_call, ["attrs.call", "args", "rets", "ctx.stream"], platform=platform, allow_cuda_graph=True
-        )
+        arguments = ["attrs.call", "attrs.generation", "args", "rets", "ctx.stream"]
+        jax_tvm_ffi.register_ffi_target(_TARGET, _run_call, arguments, platform=platform, allow_cuda_graph=True)
 
 
 # ---- What runs.
@@ -242,7 +256,7 @@ _calls: dict[str, _Call] = {}
 
 
 def _key(call: _Call) -> str:
-    """The custom call's one attribute: a name for the call, by its content, so that it is the same in every process.
+    """The custom call's first attribute: a name for the call, by its content, so that it is the same in every process.
 
     Seven characters, because jax-tvm-ffi 0.1.3 frees a longer string before the callback reads it, and never frees an
     array; up to seven are stored in place.
@@ -253,23 +267,33 @@ def _key(call: _Call) -> str:
     return key
 
 
-def _run_call(key: str, *arguments: Any) -> None:
+def _run_call(key: str, generation: int, *arguments: Any) -> None:
     """Run a traced call, given the inputs and outputs that there are, the workspace if any, and the stream."""
     *tensors, stream = arguments
     kind, index = tensors[0].__dlpack_device__()
     given = [tensor.data_ptr() for tensor in tensors]
     device = ("cpu", 0) if kind == _DLPACK_CPU else ("cuda", index)
-    prepared, present = _prepare(key, device, tuple([pointer & 15 for pointer in given]))
+    alignments = tuple([pointer & 15 for pointer in given])
+    prepared, present = _prepare(key, generation, device, alignments if any(alignments) else _ALIGNED)
     rest = iter(given)
     pointers = [next(rest) if there else 0 for there in present]
     workspace = next(rest, 0)
     if prepared.workspace_bytes and (not workspace or tensors[-1].shape[0] < prepared.workspace_bytes):
-        raise RuntimeError("this was compiled for another GPU model, which needs less workspace: trace it again here")
+        raise RuntimeError(
+            f"CUDA device {index} needs more workspace for this than was reserved by the process that compiled it, for "
+            "its own GPUs and tuned plans; compile it in this process"
+        )
     prepared.run(pointers, workspace, stream)
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare(key: str, device: tuple[str, int], given_alignments: tuple[int, ...]) -> tuple[Prepared, tuple[bool, ...]]:
+@functools.cache
+def _prepare(
+    key: str, generation: int, device: tuple[str, int], given_alignments: tuple[int, ...]
+) -> tuple[Prepared, tuple[bool, ...]]:
+    """A call on a device, and which of its operands there are. Kept for good, since the workspace was reserved for it.
+
+    ``generation`` is of when it was traced, which keeps apart what was traced before and after tuning.
+    """
     call = _calls.get(key)
     if call is None:
         raise RuntimeError(
@@ -277,6 +301,6 @@ def _prepare(key: str, device: tuple[str, int], given_alignments: tuple[int, ...
             "same function here before running it: jax.eval_shape(function, *arguments)"
         )
     rest = iter(given_alignments)
-    alignments = [0 if given is None else next(rest) for given in call.inputs]
+    alignments = [0 if given is None else next(rest, 0) for given in call.inputs]
     prepared = call.prepare(device, alignments)
     return prepared, tuple(item is not None for item in (*call.inputs, *prepared.outputs))

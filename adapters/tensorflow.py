@@ -53,7 +53,27 @@ def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
     return pointer, ("cuda", launch.cupy().cuda.runtime.pointerGetAttributes(pointer).device if pointer else index)
 
 
+def _empty(output: Output, device: str) -> Any:
+    dtype = tf.as_dtype(output.dtype)
+    if max(output.shape, default=0) > _INT32_MAX:  # which tf.raw_ops.Empty cannot be told
+        with tf.device(device):
+            return tf.zeros(output.shape, dtype)
+    shape = tf.constant(output.shape, tf.int32)
+    with tf.device(device):
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype)
+
+
 class TensorFlowAdapter(Adapter):
+    """The adapter; and, made anew, one call: it holds what it allocated until the kernels are done.
+
+    TensorFlow's allocator knows only TensorFlow's stream. What goes back to it, the workspace say, may be in use again
+    at once, while kernels on CuPy's stream are still writing there.
+    """
+
+    def __init__(self) -> None:
+        self._allocated: list[Any] = []
+        self._stream: tuple[int, int] | None = None  # what kernels were launched on: the device, and the handle
+
     def view(self, tensor: Any, name: str) -> View:
         shape, dtype = tuple(tensor.shape), tensor.dtype.name
         # What DLPack may not be able to express, the checks of the op refuse by its dtype.
@@ -61,20 +81,25 @@ class TensorFlowAdapter(Adapter):
         return View(pointer, shape, contiguous_strides(shape), dtype, device)
 
     def empty(self, output: Output, like: Any) -> Any:
-        dtype = tf.as_dtype(output.dtype)
-        if max(output.shape, default=0) > _INT32_MAX:  # which tf.raw_ops.Empty cannot be told
-            with tf.device(like.backing_device):
-                return tf.zeros(output.shape, dtype)
-        shape = tf.constant(output.shape, tf.int32)
-        with tf.device(like.backing_device):
-            return tf.raw_ops.Empty(shape=shape, dtype=dtype)
+        self._allocated.append(_empty(output, like.backing_device))
+        return self._allocated[-1]
 
     def pointer(self, tensor: Any) -> int:
         # Waits once more: the allocator may have given memory that TensorFlow's stream was still using.
         return _memory(tensor)[0]
 
     def stream(self, device: tuple[str, int]) -> int:
-        return int(launch.cupy().cuda.get_current_stream(device[1]).ptr) if device[0] == "cuda" else 0
+        if device[0] == "cpu":
+            return 0
+        self._stream = device[1], int(launch.cupy().cuda.get_current_stream(device[1]).ptr)
+        return self._stream[1]
+
+    def wait(self) -> None:
+        """Until the kernels are done, if any were launched."""
+        if self._stream is not None:
+            device, handle = self._stream
+            with launch.cupy().cuda.Device(device):  # the handle of a default stream means that of the current device
+                launch.cupy().cuda.runtime.streamSynchronize(handle)
 
     def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         if out is not None:
@@ -159,9 +184,11 @@ def _forward(op: Op, *inputs: Any) -> Results:
         return op.prepare_forward(x, residual, weight, bias, None, True)
 
     def run(x: Any, residual: Any, weight: Any, bias: Any) -> Results:
-        results = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
-        _wait(x)
-        return results
+        call = TensorFlowAdapter()
+        try:
+            return execute.forward(call, op, x, residual, weight, bias, None, True)
+        finally:
+            call.wait()
 
     y, residual_out, mean, rstd = _call(prepare, run, inputs)
     return y, residual_out, mean, rstd
@@ -194,9 +221,11 @@ def _backward(
 
     def run(*inputs: Any) -> Gradients:
         dy, dresidual_out, x, weight, bias, mean, rstd = inputs
-        results = execute.backward(ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
-        _wait(x)
-        return results
+        call = TensorFlowAdapter()
+        try:
+            return execute.backward(call, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
+        finally:
+            call.wait()
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def once(*given: Any) -> Any:
@@ -210,14 +239,6 @@ def _backward(
         return None, None, None
     first, second, third = _scatter(once(*_gather(inputs)), [wanted or None for wanted in mask])
     return first, second, third
-
-
-def _wait(tensor: Any) -> None:
-    device = _memory(tensor)[1]
-    if device[0] == "cuda":
-        cupy = launch.cupy()
-        with cupy.cuda.Device(device[1]):  # the handle of a default stream means that of the current device
-            cupy.cuda.runtime.streamSynchronize(ADAPTER.stream(device))
 
 
 class _Unknown(int):

@@ -2,7 +2,7 @@
 
 With Phi and phi the distribution and density of the standard normal, and s(t) = 1 / (1 + exp(-t))::
 
-    relu       max(z, 0), whose derivative at 0 is taken as 0
+    relu       max(z, 0), whose derivative is taken as 0 at 0, and as 1 at NaN
     silu       z * s(z)                                 (Elfwing, Uchibe, Doya 2017, arXiv:1702.03118)
     gelu       z * Phi(z)                               (Hendrycks, Gimpel 2016, arXiv:1606.08415)
     gelu_tanh  z * (1 + tanh(u)) / 2 = z * s(2u), u = sqrt(2 / pi) * (z + 0.044715 z^3)      (the same paper)
@@ -40,7 +40,7 @@ def _relu(z: Array) -> Array:
 
 
 def _relu_derivative(z: Array) -> Array:
-    return (z > 0).astype(z.dtype)
+    return np.asarray(~(z <= 0)).astype(z.dtype)
 
 
 def _sigmoid(t: Array) -> Array:

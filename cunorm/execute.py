@@ -8,6 +8,7 @@ on the stream given; on the CPU it calls ``cunorm.reference`` on the same memory
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,9 +24,12 @@ __all__ = [
     "Output",
     "Prepared",
     "Results",
+    "also_forget",
     "as_numpy",
     "backward",
+    "forget_prepared",
     "forward",
+    "generation",
     "numpy_dtype",
     "prepare_on_cpu",
 ]
@@ -116,7 +120,11 @@ class Adapter(Protocol):
         return kind, [0 if view is None else view.pointer for view in views]
 
     def empty(self, output: Output, like: Any) -> Any:
-        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too."""
+        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too, which the workspace has.
+
+        The workspace is dropped as soon as the kernels are launched. Where the framework's allocator does not go by the
+        stream that they run on, the adapter has to hold it longer.
+        """
 
     def pointer(self, tensor: Any) -> int:
         """The data pointer of a tensor that ``empty`` made."""
@@ -155,15 +163,36 @@ _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs a mean.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean")
 
-# The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch.
+# The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
+# without the lock, which is for changes: the oldest cannot be looked for while another thread adds one.
 _calls: dict[Any, Prepared] = {}
+_calls_lock = threading.Lock()
 _MOST_CALLS = 4096
+_forgetters: list[Callable[[], None]] = []
+# How often prepared calls were forgotten. What has to go on with the plan that it began with, keeps it by this number.
+generation = 0
+
+
+def also_forget(forget: Callable[[], None]) -> None:
+    """Name a cache that lies behind prepared calls, by what empties it."""
+    _forgetters.append(forget)
+
+
+def forget_prepared() -> None:
+    """Let every kind of call be prepared anew when it comes again, since another plan may be better now."""
+    global generation
+    for forget in _forgetters:
+        forget()
+    with _calls_lock:
+        _calls.clear()
+        generation += 1
 
 
 def _remember(key: Any, prepared: Prepared) -> None:
-    if len(_calls) >= _MOST_CALLS:
-        _calls.pop(next(iter(_calls)), None)  # the oldest
-    _calls[key] = prepared
+    with _calls_lock:
+        if len(_calls) >= _MOST_CALLS:
+            del _calls[next(iter(_calls))]  # the oldest
+        _calls[key] = prepared
 
 
 def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:

@@ -503,6 +503,10 @@ def _prepare_backward(
     return _prepare_launches(problem, _BACKWARD_OPERANDS, outputs, x.device[1])
 
 
+execute.also_forget(_prepare_forward.cache_clear)
+execute.also_forget(_prepare_backward.cache_clear)
+
+
 def _views(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
     return [None if output is None else output.view(device) for output in outputs]
 

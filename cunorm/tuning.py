@@ -258,9 +258,7 @@ def tune_problem(
         raise RuntimeError(_not_writable(file.path, error)) from error
     # What was prepared before would go on with the plan that it has.
     forget()
-    ops._prepare_forward.cache_clear()
-    ops._prepare_backward.cache_clear()
-    execute._calls.clear()
+    execute.forget_prepared()
     return TuneResult(
         op="layer_norm" if problem.norm.centered else "rms_norm",
         direction="forward" if isinstance(problem, ForwardProblem) else "backward",

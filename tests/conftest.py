@@ -46,13 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The cache folder of this test; nothing that it prepares outlives it."""
-    from cunorm import execute, ops, tuning_file
+    from cunorm import execute, tuning_file
 
     def forget() -> None:
         tuning_file.forget()
-        ops._prepare_forward.cache_clear()
-        ops._prepare_backward.cache_clear()
-        execute._calls.clear()
+        execute.forget_prepared()
 
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
     forget()

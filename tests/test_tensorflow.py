@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,8 @@ from cases import (
 )
 
 import cunorm
-from cunorm import execute
+from cunorm import execute, launch
+from cunorm.plan import Plan
 from cunorm.problem import Norm
 
 tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow")
@@ -308,6 +312,47 @@ def test_second_derivatives_are_refused(function: bool) -> None:
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         (tf.function(second) if function else second)(tf.ones((2, 8)))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["runs", "fails"])
+def test_memory_is_kept_until_the_kernels_are_done(
+    fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """On a GPU that is none: what was allocated for a call must be there when its stream is waited for."""
+    allocated: dict[str, list[Any]] = {"uint8": [], "float32": []}
+    kept: list[bool] = []
+    empty = tf.raw_ops.Empty
+
+    def recording(*, shape: Any, dtype: Any) -> Any:
+        result = empty(shape=shape, dtype=dtype)
+        allocated[dtype.name].append(weakref.ref(result))
+        return result
+
+    def call(*_: Any) -> Any:
+        def run(pointers: list[int], workspace: int, stream: int) -> None:
+            if fails:
+                raise RuntimeError("the second launch failed")
+
+        return run
+
+    def synchronize(stream: int) -> None:
+        assert stream == 7
+        kept.extend(tensor() is not None for tensors in allocated.values() for tensor in tensors)
+
+    cuda = SimpleNamespace(
+        Device=contextlib.nullcontext,
+        get_current_stream=lambda device: SimpleNamespace(ptr=7),
+        runtime=SimpleNamespace(streamSynchronize=synchronize),
+    )
+    monkeypatch.setattr(tf.raw_ops, "Empty", recording)
+    monkeypatch.setattr(launch, "Call", call)
+    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(tensorflow_adapter, "_memory", lambda tensor: (1 << 20, ("cuda", 0)))
+    x, weight, rows = tf.ones((64, 1024)), tf.ones(1024), tf.ones(64)
+    with pytest.raises(RuntimeError, match="second launch") if fails else contextlib.nullcontext():
+        cunorm.layer_norm_backward(x, x, weight, rows, rows)
+    assert len(allocated["float32"]) == 3 and len(allocated["uint8"]) == 1
+    assert kept == [True] * 4
 
 
 @pytest.mark.gpu
