@@ -87,5 +87,5 @@ def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeM
     from cunorm import tuning
 
     machine = FakeMachine(lambda plan: 1e-5)
-    monkeypatch.setattr(tuning, "_gpu", lambda problem: machine)
+    monkeypatch.setattr(tuning, "current_gpu", lambda problem: machine)
     return machine

@@ -238,7 +238,7 @@ def test_a_file_that_cannot_be_read(cache_folder: Path, fake_gpu: list[Plan], ma
 
 def test_a_folder_that_cannot_be_written(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_folder.write_text("a file where the folder should be")
-    monkeypatch.setattr(tuning, "_gpu", lambda problem: pytest.fail("time was spent on what cannot be stored"))
+    monkeypatch.setattr(tuning, "current_gpu", lambda problem: pytest.fail("time was spent on what cannot be stored"))
     with pytest.raises(
         RuntimeError, match=r"tuning\.json cannot be written .*; set CUNORM_CACHE_DIR to another folder"
     ):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cunorm import ops, tuning
+from cunorm import ops
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
 from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
 from cunorm.tuning import checked_problems
+from cunorm.tuning.search import Report
 from cunorm.tuning_file import Entry
 
 Problem = ForwardProblem | BackwardProblem
@@ -47,12 +48,12 @@ class FakeMachine:
 
     def __init__(self, seconds: Callable[[Plan], float], device: Device = DEVICE) -> None:
         self.device, self.seconds = device, seconds
-        self.compile: Callable[[Sequence[Plan], float, tuning.Report], list[Plan]] = self._compile
+        self.compile: Callable[[Sequence[Plan], float, Report], list[Plan]] = self._compile
         self.error: Callable[[Plan], float] = lambda plan: 0.0
         self.asked: list[Plan] = []
         self.released = False
 
-    def _compile(self, plans: Sequence[Plan], until: float, report: tuning.Report) -> list[Plan]:
+    def _compile(self, plans: Sequence[Plan], until: float, report: Report) -> list[Plan]:
         self.built_in = plans[0]
         return list(plans)
 

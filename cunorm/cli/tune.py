@@ -12,7 +12,8 @@ from typing import Any
 from cunorm.cli import UsageError, output
 from cunorm.cli.gpus import cuda_devices
 from cunorm.plan import RowBlock
-from cunorm.tuning import Report, TuneResult, checked_problems, tune_problem
+from cunorm.tuning import TuneResult, checked_problems, tune_problem
+from cunorm.tuning.search import Report
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["described", "run"]
