@@ -23,7 +23,7 @@ from typing import Any
 from cunorm import launch
 from cunorm.plan import RowBlock
 from cunorm.plan.constants import vector_width
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+from cunorm.problem import DTYPES, ForwardProblem, Problem
 
 __all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "gpu_name", "key_of"]
 
@@ -66,7 +66,7 @@ def default_path() -> Path | None:
         return None
 
 
-def key_of(problem: ForwardProblem | BackwardProblem) -> str:
+def key_of(problem: Problem) -> str:
     """The problems that share an entry: those for which the same is probably the best.
 
     The same op, direction, dtypes, residual and activation, the same results; rows and columns up to the same powers
@@ -264,7 +264,7 @@ def _is_count(value: Any) -> bool:
 # ---- What a call sees.
 
 
-def entry_for(problem: ForwardProblem | BackwardProblem, device_index: int) -> Entry | None:
+def entry_for(problem: Problem, device_index: int) -> Entry | None:
     """What the user's file has for a problem on a CUDA device."""
     entries = _entries()
     if not entries:

@@ -7,12 +7,10 @@ from typing import Any
 
 from cunorm import ops
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
-from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
+from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.tuning import checked_problems
 from cunorm.tuning.search import Report
 from cunorm.tuning_file import Entry
-
-Problem = ForwardProblem | BackwardProblem
 
 GPU = "NVIDIA of this test"
 DEVICE = Device()

@@ -8,7 +8,7 @@ from cunorm import launch
 from cunorm.cli import UsageError, output
 from cunorm.cli.gpus import KNOWN_GPUS, cuda_devices, measured_copy_rate
 from cunorm.plan import Device, Launch, Plan, fitted, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Norm
+from cunorm.problem import ForwardProblem, Norm, Problem
 from cunorm.resources import compile_resources
 from cunorm.tuning import contiguous_problem
 from cunorm.tuning_file import Entry, entry_for
@@ -55,7 +55,7 @@ def run(
     _print_launches(chosen, device)
 
 
-def _chosen_by(tuned: Entry | None, problem: ForwardProblem | BackwardProblem, device: Device) -> str:
+def _chosen_by(tuned: Entry | None, problem: Problem, device: Device) -> str:
     if tuned is None:
         return "built in"
     where = f"measured here on {'x'.join(map(str, tuned.shape))}"
@@ -91,7 +91,7 @@ def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def _moves(problem: ForwardProblem | BackwardProblem) -> str:
+def _moves(problem: Problem) -> str:
     if isinstance(problem, ForwardProblem):
         return "x and residual read, y and residual_out written" if problem.residual else "x read, y written"
     return "x, dy and dresidual_out read, dx written" if problem.dresidual_out else "x and dy read, dx written"

@@ -14,14 +14,12 @@ from typing import Any
 from cunorm import execute, ops
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
 from cunorm.plan import RowBlock
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, View, contiguous_strides
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
 from cunorm.tuning.gpu import current_gpu
 from cunorm.tuning.search import Report, find_fastest
 from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
-
-Problem = ForwardProblem | BackwardProblem
 
 OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward", "both")

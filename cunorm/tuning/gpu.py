@@ -12,13 +12,11 @@ import numpy as np
 
 from cunorm import execute, launch, ops
 from cunorm.plan import Plan
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Vector
+from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
 from cunorm.tuning_file import gpu_name
 
 __all__ = ["current_gpu"]
-
-Problem = ForwardProblem | BackwardProblem
 
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ

@@ -16,11 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from cunorm.plan import Device, Plan, RowBlock, plan_with, row_geometry
-from cunorm.problem import BackwardProblem, ForwardProblem
+from cunorm.problem import ForwardProblem, Problem
 
 __all__ = ["Broken", "Found", "Machine", "Report", "find_fastest"]
 
-Problem = ForwardProblem | BackwardProblem
 Report = Callable[[str, int, int], None]  # of a step: its name, how much is done, of how much
 
 # A geometry must be at least so much faster than the built-in choice: less is lost in the noise of two measurements.
