@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cunorm import launch
+from cunorm.cache import cache_folder
 from cunorm.plan import RowBlock
 from cunorm.plan.constants import vector_width
 from cunorm.problem import DTYPES, ForwardProblem, Problem
@@ -54,16 +55,8 @@ Entries = dict[str, dict[str, Entry]]  # by the name of the GPU, then by the key
 
 def default_path() -> Path | None:
     """The file that calls are looked up in; None where the user has no home folder."""
-    folder = os.environ.get("CUNORM_CACHE_DIR")
-    if folder:
-        return Path(folder) / _NAME
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if cache.is_absolute():  # others are to be ignored, by the specification of that variable
-        return cache / "cunorm" / _NAME
-    try:
-        return Path.home() / ".cache" / "cunorm" / _NAME
-    except RuntimeError:
-        return None
+    folder = cache_folder()
+    return None if folder is None else folder / _NAME
 
 
 def key_of(problem: Problem) -> str:

@@ -162,6 +162,7 @@ def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeyp
     problem = problem_of(rows, columns, dtype="float32")
     by_way = {(item.stage, item.peeled, item.weights_staged): item for item in other_geometries(problem, SMALL_DEVICE)}
     monkeypatch.setattr(row_geometry, "candidates", lambda problem, device: iter(by_way.values()))
+    monkeypatch.delenv("CUNORM_CACHE_DIR")  # executables are kept for the next time
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)
     found = find_fastest(problem, machine, float("inf"))
     assert (found.rejected, found.tried) == (0, len(by_way) + 1)

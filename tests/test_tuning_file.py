@@ -16,6 +16,7 @@ from tuning_cases import DEVICE, GPU, entry_of, other_geometries, prepare, probl
 
 import cunorm
 from cunorm import tuning, tuning_file
+from cunorm.emulator.compiler import _executables_folder
 from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_geometry
 from cunorm.problem import ForwardProblem
 from cunorm.tuning import checked_problems
@@ -27,13 +28,16 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert default_path() == tmp_path / "cache" / "tuning.json"
+    def is_in(folder: Path) -> bool:
+        return (default_path(), _executables_folder()) == (folder / "tuning.json", folder / "emulator")
+
+    assert is_in(tmp_path / "cache")
     monkeypatch.delenv("CUNORM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "cunorm" / "tuning.json"
+    assert is_in(tmp_path / "cunorm")
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_path() == tmp_path / "home" / ".cache" / "cunorm" / "tuning.json"
+    assert is_in(tmp_path / "home" / ".cache" / "cunorm")
 
 
 def test_without_a_home_folder_plans_are_built_in(monkeypatch: pytest.MonkeyPatch, fake_gpu: list[Plan]) -> None:
@@ -47,6 +51,8 @@ def test_without_a_home_folder_plans_are_built_in(monkeypatch: pytest.MonkeyPatc
     assert fake_gpu == [plan(problem_of(4096, 8192), DEVICE)]
     with pytest.raises(RuntimeError, match=r"there is no home folder .* set CUNORM_CACHE_DIR"):
         cunorm.tune("layer_norm", (4096, 8192))
+    with pytest.raises(RuntimeError, match=r"there is no home folder .* set CUNORM_CACHE_DIR"):
+        _executables_folder()
 
 
 # ---- What is kept.
