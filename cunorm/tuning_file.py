@@ -26,7 +26,7 @@ from cunorm.plan import RowBlock
 from cunorm.plan.constants import vector_width
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 
-__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "gpu_name", "key_of"]
+__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of"]
 
 # Raised when an entry comes to mean something else, so that files of other versions are not misread.
 _FORMAT = 1
@@ -262,7 +262,7 @@ def entry_for(problem: Problem, device_index: int) -> Entry | None:
     entries = _entries()
     if not entries:
         return None
-    return entries.get(gpu_name(device_index), {}).get(key_of(problem))
+    return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
 
 
 @functools.cache
@@ -274,10 +274,3 @@ def _entries() -> Entries:
 def forget() -> None:
     """Let the next look-up read the file again."""
     _entries.cache_clear()
-
-
-@functools.cache
-def gpu_name(device_index: int) -> str:
-    """The name of a CUDA device, as its driver has it."""
-    name = launch.cupy().cuda.runtime.getDeviceProperties(device_index)["name"]
-    return name.decode() if isinstance(name, bytes) else str(name)

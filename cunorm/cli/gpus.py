@@ -47,11 +47,10 @@ def cuda_devices() -> tuple[list[str], str]:
     except Exception as error:  # a CuPy that does not load raises whatever the missing library makes it raise
         return [], f"CuPy does not load: {error}"
     try:
-        count = runtime.getDeviceCount()
+        names = [launch.gpu_name(index) for index in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
         return [], str(error) if runtime.driverGetVersion() else "no NVIDIA driver"
-    names = [runtime.getDeviceProperties(index)["name"] for index in range(count)]
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in names], "" if count else "none found"
+    return names, "" if names else "none found"
 
 
 def measured_copy_rate(nbytes: int = 1 << 29) -> float:

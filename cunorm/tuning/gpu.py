@@ -14,7 +14,6 @@ from cunorm import execute, launch, ops
 from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
-from cunorm.tuning_file import gpu_name
 
 __all__ = ["current_gpu"]
 
@@ -40,7 +39,7 @@ class _Gpu:
     def __init__(self, problem: Problem, index: int) -> None:
         self._cupy = launch.cupy()
         self._index = index
-        self.gpu, self.device = gpu_name(index), launch.device(index)
+        self.gpu, self.device = launch.gpu_name(index), launch.device(index)
         self._dtypes = _operand_dtypes(problem)
         self._names = tuple(self._dtypes)
         self._arrays: dict[str, Any] = {}
