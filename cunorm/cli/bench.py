@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cunorm.cli import UsageError, output
-from cunorm.cli.gpus import cuda_devices
+from cunorm.cli import UsageError, gpus, output
 
 if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
     from cunorm.bench.results import Measurement, Results
@@ -93,7 +92,7 @@ def _draw(results: Results, folder: Path) -> None:
 
 def _machine() -> Any:
     """The GPU; UsageError where there is none."""
-    names, reason = cuda_devices()
+    names, reason = gpus.cuda_devices()
     if not names:
         raise UsageError(f"it needs an NVIDIA GPU: {reason}")
     try:

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cunorm.cli import UsageError, output
-from cunorm.cli.gpus import cuda_devices
+from cunorm.cli import UsageError, gpus, output
 from cunorm.plan import RowBlock
 from cunorm.tuning import TuneResult, checked_problems, tune_problem
 from cunorm.tuning.search import Report
@@ -53,7 +52,7 @@ def run(
             raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
         work += [(shape, problem) for problem in problems]
     if work:
-        names, reason = cuda_devices()
+        names, reason = gpus.cuda_devices()
         if not names:
             raise UsageError(f"it needs an NVIDIA GPU: {reason}")
     if clear:
