@@ -207,8 +207,11 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
         (["explain", "--shape", "4x4", "--arch", "sm_70"], "--arch sm_70 is not known; it must be one of sm_75"),
-        (["explain", "--shape", "4x4", "--axis", "2"], "--axis 2 is out of range"),
-        (["explain", "--shape", "4x4", "--axis", "1", "-1"], "names an axis twice"),
+        (["explain", "--shape", "4x4", "--axis", "2"], "--axis: axis 2 is out of range for x with 2 dimensions"),
+        (
+            ["explain", "--shape", "4x4", "--axis", "1", "-1"],
+            "--axis: axis must name at least one axis and none twice",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_used(
@@ -501,6 +504,17 @@ def test_a_terminal_gets_rules_and_colour(monkeypatch: pytest.MonkeyPatch) -> No
     output.table(("name", "count"), [("a", "1"), ("b", "22")], numbers=("count",))
     assert "\x1b[1mtitle" in screen.getvalue()
     assert "──" in screen.getvalue()
+
+
+def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with output.progress() as show:
+        assert show is None
+    screen = io.StringIO()
+    monkeypatch.setattr(output, "console", lambda: Console(file=screen, force_terminal=True, width=80))
+    with output.progress() as show:
+        assert show
+        show("trying", 3, 7)
+    assert "3/7" in screen.getvalue() and "trying" in screen.getvalue()
 
 
 def test_plain_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +114,16 @@ def _measure(
     if unknown:
         raise UsageError(f"--providers: {unknown[0]!r} is none of {', '.join(PROVIDERS)}")
     on_terminal = output.console().is_terminal
-    with _Progress(len(rows)) if on_terminal else nullcontext() as advance:
+    with output.progress() as show:
+        if show is not None:
+            show("the first row", 0, len(rows))
 
         def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
             # After every row, so that a run that is killed leaves what it has measured.
             if json is not None and not warm:
                 results.save(json)
-            if advance is not None:
-                advance(row.label)
+            if show is not None:
+                show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
             elif not warm:
                 output.line(" | ".join(_cells(row, measured)))
 
@@ -135,24 +136,6 @@ def _measure(
     if on_terminal and not warm:
         _print_table(results)
     return results
-
-
-class _Progress:
-    """A progress bar. Entered, it gives the function that moves it on by a row."""
-
-    def __init__(self, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=output.console(), transient=True)
-        self._task = self._bar.add_task("the first row", total=total)
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return lambda label: self._bar.update(self._task, advance=1, description=f"done: {label}")
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:

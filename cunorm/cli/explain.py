@@ -31,7 +31,10 @@ def run(
     norm = Norm(op == "layer_norm", activation=activation)
     vectors = dtype, dtype if norm.centered else None
     mask = (True, True, norm.centered) if backward else None
-    problem = contiguous_problem(norm, shape, _axes(axis, len(shape)), dtype, *vectors, residual, mask)
+    try:
+        problem = contiguous_problem(norm, shape, tuple(axis), dtype, *vectors, residual, mask)
+    except ValueError as error:
+        raise UsageError(f"--axis: {error}") from error
     tuned = entry_for(problem, 0) if target.is_here else None
     try:
         chosen = plan(problem, device, tuned.geometry if tuned else None)
@@ -104,16 +107,6 @@ def _floor(problem: Problem, target: _Target) -> str:
     if target.rate is None:
         return f"unknown: {target.rate_is}"
     return f"{output.duration(problem.bytes_moved / target.rate)} at {output.rate(target.rate)}, {target.rate_is}"
-
-
-def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
-    for item in axis:
-        if not -dimensions <= item < dimensions:
-            raise UsageError(f"--axis {item} is out of range for a shape of {dimensions} dimensions")
-    axes = sorted(item % dimensions for item in axis)
-    if len(set(axes)) < len(axes):
-        raise UsageError(f"--axis {' '.join(map(str, axis))} names an axis twice")
-    return tuple(axes)
 
 
 def _moves(problem: Problem) -> str:

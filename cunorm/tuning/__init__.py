@@ -164,8 +164,7 @@ def checked_problems(
     }
     if not isinstance(dtypes["dtype"], str):
         raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    view = View(0, sizes, contiguous_strides(sizes), dtypes["dtype"], ("cuda", 0))
-    axes, _, _ = check_x(view, check_axis(axis))
+    axes = check_axis(axis)
     given = dtypes["weight"] is not None, dtypes["bias"] is not None
     mask = (True, *given) if output_mask is None else check_mask(output_mask)
     if not any(mask):
@@ -200,9 +199,12 @@ def contiguous_problem(
     residual: bool,
     output_mask: tuple[bool, bool, bool] | None,
 ) -> Problem:
-    """The problem for C-contiguous, aligned tensors: forward, or with an ``output_mask`` backward."""
+    """The problem for C-contiguous, aligned tensors: forward, or with an ``output_mask`` backward.
+
+    Raises a ValueError for axes that the shape has not.
+    """
     x = View(0, shape, contiguous_strides(shape), dtype, ("cuda", 0))
-    columns_shape = tuple(shape[i] for i in axes)
+    axes, columns_shape, _ = check_x(x, axes)
 
     def vector(of: str | None) -> View | None:
         return None if of is None else View(0, columns_shape, contiguous_strides(columns_shape), of, ("cuda", 0))
