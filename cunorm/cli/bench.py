@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
 
 __all__ = ["run"]
 
+_WHOLE = (1, 1)  # a suite as its first part of one
 _COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
 _NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
 
@@ -24,7 +25,7 @@ def run(
     *,
     only: str = "",
     providers: Sequence[str] = (),
-    part: tuple[int, int] = (1, 1),
+    part: tuple[int, int] = _WHOLE,
     max_seconds: float = float("inf"),
     warm: bool = False,
     json: Path | None = None,
@@ -40,8 +41,14 @@ def run(
     for name in suites:
         if name not in SUITES:
             raise UsageError(f"there is no suite {name!r}; {known}")
-    if suites and sources:
-        raise UsageError("--from is for saved results, so it goes with no suite")
+    if sources:
+        measuring = {"a suite": suites, "--providers": providers, "--part": part != _WHOLE, "--warm": warm}
+        measuring["--max-seconds"] = max_seconds < float("inf")
+        for name, given in measuring.items():
+            if given:
+                raise UsageError(f"--from shows saved results, so it goes without {name}")
+    if warm and (json or plots):
+        raise UsageError("--warm times nothing, so it goes without --json and --plots")
     _check_target("--json", json)
     if sources:
         results = _load(sources)
@@ -120,7 +127,7 @@ def _measure(
 
         def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
             # After every row, so that a run that is killed leaves what it has measured.
-            if json is not None and not warm:
+            if json is not None:
                 results.save(json)
             if show is not None:
                 show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
@@ -130,7 +137,7 @@ def _measure(
         left = max_seconds - (time.monotonic() - begin)
         names = providers or list(PROVIDERS)
         results = runner.run(rows, names, machine, max_seconds=left, warm=warm, report=report)
-    if json is not None and not warm:
+    if json is not None:
         results.save(json)
         output.line(f"written: {json}")
     if on_terminal and not warm:

@@ -121,8 +121,9 @@ def run(frameworks: list[str] | None, started: float) -> None:
     _print_legend(rows, left_out)
 
 
-def run_file(source: Path, target: Path | None, axis: list[int], eps: float) -> None:
+def run_file(source: Path, target: Path | None, axis: list[int] | None, eps: float | None) -> None:
     """Normalize the array in a ``.npy`` file, compare, and write the result if ``target`` says where."""
+    axis, eps = axis or [-1], EPS if eps is None else eps
     values = _load(source)
     if target is not None and not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.absolute().parent} does not exist")
