@@ -290,6 +290,9 @@ def test_info_counts_tuned_plans(
     entry = Entry(None, (4, 8), 1e-6, 1e-6, 3, cunorm.__version__)
     TuningFile(path).store("NVIDIA H200", {"one": entry, "another": entry})
     assert table_row(run(capsys, "info"), "tuned plans")[1] == f"{path}: 2 for NVIDIA H200"
+    TuningFile(path).store("NVIDIA H200", {"another": Entry(None, (4, 8), 1e-6, 1e-6, 3, "0.0.9")})
+    found = table_row(run(capsys, "info"), "tuned plans")[1]
+    assert found == f"{path}: 1 for NVIDIA H200; 1 of other versions, not used"
 
 
 def test_info_imports_no_framework() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,19 @@ def test_a_bucket_has_no_statistics_eps_or_offset() -> None:
     assert key_of(problem) == key_of(dataclasses.replace(problem, stats=True, eps=0.5, norm=norm))
 
 
+def test_the_file_has_the_permissions_of_a_file_of_the_user(cache_folder: Path) -> None:
+    file = TuningFile(cache_folder / "tuning.json")
+    before = os.umask(0o027)
+    try:
+        file.store(GPU, {"key": entry_of(None)})
+        assert file.path.stat().st_mode & 0o777 == 0o640
+        file.path.chmod(0o664)
+        file.store(GPU, {"another": entry_of(None)})
+        assert file.path.stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
+
+
 def _store_from_a_process(path: Path, name: str) -> None:
     for i in range(20):
         TuningFile(path).store(GPU, {f"{name} {i}": entry_of(None)})
@@ -210,6 +224,11 @@ def test_a_bad_entry_is_ignored_and_the_others_are_not(
     with pytest.warns(UserWarning, match=r"tuning\.json 1 of its entries are ignored.* \(one is 'bad'\)") as caught:
         assert set(TuningFile(path).read()[GPU]) == {"good"}
     assert len(caught) == 1
+    # It is not lost when something is stored.
+    before = path.read_text()
+    TuningFile(path).store(GPU, {"key": entry_of(None)})
+    assert set(TuningFile(path).read()[GPU]) == {"good", "key"}
+    assert (cache_folder / "tuning.json.old").read_text() == before
 
 
 IMPOSSIBLE = [
@@ -282,6 +301,37 @@ def test_what_was_found_on_another_gpu_is_not_used(cache_folder: Path, fake_gpu:
     )
     prepare(4096, 8192)
     assert fake_gpu == [plan(problem, DEVICE)]
+
+
+def test_what_another_version_measured_is_not_used_and_stays(
+    cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(4096, 8192)
+    geometry = other_geometries(problem)[0]
+    file = TuningFile(cache_folder / "tuning.json")
+    monkeypatch.setattr(tuning_file, "__version__", "0.3.1")
+    file.store(GPU, {key_of(problem): dataclasses.replace(entry_of(geometry), cunorm="0.3.7")})
+    prepare(4096, 8192)
+    assert fake_gpu.pop() == plan_with(problem, DEVICE, geometry)
+
+    # Nor need it make sense here.
+    content = json.loads(file.path.read_text())
+    old = {"cunorm": "0.2.9", "knobs": [1, 2], "seconds": float("nan")}
+    content["gpus"][GPU] = {key_of(problem): content["gpus"][GPU][key_of(problem)] | {"cunorm": "1.3.1"}, "old": old}
+    file.path.write_text(json.dumps(content))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuning_file.forget()
+        prepare(2048 + 1, 8192)  # of the same bucket, and not prepared yet
+        assert fake_gpu.pop() == plan(problem_of(2048 + 1, 8192), DEVICE)
+        assert (file.read(), file.count_others()) == ({}, 2)
+        file.store(GPU, {"key": dataclasses.replace(entry_of(None), cunorm="0.3.1")})
+        assert set(file.read()[GPU]) == {"key"}
+    stored = json.loads(file.path.read_text())["gpus"][GPU]
+    assert stored.keys() == {key_of(problem), "key", "old"} and stored["old"]["knobs"] == [1, 2]
+    # It makes room for what is measured now.
+    file.store(GPU, {key_of(problem): dataclasses.replace(entry_of(None), cunorm="0.3.1")})
+    assert (set(file.read()[GPU]), file.count_others()) == ({key_of(problem), "key"}, 1)
 
 
 def test_what_is_prepared_reads_no_file(

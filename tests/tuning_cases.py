@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cunorm import ops
+from cunorm import __version__, ops
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
 from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.tuning import checked_problems
@@ -28,7 +28,7 @@ def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock
 
 
 def entry_of(geometry: RowBlock | None, *shape: int) -> Entry:
-    return Entry(geometry, shape or (4096, 8192), 1e-5, 1.25e-5, 7, "0.1.0")
+    return Entry(geometry, shape or (4096, 8192), 1e-5, 1.25e-5, 7, __version__)
 
 
 def prepare(*shape: int, dtype: str = "bfloat16") -> Any:

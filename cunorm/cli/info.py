@@ -116,8 +116,10 @@ def _tuned() -> str:
     path = default_path()
     if path is None:
         return "none: there is no home folder"
-    found = [f"{len(entries)} for {gpu}" for gpu, entries in TuningFile(path).read().items()]
-    return f"{path}: {', '.join(found) or 'none'}"
+    file = TuningFile(path)
+    found = [f"{len(entries)} for {gpu}" for gpu, entries in file.read().items()]
+    others = file.count_others()
+    return f"{path}: {', '.join(found) or 'none'}" + (f"; {others} of other versions, not used" if others else "")
 
 
 def _compiler() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cunorm import execute, ops
+from cunorm import __version__, execute, ops
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
 from cunorm.plan import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
@@ -234,8 +234,6 @@ def tune_problem(
     except MemoryError as error:
         tensors = f"x of shape {shape} and dtype {problem.x.dtype}, and the results to compare,"
         raise RuntimeError(f"{tensors} do not fit in the GPU's free memory: {error}") from error
-    from cunorm import __version__  # which is there once the package is imported
-
     entry = Entry(found.geometry, shape, found.seconds, found.built_in_seconds, found.tried, __version__)
     try:
         file.store(machine.gpu, {key_of(problem): entry})
