@@ -16,7 +16,6 @@ import functools
 import json
 import math
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -189,7 +188,7 @@ class TuningFile:
         return True
 
     def _write(self, text: str) -> None:
-        part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part")
+        part = self.path.with_name(f"{self.path.name}.{os.urandom(8).hex()}.part")
         try:
             with part.open("x", encoding="utf-8") as file:
                 file.write(text)

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 from cunorm import kernels, launch
 from cunorm.plan import Device, Launch, Plan, plan, plan_with, row_geometry
-from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Problem, Vector
+from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
+
+Problem = ForwardProblem | BackwardProblem
 
 DEVICES = {
     "sm_75": Device("sm_75", 40, 1024),
