@@ -26,7 +26,7 @@ import pytest
 
 from cunorm import kernels
 from cunorm.plan import Device, Launch, plan
-from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Problem, Vector
+from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 from cunorm.resources import Resources, compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
@@ -45,6 +45,7 @@ ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
 STATIC_SHARED_BYTES = 48 * 1024
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
+Problem = ForwardProblem | BackwardProblem
 LAYER_NORM = Norm()
 
 
