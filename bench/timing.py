@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Gpu", "Machine", "host_seconds", "seconds"]
+__all__ = ["Gpu", "Machine", "host_seconds"]
 
 Work = Callable[[], Any]
 
@@ -138,13 +138,3 @@ def host_seconds(works: Sequence[Work], wait: Work, batches: int = 21, calls: in
         if collecting:
             gc.enable()
     return [statistics.median(times) for times in samples]
-
-
-@functools.cache
-def _gpu() -> Gpu:
-    return Gpu()
-
-
-def seconds(work: Work, repeats: int = 100, budget: float = 0.1) -> float:
-    """`Gpu.seconds` on the current device."""
-    return _gpu().seconds(work, repeats, budget)

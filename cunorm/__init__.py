@@ -6,6 +6,8 @@
 (4, 8)
 """
 
+__version__ = "0.1.0"  # first, since modules below write it down
+
 import os
 
 # In a checkout, kernels/ and adapters/ stand beside this folder; installed, they are inside it. Python finds the
@@ -16,5 +18,4 @@ if not os.path.isdir(os.path.join(__path__[0], "kernels")):
 from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from cunorm.tuning import tune
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "tune"]

@@ -1,4 +1,4 @@
-"""``python -m cunorm``: demo, info and explain."""
+"""``python -m cunorm``: demo, info, explain, bench and tune."""
 
 from __future__ import annotations
 

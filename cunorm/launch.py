@@ -18,7 +18,7 @@ from typing import Any
 from cunorm import kernels
 from cunorm.plan import Device, Launch, Plan
 
-__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device"]
+__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device", "gpu_name"]
 
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel declares itself
@@ -59,6 +59,13 @@ def device(index: int) -> Device:
         threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
         clusters=_clusters(index) if properties["major"] >= 9 else (0, 0, 0, 0),
     )
+
+
+@functools.cache
+def gpu_name(index: int) -> str:
+    """The name of CUDA device ``index``, as its driver has it."""
+    name = cupy().cuda.runtime.getDeviceProperties(index)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 class _ClusterSize(ctypes.Structure):

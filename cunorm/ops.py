@@ -20,7 +20,7 @@ from cunorm.checks import (
 )
 from cunorm.execute import Output, Prepared
 from cunorm.plan import plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View
+from cunorm.problem import BackwardProblem, ForwardProblem, Norm, Problem, View
 from cunorm.tuning_file import entry_for
 
 __all__ = ["RowNorm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
@@ -512,7 +512,7 @@ def _views(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[Vi
 
 
 def _prepare_launches(
-    problem: ForwardProblem | BackwardProblem,
+    problem: Problem,
     operands: tuple[str, ...],
     outputs: tuple[Output | None, ...],
     device_index: int,

@@ -21,6 +21,7 @@ __all__ = [
     "ForwardProblem",
     "Matrix",
     "Norm",
+    "Problem",
     "Vector",
     "View",
     "contiguous_strides",
@@ -205,6 +206,9 @@ class BackwardProblem(_RowProblem):
         rows, columns, (of_x, of_dy, of_sum, of_dx) = _matrices((x, dy, dresidual_out, dx), axis)
         vectors = _vector(weight), _vector(bias)
         return BackwardProblem(rows, columns, of_x, of_dy, of_sum, of_dx, *vectors, dweight, dbias, norm)
+
+
+Problem = ForwardProblem | BackwardProblem
 
 
 def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:

@@ -3,6 +3,9 @@
 The file is ``tuning.json`` in the folder ``$CUNORM_CACHE_DIR``, else ``$XDG_CACHE_HOME/cunorm``, else
 ``~/.cache/cunorm``. It is read once, when the first call on a GPU is prepared. Whatever is wrong with it costs a
 warning and the entries that cannot be used, never a call.
+
+What was measured with other kernels says nothing of these: calls use entries of the same minor version of cunorm (of
+0.1.3 in 0.1.0), and pass over the others without a word. Those stay in the file, for whoever has that version still.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ import functools
 import json
 import math
 import os
+import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cunorm import launch
+from cunorm import __version__, launch
+from cunorm.cache import cache_folder
 from cunorm.plan import RowBlock
 from cunorm.plan.constants import vector_width
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+from cunorm.problem import DTYPES, ForwardProblem, Problem
 
-__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "gpu_name", "key_of"]
+__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of"]
 
 # Raised when an entry comes to mean something else, so that files of other versions are not misread.
 _FORMAT = 1
@@ -37,7 +43,7 @@ _MOST_BYTES = 64 * 2**20
 class Entry:
     """What is best for the problems of one key. ``geometry`` is None where that is the built-in choice.
 
-    The rest is for people: on which shape it was measured, by which version of cunorm, the seconds that a call takes,
+    ``cunorm`` is the version that measured it. The rest is for people: on which shape, the seconds that a call takes,
     and how many plans were compared.
     """
 
@@ -52,21 +58,21 @@ class Entry:
 Entries = dict[str, dict[str, Entry]]  # by the name of the GPU, then by the key of the problem
 
 
+class _Content(NamedTuple):
+    """What a file holds: entries that can be used, the JSON of other versions' entries, and what is wrong."""
+
+    entries: Entries
+    others: dict[str, dict[str, Any]]
+    complaint: str = ""
+
+
 def default_path() -> Path | None:
     """The file that calls are looked up in; None where the user has no home folder."""
-    folder = os.environ.get("CUNORM_CACHE_DIR")
-    if folder:
-        return Path(folder) / _NAME
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if cache.is_absolute():  # others are to be ignored, by the specification of that variable
-        return cache / "cunorm" / _NAME
-    try:
-        return Path.home() / ".cache" / "cunorm" / _NAME
-    except RuntimeError:
-        return None
+    folder = cache_folder()
+    return None if folder is None else folder / _NAME
 
 
-def key_of(problem: ForwardProblem | BackwardProblem) -> str:
+def key_of(problem: Problem) -> str:
     """The problems that share an entry: those for which the same is probably the best.
 
     The same op, direction, dtypes, residual and activation, the same results; rows and columns up to the same powers
@@ -102,34 +108,37 @@ class TuningFile:
         self.path = path
 
     def read(self) -> Entries:
-        """What is in the file; nothing where there is none."""
-        entries, complaint = self._read()
-        if complaint:
-            warnings.warn(f"{self.path} {complaint}; `python -m cunorm tune` writes it again", stacklevel=2)
-        return entries
+        """What is in the file for this version of cunorm; nothing where there is none."""
+        content = self._read()
+        if content.complaint:
+            warnings.warn(f"{self.path} {content.complaint}; `python -m cunorm tune` writes it again", stacklevel=2)
+        return content.entries
 
-    def _read(self) -> tuple[Entries, str]:
-        """The entries, and what is wrong with the file or some of them."""
+    def count_others(self) -> int:
+        """How many entries are of other versions, and so not used."""
+        return sum(map(len, self._read().others.values()))
+
+    def _read(self) -> _Content:
         try:
             if self.path.stat().st_size > _MOST_BYTES:
                 raise ValueError("it is too large")
-            content = json.loads(self.path.read_text("utf-8"))
-            entries, bad = _parse(content)
+            entries, others, bad = _parse(json.loads(self.path.read_text("utf-8")))
         except (FileNotFoundError, NotADirectoryError):
-            return {}, ""
+            return _Content({}, {})
         except OSError as error:
-            return {}, f"cannot be read and is ignored ({error.strerror})"
+            return _Content({}, {}, f"cannot be read and is ignored ({error.strerror})")
         except (ValueError, RecursionError) as error:
-            return {}, f"is ignored, since it is no tuning file of this version of cunorm ({error})"
-        if bad:
-            return entries, f"{len(bad)} of its entries are ignored, since they make no sense here (one is {bad[0]!r})"
-        return entries, ""
+            return _Content({}, {}, f"is ignored, since it is no tuning file of this version of cunorm ({error})")
+        if not bad:
+            return _Content(entries, others)
+        complaint = f"{len(bad)} of its entries are ignored, since they make no sense here (one is {bad[0]!r})"
+        return _Content(entries, others, complaint)
 
     def store(self, gpu: str, found: Mapping[str, Entry]) -> None:
         """Add entries, or replace those of the same key.
 
-        The file is replaced as a whole, so that a reader sees the old or the new one. What was there and could not be
-        read is kept beside it, with ``.old`` at the end of its name.
+        The file is replaced as a whole, so that a reader sees the old or the new one; it keeps its permissions. If any
+        of what was there could not be read, the old file is kept beside it, with ``.old`` at the end of its name.
 
         Raises
         ------
@@ -138,17 +147,21 @@ class TuningFile:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path.parent):
-            entries, _ = self._read()
-            if not entries:
+            entries, gpus, complaint = self._read()
+            if complaint and (entries or gpus):  # of use to a reader until it is replaced
+                shutil.copy2(self.path, self._old)
+            elif complaint:
                 self._put_aside()
             entries.setdefault(gpu, {}).update(found)
-            gpus = {name: {key: _as_json(of_gpu[key]) for key in sorted(of_gpu)} for name, of_gpu in entries.items()}
-            self._write(json.dumps({"format": _FORMAT, "gpus": gpus}, indent=1, allow_nan=False) + "\n")
+            for name, of_gpu in entries.items():
+                gpus.setdefault(name, {}).update((key, dataclasses.asdict(entry)) for key, entry in of_gpu.items())
+            content = {"format": _FORMAT, "gpus": {name: dict(sorted(of_gpu.items())) for name, of_gpu in gpus.items()}}
+            self._write(json.dumps(content, indent=1) + "\n")
 
     def clear(self) -> bool:
         """Remove the file, or put it aside where it is not one of ours. Returns whether there was one."""
-        entries, complaint = self._read()
-        if complaint and not entries:
+        entries, others, complaint = self._read()
+        if complaint and not (entries or others):
             return self._put_aside()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.path.unlink()
@@ -163,19 +176,24 @@ class TuningFile:
         if self.path.is_dir():
             raise IsADirectoryError(f"{self.path} is a folder")
 
+    @property
+    def _old(self) -> Path:
+        return self.path.with_name(self.path.name + ".old")
+
     def _put_aside(self) -> bool:
         try:
-            self.path.replace(self.path.with_name(self.path.name + ".old"))
+            self.path.replace(self._old)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
     def _write(self, text: str) -> None:
-        handle, name = tempfile.mkstemp(prefix=self.path.name, suffix=".part", dir=self.path.parent)
-        os.close(handle)
-        part = Path(name)
+        part = self.path.with_name(f"{self.path.name}.{os.urandom(8).hex()}.part")
         try:
-            part.write_text(text, "utf-8")
+            with part.open("x", encoding="utf-8") as file:
+                file.write(text)
+            with contextlib.suppress(FileNotFoundError):
+                part.chmod(stat.S_IMODE(self.path.stat().st_mode))
             part.replace(self.path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -202,26 +220,35 @@ def _locked(folder: Path) -> Iterator[None]:
 # ---- Entries as JSON.
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
-    return dataclasses.asdict(entry)
-
-
-def _parse(content: Any) -> tuple[Entries, list[str]]:
-    """The entries that make sense, and the keys of the others."""
+def _parse(content: Any) -> tuple[Entries, dict[str, dict[str, Any]], list[str]]:
+    """The entries that make sense, what other versions wrote, and the keys of the rest."""
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("gpus"), dict):
         raise ValueError(f'it must be an object with "format": {_FORMAT} and "gpus"')
     entries: Entries = {}
+    others: dict[str, dict[str, Any]] = {}
     bad: list[str] = []
     for gpu, of_gpu in content["gpus"].items():
         if not isinstance(of_gpu, dict):
             bad.append(gpu)
             continue
         for key, value in of_gpu.items():
+            if _is_of_another_version(value):
+                others.setdefault(gpu, {})[key] = value
+                continue
             try:
                 entries.setdefault(gpu, {})[key] = _entry(value)
             except ValueError:
                 bad.append(key)
-    return entries, bad
+    return entries, others, bad
+
+
+def _is_of_another_version(value: Any) -> bool:
+    version = value.get("cunorm") if isinstance(value, dict) else None
+    return isinstance(version, str) and _minor(version) != _minor(__version__)
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
 
 
 def _entry(value: Any) -> Entry:
@@ -264,12 +291,12 @@ def _is_count(value: Any) -> bool:
 # ---- What a call sees.
 
 
-def entry_for(problem: ForwardProblem | BackwardProblem, device_index: int) -> Entry | None:
+def entry_for(problem: Problem, device_index: int) -> Entry | None:
     """What the user's file has for a problem on a CUDA device."""
     entries = _entries()
     if not entries:
         return None
-    return entries.get(gpu_name(device_index), {}).get(key_of(problem))
+    return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
 
 
 @functools.cache
@@ -281,10 +308,3 @@ def _entries() -> Entries:
 def forget() -> None:
     """Let the next look-up read the file again."""
     _entries.cache_clear()
-
-
-@functools.cache
-def gpu_name(device_index: int) -> str:
-    """The name of a CUDA device, as its driver has it."""
-    name = launch.cupy().cuda.runtime.getDeviceProperties(device_index)["name"]
-    return name.decode() if isinstance(name, bytes) else str(name)

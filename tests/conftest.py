@@ -63,7 +63,7 @@ def fake_gpu(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """A GPU that can be asked for its name and compiles everything. Gives the plans that calls were made of."""
     from tuning_cases import DEVICE, GPU
 
-    from cunorm import launch, tuning_file
+    from cunorm import launch
 
     made: list[Plan] = []
 
@@ -73,7 +73,7 @@ def fake_gpu(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     monkeypatch.setattr(launch, "device", lambda index: DEVICE)
     monkeypatch.setattr(launch, "Call", call)
-    monkeypatch.setattr(tuning_file, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(launch, "gpu_name", lambda index: GPU)
     return made
 
 
@@ -85,5 +85,5 @@ def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeM
     from cunorm import tuning
 
     machine = FakeMachine(lambda plan: 1e-5)
-    monkeypatch.setattr(tuning, "_gpu", lambda problem: machine)
+    monkeypatch.setattr(tuning, "current_gpu", lambda problem: machine)
     return machine

@@ -505,7 +505,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cunorm.cli.bench.cuda_devices", lambda: ([], "none for this test"))
+    monkeypatch.setattr("cunorm.cli.gpus.cuda_devices", lambda: ([], "none for this test"))
 
 
 def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -523,7 +523,13 @@ def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None
         (("small", "--only", "no such row"), "no row of small"),
         (("small", "--part", "4/3"), "no part"),
         (("small", "--json", "/no/such/folder/x.json"), "does not exist"),
-        (("small", "--from", "x.json"), "goes with no suite"),
+        (("small", "--from", "x.json"), "--from shows saved results, so it goes without a suite"),
+        (("--from", "x.json", "--providers", "torch"), "goes without --providers"),
+        (("--from", "x.json", "--part", "2/3"), "goes without --part"),
+        (("--from", "x.json", "--warm"), "goes without --warm"),
+        (("--from", "x.json", "--max-seconds", "9"), "goes without --max-seconds"),
+        (("small", "--warm", "--json", "x.json"), "--warm times nothing, so it goes without --json"),
+        (("small", "--warm", "--plots", "x"), "--warm times nothing, so it goes without"),
         (("--from", "/no/such/x.json"), "/no/such/x.json"),
     ],
 )

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from rich.console import Console
 from tuning_cases import GPU, FakeMachine, entry_of, favourite, other_geometries, problem_of
 
 import cunorm
-from cunorm import cli, resources, tuning_file
-from cunorm.cli import gpus, output
+from cunorm import cli, launch, resources, tuning_file
+from cunorm.cli import demo, gpus, output
 from cunorm.plan import Plan
 from cunorm.tuning_file import Entry, TuningFile, key_of
 
@@ -53,8 +55,59 @@ def table_row(text: str, *words: str) -> list[str]:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a CUDA device, whatever this one has."""
-    for module in ("demo", "explain", "info"):
-        monkeypatch.setattr(f"cunorm.cli.{module}.cuda_devices", lambda: ([], "none for this test"))
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([], "none for this test"))
+
+
+def full(*_: Any) -> Any:
+    """What CuPy raises where a GPU has no memory left."""
+    raise MemoryError("Out of memory allocating 536,870,912 bytes")
+
+
+def refusing() -> Any:
+    """What it raises where another process has the GPU for itself."""
+    raise RuntimeError("cudaErrorDevicesUnavailable")
+
+
+GpusHere = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
+    """Makes GPUs of given compute capabilities those of this machine: seen, but with no memory for anything."""
+
+    def forget() -> None:
+        for cached in (launch.device, launch.gpu_name):
+            cached.cache_clear()
+
+    def make(*capabilities: tuple[int, int]) -> SimpleNamespace:
+        def properties(index: int) -> dict[str, Any]:
+            major, minor = capabilities[index]
+            counts = {"multiProcessorCount": 108, "maxThreadsPerMultiProcessor": 2048}
+            return {"name": f"GPU {major}.{minor}".encode(), "major": major, "minor": minor, **counts}
+
+        class Device:
+            def __init__(self, index: int) -> None:
+                pass
+
+            mem_info = property(lambda self: refusing())
+
+        runtime = SimpleNamespace(
+            getDeviceCount=lambda: len(capabilities), getDeviceProperties=properties, CUDARuntimeError=RuntimeError
+        )
+        runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 12090
+        cupy = SimpleNamespace(__version__="14", uint8="uint8", zeros=full, asarray=full)
+        cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device)
+        monkeypatch.setattr(launch, "cupy", lambda: cupy)
+        monkeypatch.setattr(
+            "cunorm.cli.explain.compile_resources",
+            lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0),
+        )
+        return cupy
+
+    forget()
+    yield make
+    monkeypatch.undo()
+    forget()
 
 
 # ---- demo
@@ -138,6 +191,9 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["demo", "--bogus"], "unrecognized arguments: --bogus"),
         (["demo", "--framework", "mxnet"], "'mxnet' is none of numpy, cupy, torch, jax, tensorflow"),
         (["demo", "--output", "y.npy"], "--output needs --input"),
+        (["demo", "--axis", "0"], "--axis needs --input"),
+        (["demo", "--eps", "0"], "--eps needs --input"),
+        (["demo", "--input", "x.npy", "--framework", "numpy"], "--framework goes without --input"),
         (["demo", "--input", "absent.npy"], "there is no such file"),
         (["demo", "--input", "int.npy"], "its dtype is int64; it must be float16, float32 or float64"),
         (["demo", "--input", "text.npy"], "no .npy file that can be read"),
@@ -154,8 +210,11 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
         (["explain", "--shape", "4x4", "--arch", "sm_70"], "--arch sm_70 is not known; it must be one of sm_75"),
-        (["explain", "--shape", "4x4", "--axis", "2"], "--axis 2 is out of range"),
-        (["explain", "--shape", "4x4", "--axis", "1", "-1"], "names an axis twice"),
+        (["explain", "--shape", "4x4", "--axis", "2"], "--axis: axis 2 is out of range for x with 2 dimensions"),
+        (
+            ["explain", "--shape", "4x4", "--axis", "1", "-1"],
+            "--axis: axis must name at least one axis and none twice",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_used(
@@ -174,6 +233,37 @@ def test_arguments_that_cannot_be_used(
     np.savez("archive.npz", x=np.zeros(3))
     Path("text.npy").write_text("no array")
     assert message in refused(capsys, *arguments)
+
+
+def test_demo_on_a_gpu_that_is_too_old(capsys: pytest.CaptureFixture[str], gpus_here: GpusHere) -> None:
+    gpus_here((7, 0))
+    text = run(capsys, "demo", "--framework", "numpy")
+    assert "GPU 7.0 cannot be used (CUDA device 0 has compute capability 7.0; it must be 7.5 (Turing) or later)" in text
+    assert "layer_norm_backward" in text
+
+
+def test_demo_on_a_full_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus_here: GpusHere, tmp_path: Path
+) -> None:
+    gpus_here((8, 0))
+    monkeypatch.setattr(demo, "FRAMEWORKS", ("cupy", "numpy"))
+    text = run(capsys, "demo")
+    assert "GPU 8.0 (sm_80), a plain copy cannot be timed: Out of memory allocating" in text
+    assert "cupy is left out, for it cannot be used: MemoryError: Out of memory allocating" in text
+    assert "NumPy" in table_row(text, "layer_norm_backward", "512x1024")
+    assert "--framework cupy: it cannot be used: MemoryError: Out" in refused(capsys, "demo", "--framework", "cupy")
+    np.save(tmp_path / "x.npy", np.zeros((2, 3)))
+    assert "x.npy: Out of memory" in refused(capsys, "demo", "--input", str(tmp_path / "x.npy"))
+
+
+def test_demo_on_a_file_that_cannot_be_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 3)))
+    monkeypatch.setattr("cunorm.cli.libraries.Library.formula", full)
+    text = run(capsys, "demo", "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"))
+    assert "it cannot be compared and timed: Out of memory" in text
+    assert (np.load(tmp_path / "y.npy") == 0).all()
 
 
 # ---- info
@@ -200,6 +290,9 @@ def test_info_counts_tuned_plans(
     entry = Entry(None, (4, 8), 1e-6, 1e-6, 3, cunorm.__version__)
     TuningFile(path).store("NVIDIA H200", {"one": entry, "another": entry})
     assert table_row(run(capsys, "info"), "tuned plans")[1] == f"{path}: 2 for NVIDIA H200"
+    TuningFile(path).store("NVIDIA H200", {"another": Entry(None, (4, 8), 1e-6, 1e-6, 3, "0.0.9")})
+    found = table_row(run(capsys, "info"), "tuned plans")[1]
+    assert found == f"{path}: 1 for NVIDIA H200; 1 of other versions, not used"
 
 
 def test_info_imports_no_framework() -> None:
@@ -209,6 +302,16 @@ def test_info_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_info_on_gpus_that_cannot_be_used(capsys: pytest.CaptureFixture[str], gpus_here: GpusHere) -> None:
+    cupy = gpus_here((7, 0), (8, 0), (8, 6))
+    busy = cupy.cuda.Device
+    cupy.cuda.Device = lambda index: SimpleNamespace(mem_info=(0, 48e9)) if index == 2 else busy(index)
+    text = run(capsys, "info")
+    assert table_row(text, "CUDA device 0")[1].startswith("GPU 7.0, CUDA device 0 has compute capability 7.0")
+    assert table_row(text, "CUDA device 1")[1] == "GPU 8.0, cudaErrorDevicesUnavailable"
+    assert table_row(text, "CUDA device 2")[1] == "GPU 8.6, sm_86, 108 multiprocessors, 48 GB"
 
 
 # ---- explain
@@ -281,11 +384,38 @@ def test_explain_uses_the_gpu_that_is_there(capsys: pytest.CaptureFixture[str]) 
     assert "just measured" in run(capsys, "explain", "--shape", "4096x8192")
 
 
+def test_explain_on_a_gpu_that_is_too_old(capsys: pytest.CaptureFixture[str], gpus_here: GpusHere) -> None:
+    gpus_here((7, 0))
+    text = run(capsys, "explain", "--shape", "4096x8192")
+    assert "on H200 (sm_90), for want of a GPU here: GPU 7.0 cannot be used (CUDA device 0 has compute" in text
+    assert "on A40 (sm_86)\n" in run(capsys, "explain", "--shape", "4096x8192", "--arch", "sm_86")
+
+
+@pytest.mark.parametrize(
+    ("capability", "floor"),
+    [
+        ((8, 6), "at 696 GB/s, the datasheet's memory rate of A40, since no copy can be timed here (Out of memory"),
+        ((8, 7), "unknown: no copy can be timed here (Out of memory"),
+    ],
+)
+def test_explain_on_a_full_gpu(
+    capsys: pytest.CaptureFixture[str], gpus_here: GpusHere, capability: tuple[int, int], floor: str
+) -> None:
+    gpus_here(capability)
+    for more in ([], ["--arch", "sm_{}{}".format(*capability)]):
+        text = run(capsys, "explain", "--shape", "4096x8192", *more)
+        assert floor in table_row(text, "floor")[1]
+        assert "GPU {}.{} (sm_{}{})".format(*capability, *capability) in text
+    assert "at 2.039 TB/s, the datasheet's memory rate" in run(
+        capsys, "explain", "--shape", "4096x8192", "--arch", "sm_80"
+    )
+
+
 def test_explain_says_where_the_plan_is_from(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cunorm.cli.explain.cuda_devices", lambda: ([GPU], ""))
-    monkeypatch.setattr("cunorm.cli.explain.measured_copy_rate", lambda: 4e12)
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
+    monkeypatch.setattr(gpus, "measured_copy_rate", lambda: 4e12)
     monkeypatch.setattr(
         "cunorm.cli.explain.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
     )
@@ -320,7 +450,7 @@ def test_a_compiler_error_is_shown_with_its_log() -> None:
 def test_tune(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([GPU], ""))
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
     problem = problem_of(4096, 8192)
     fake_machine.seconds = favourite(problem, other_geometries(problem)[5], 1.25)
     shapes = ("--shape", "4096x8192", "--shape", "64x1024", "--dtype", "bfloat16")
@@ -347,7 +477,7 @@ def test_tune(
 
 @pytest.mark.usefixtures("cache_folder")
 def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([], "none for this test"))
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([], "none for this test"))
     message = refused(capsys, "tune", "--shape", "4096x8192")
     assert message == "python -m cunorm tune: it needs an NVIDIA GPU: none for this test\n"
 
@@ -366,7 +496,7 @@ def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_tune_with_arguments_that_make_no_sense(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("cunorm.cli.tune.cuda_devices", lambda: ([GPU], ""))
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
     assert message in refused(capsys, "tune", *arguments)
 
 
@@ -380,6 +510,17 @@ def test_a_terminal_gets_rules_and_colour(monkeypatch: pytest.MonkeyPatch) -> No
     output.table(("name", "count"), [("a", "1"), ("b", "22")], numbers=("count",))
     assert "\x1b[1mtitle" in screen.getvalue()
     assert "──" in screen.getvalue()
+
+
+def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with output.progress() as show:
+        assert show is None
+    screen = io.StringIO()
+    monkeypatch.setattr(output, "console", lambda: Console(file=screen, force_terminal=True, width=80))
+    with output.progress() as show:
+        assert show
+        show("trying", 3, 7)
+    assert "3/7" in screen.getvalue() and "trying" in screen.getvalue()
 
 
 def test_plain_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -652,20 +652,21 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_an_executable_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUNORM_EMULATOR_CACHE", str(tmp_path))
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     for constant in (1, 1, 2):
         launch(f"(void){constant};", [], [0], arguments="long long n;")
-    assert len(list(tmp_path.glob("runtime-*"))) == 1
-    assert len(list(tmp_path.glob("example-*"))) == 2
-    assert len(list(tmp_path.iterdir())) == 3
+    folder = tmp_path / "emulator"
+    assert len(list(folder.glob("runtime-*"))) == 1
+    assert len(list(folder.glob("example-*"))) == 2
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_one_executable_may_be_built_by_many_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUNORM_EMULATOR_CACHE", str(tmp_path))
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(lambda seed: launch("", [], [0], arguments="long long n;", seed=seed), range(4)):
             pass
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list((tmp_path / "emulator").iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector, View, contiguous_strides
+from cunorm.problem import (
+    DTYPES,
+    BackwardProblem,
+    ForwardProblem,
+    Matrix,
+    Norm,
+    Problem,
+    Vector,
+    View,
+    contiguous_strides,
+)
 
 Array = np.ndarray[Any, Any]
-Problem = ForwardProblem | BackwardProblem
 
 DTYPE = "float32"
 BASE_LIMIT = 100_000

@@ -25,7 +25,9 @@ import cunorm
 from cunorm import execute, launch, ops, reference, tuning
 from cunorm.plan import Plan, plan, plan_with, row_geometry
 from cunorm.problem import ForwardProblem, View, contiguous_strides
-from cunorm.tuning import Found, checked_problems, search
+from cunorm.tuning import checked_problems
+from cunorm.tuning import gpu as tuning_gpu
+from cunorm.tuning.search import Broken, Found, find_fastest
 from cunorm.tuning_file import TuningFile, key_of
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 def test_the_fastest_is_found(options: dict[str, Any]) -> None:
     problem = problem_of(4096, 8192, **options)
     for geometry in other_geometries(problem)[::10]:
-        found = search(problem, FakeMachine(favourite(problem, geometry, 1.25)), 30.0)
+        found = find_fastest(problem, FakeMachine(favourite(problem, geometry, 1.25)), 30.0)
         # Where rows are few, several geometries come down to one plan.
         assert found.geometry and plan_with(problem, DEVICE, found.geometry) == plan_with(problem, DEVICE, geometry)
         assert found.built_in_seconds / found.seconds == pytest.approx(1.25)
@@ -49,7 +51,7 @@ def test_the_fastest_is_found(options: dict[str, Any]) -> None:
 def test_a_winner_is_two_percent_faster(ratio: float, stored: bool) -> None:
     problem = problem_of(4096, 8192)
     geometry = other_geometries(problem)[3]
-    found = search(problem, FakeMachine(favourite(problem, geometry, ratio)), 30.0)
+    found = find_fastest(problem, FakeMachine(favourite(problem, geometry, ratio)), 30.0)
     assert found.geometry == (geometry if stored else None)
     assert found.seconds == (pytest.approx(1e-5 / ratio) if stored else found.built_in_seconds)
 
@@ -61,7 +63,7 @@ def test_what_is_wrong_is_not_timed(error: float) -> None:
     wrong = plan_with(problem, DEVICE, geometry)
     machine = FakeMachine(favourite(problem, geometry, 2.0))
     machine.error = lambda plan: error if plan == wrong else 0.0
-    found = search(problem, machine, 30.0)
+    found = find_fastest(problem, machine, 30.0)
     assert (found.geometry, found.rejected) == (None, 1)
     assert wrong not in machine.asked
 
@@ -78,7 +80,7 @@ def test_what_does_not_run_is_passed_over() -> None:
 
     machine.error = error
     machine.compile = lambda plans, until, report: [plan for plan in plans if plan != second]
-    found = search(problem, machine, 30.0)
+    found = find_fastest(problem, machine, 30.0)
     assert found.geometry == other_geometries(problem)[5]
     assert found.rejected == 1
     assert found.tried == found.candidates - 2
@@ -90,19 +92,19 @@ def test_a_broken_gpu_ends_the_search() -> None:
 
     def error(plan: Plan) -> float:
         if plan != machine.built_in:
-            raise tuning._Broken("the GPU is unusable")
+            raise Broken("the GPU is unusable")
         return 0.0
 
     machine.error = error
     with pytest.raises(RuntimeError, match="the GPU is unusable"):
-        search(problem, machine, 30.0)
+        find_fastest(problem, machine, 30.0)
 
 
 def test_a_built_in_plan_that_does_not_run() -> None:
     machine = FakeMachine(lambda plan: 1e-5)
     machine.compile = lambda plans, until, report: list(plans[1:])
     with pytest.raises(RuntimeError, match="the built-in plan does not compile or run"):
-        search(problem_of(4096, 8192), machine, 30.0)
+        find_fastest(problem_of(4096, 8192), machine, 30.0)
 
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,22 +115,22 @@ def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         now += 0.5
         return 1e-5
 
-    monkeypatch.setattr(tuning.time, "monotonic", lambda: now)
-    found = search(problem_of(4096, 8192), FakeMachine(seconds), 10.0)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    found = find_fastest(problem_of(4096, 8192), FakeMachine(seconds), 10.0)
     assert 10 <= now <= 15  # what has begun is ended: one turn of those that are compared last
     assert 10 < found.tried < found.candidates
 
 
 def test_steps_are_reported() -> None:
     steps: list[tuple[str, int, int]] = []
-    search(problem_of(4096, 8192), FakeMachine(lambda plan: 1e-5), 30.0, lambda *step: steps.append(step))
+    find_fastest(problem_of(4096, 8192), FakeMachine(lambda plan: 1e-5), 30.0, lambda *step: steps.append(step))
     assert {name for name, *_ in steps} == {"trying", "comparing"}
     assert all(0 <= done <= total for _, done, total in steps)
 
 
 def test_where_there_is_nothing_to_choose_from() -> None:
     (across,) = checked_problems("layer_norm", (8192, 4096), "bfloat16", axis=0)
-    found = search(across, FakeMachine(lambda plan: 1e-5), 30.0)
+    found = find_fastest(across, FakeMachine(lambda plan: 1e-5), 30.0)
     assert found == Found(None, 1e-5, 1e-5, 1, 0, 1)
 
 
@@ -160,8 +162,9 @@ def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeyp
     problem = problem_of(rows, columns, dtype="float32")
     by_way = {(item.stage, item.peeled, item.weights_staged): item for item in other_geometries(problem, SMALL_DEVICE)}
     monkeypatch.setattr(row_geometry, "candidates", lambda problem, device: iter(by_way.values()))
+    monkeypatch.delenv("CUNORM_CACHE_DIR")  # executables are kept for the next time
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)
-    found = search(problem, machine, float("inf"))
+    found = find_fastest(problem, machine, float("inf"))
     assert (found.rejected, found.tried) == (0, len(by_way) + 1)
     assert len(by_way) > 1
     assert machine.errors[0] == 0 and max(machine.errors) < 1e-6
@@ -254,7 +257,7 @@ def arrays_at(pointers: dict[str, int], problem: Problem) -> dict[str, Any]:
     vectors, statistics = ("weight", "bias", "dweight", "dbias"), ("mean", "rstd")
     shapes = dict.fromkeys(vectors, (problem.columns,)) | dict.fromkeys(statistics, (problem.rows,))
     arrays = {}
-    dtypes = tuning._operand_dtypes(problem)
+    dtypes = tuning_gpu._operand_dtypes(problem)
     for name, pointer in pointers.items():
         dtype, shape = dtypes[name], shapes.get(name, (problem.rows, problem.columns))
         assert bool(pointer) == (dtype is not None)
@@ -274,7 +277,7 @@ def numpy_gpu(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNu
 
         def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
             arrays = arrays_at(dict(zip(operands, pointers)), problem)
-            results = {name: arrays[name] for name in tuning._OUTPUTS if name in arrays}
+            results = {name: arrays[name] for name in tuning_gpu._OUTPUTS if name in arrays}
             assert all(np.isnan(array.astype("float32")).all() for array in results.values()) or fake.now > 0
             x = arrays["x"].astype("float64")
             compute(problem, arrays)
@@ -284,17 +287,16 @@ def numpy_gpu(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNu
 
         return run
 
-    make = tuning._gpu
+    make = tuning.current_gpu
 
     def remembering(problem: Problem) -> Any:
         problems.append(problem)
         return make(problem)
 
-    monkeypatch.setattr(tuning, "_gpu", remembering)
-    monkeypatch.setattr(tuning, "gpu_name", lambda index: GPU)
-    monkeypatch.setattr(tuning, "_LEAST_FLUSHED_BYTES", 1 << 10)
-    monkeypatch.setattr(tuning, "_CHUNK", 1000)
-    monkeypatch.setattr(tuning, "_BLOCK", 2**10 - 3)
+    monkeypatch.setattr(tuning, "current_gpu", remembering)
+    monkeypatch.setattr(tuning_gpu, "_LEAST_FLUSHED_BYTES", 1 << 10)
+    monkeypatch.setattr(tuning_gpu, "_CHUNK", 1000)
+    monkeypatch.setattr(tuning_gpu, "_BLOCK", 2**10 - 3)
     monkeypatch.setattr(launch, "cupy", lambda: fake)
     monkeypatch.setattr(launch, "Call", call)
     monkeypatch.setattr(launch, "_function", lambda *_: None)
@@ -425,7 +427,7 @@ def test_the_time_is_shared_out(fake_machine: FakeMachine, monkeypatch: pytest.M
         given.append(max_seconds)
         return Found(None, 1e-5, 1e-5, 1, 0, 1)
 
-    monkeypatch.setattr(tuning, "search", measured)
+    monkeypatch.setattr(tuning, "find_fastest", measured)
     cunorm.tune("layer_norm", (64, 1024), direction="both", max_seconds=8)
     assert given == [pytest.approx(4, abs=0.5), pytest.approx(8, abs=0.5)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from cases import SMALL_DEVICE
 from tuning_cases import DEVICE, GPU, entry_of, other_geometries, prepare, problem_of
 
 import cunorm
-from cunorm import tuning, tuning_file
+from cunorm import launch, tuning, tuning_file
+from cunorm.emulator.compiler import _executables_folder
 from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_geometry
 from cunorm.problem import ForwardProblem
 from cunorm.tuning import checked_problems
@@ -27,13 +29,16 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert default_path() == tmp_path / "cache" / "tuning.json"
+    def is_in(folder: Path) -> bool:
+        return (default_path(), _executables_folder()) == (folder / "tuning.json", folder / "emulator")
+
+    assert is_in(tmp_path / "cache")
     monkeypatch.delenv("CUNORM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "cunorm" / "tuning.json"
+    assert is_in(tmp_path / "cunorm")
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_path() == tmp_path / "home" / ".cache" / "cunorm" / "tuning.json"
+    assert is_in(tmp_path / "home" / ".cache" / "cunorm")
 
 
 def test_without_a_home_folder_plans_are_built_in(monkeypatch: pytest.MonkeyPatch, fake_gpu: list[Plan]) -> None:
@@ -47,6 +52,8 @@ def test_without_a_home_folder_plans_are_built_in(monkeypatch: pytest.MonkeyPatc
     assert fake_gpu == [plan(problem_of(4096, 8192), DEVICE)]
     with pytest.raises(RuntimeError, match=r"there is no home folder .* set CUNORM_CACHE_DIR"):
         cunorm.tune("layer_norm", (4096, 8192))
+    with pytest.raises(RuntimeError, match=r"there is no home folder .* set CUNORM_CACHE_DIR"):
+        _executables_folder()
 
 
 # ---- What is kept.
@@ -103,6 +110,19 @@ def test_a_bucket_has_no_statistics_eps_or_offset() -> None:
     assert isinstance(problem, ForwardProblem)
     norm = dataclasses.replace(problem.norm, weight_offset=1.0)
     assert key_of(problem) == key_of(dataclasses.replace(problem, stats=True, eps=0.5, norm=norm))
+
+
+def test_the_file_has_the_permissions_of_a_file_of_the_user(cache_folder: Path) -> None:
+    file = TuningFile(cache_folder / "tuning.json")
+    before = os.umask(0o027)
+    try:
+        file.store(GPU, {"key": entry_of(None)})
+        assert file.path.stat().st_mode & 0o777 == 0o640
+        file.path.chmod(0o664)
+        file.store(GPU, {"another": entry_of(None)})
+        assert file.path.stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
 
 
 def _store_from_a_process(path: Path, name: str) -> None:
@@ -204,6 +224,11 @@ def test_a_bad_entry_is_ignored_and_the_others_are_not(
     with pytest.warns(UserWarning, match=r"tuning\.json 1 of its entries are ignored.* \(one is 'bad'\)") as caught:
         assert set(TuningFile(path).read()[GPU]) == {"good"}
     assert len(caught) == 1
+    # It is not lost when something is stored.
+    before = path.read_text()
+    TuningFile(path).store(GPU, {"key": entry_of(None)})
+    assert set(TuningFile(path).read()[GPU]) == {"good", "key"}
+    assert (cache_folder / "tuning.json.old").read_text() == before
 
 
 IMPOSSIBLE = [
@@ -238,7 +263,7 @@ def test_a_file_that_cannot_be_read(cache_folder: Path, fake_gpu: list[Plan], ma
 
 def test_a_folder_that_cannot_be_written(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_folder.write_text("a file where the folder should be")
-    monkeypatch.setattr(tuning, "_gpu", lambda problem: pytest.fail("time was spent on what cannot be stored"))
+    monkeypatch.setattr(tuning, "current_gpu", lambda problem: pytest.fail("time was spent on what cannot be stored"))
     with pytest.raises(
         RuntimeError, match=r"tuning\.json cannot be written .*; set CUNORM_CACHE_DIR to another folder"
     ):
@@ -278,6 +303,37 @@ def test_what_was_found_on_another_gpu_is_not_used(cache_folder: Path, fake_gpu:
     assert fake_gpu == [plan(problem, DEVICE)]
 
 
+def test_what_another_version_measured_is_not_used_and_stays(
+    cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(4096, 8192)
+    geometry = other_geometries(problem)[0]
+    file = TuningFile(cache_folder / "tuning.json")
+    monkeypatch.setattr(tuning_file, "__version__", "0.3.1")
+    file.store(GPU, {key_of(problem): dataclasses.replace(entry_of(geometry), cunorm="0.3.7")})
+    prepare(4096, 8192)
+    assert fake_gpu.pop() == plan_with(problem, DEVICE, geometry)
+
+    # Nor need it make sense here.
+    content = json.loads(file.path.read_text())
+    old = {"cunorm": "0.2.9", "knobs": [1, 2], "seconds": float("nan")}
+    content["gpus"][GPU] = {key_of(problem): content["gpus"][GPU][key_of(problem)] | {"cunorm": "1.3.1"}, "old": old}
+    file.path.write_text(json.dumps(content))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuning_file.forget()
+        prepare(2048 + 1, 8192)  # of the same bucket, and not prepared yet
+        assert fake_gpu.pop() == plan(problem_of(2048 + 1, 8192), DEVICE)
+        assert (file.read(), file.count_others()) == ({}, 2)
+        file.store(GPU, {"key": dataclasses.replace(entry_of(None), cunorm="0.3.1")})
+        assert set(file.read()[GPU]) == {"key"}
+    stored = json.loads(file.path.read_text())["gpus"][GPU]
+    assert stored.keys() == {key_of(problem), "key", "old"} and stored["old"]["knobs"] == [1, 2]
+    # It makes room for what is measured now.
+    file.store(GPU, {key_of(problem): dataclasses.replace(entry_of(None), cunorm="0.3.1")})
+    assert (set(file.read()[GPU]), file.count_others()) == ({key_of(problem), "key"}, 1)
+
+
 def test_what_is_prepared_reads_no_file(
     cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +352,7 @@ def test_what_is_prepared_reads_no_file(
 def test_without_a_file_not_even_the_name_of_the_gpu_is_asked_for(
     fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning_file, "gpu_name", lambda index: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(launch, "gpu_name", lambda index: pytest.fail("the driver was asked"))
     prepare(4096, 8192)
     assert fake_gpu == [plan(problem_of(4096, 8192), DEVICE)]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cunorm import ops, tuning
+from cunorm import __version__, ops
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
-from cunorm.problem import BackwardProblem, ForwardProblem, View, contiguous_strides
+from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.tuning import checked_problems
+from cunorm.tuning.search import Report
 from cunorm.tuning_file import Entry
-
-Problem = ForwardProblem | BackwardProblem
 
 GPU = "NVIDIA of this test"
 DEVICE = Device()
@@ -29,7 +28,7 @@ def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock
 
 
 def entry_of(geometry: RowBlock | None, *shape: int) -> Entry:
-    return Entry(geometry, shape or (4096, 8192), 1e-5, 1.25e-5, 7, "0.1.0")
+    return Entry(geometry, shape or (4096, 8192), 1e-5, 1.25e-5, 7, __version__)
 
 
 def prepare(*shape: int, dtype: str = "bfloat16") -> Any:
@@ -47,12 +46,12 @@ class FakeMachine:
 
     def __init__(self, seconds: Callable[[Plan], float], device: Device = DEVICE) -> None:
         self.device, self.seconds = device, seconds
-        self.compile: Callable[[Sequence[Plan], float, tuning.Report], list[Plan]] = self._compile
+        self.compile: Callable[[Sequence[Plan], float, Report], list[Plan]] = self._compile
         self.error: Callable[[Plan], float] = lambda plan: 0.0
         self.asked: list[Plan] = []
         self.released = False
 
-    def _compile(self, plans: Sequence[Plan], until: float, report: tuning.Report) -> list[Plan]:
+    def _compile(self, plans: Sequence[Plan], until: float, report: Report) -> list[Plan]:
         self.built_in = plans[0]
         return list(plans)
 

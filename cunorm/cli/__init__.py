@@ -29,12 +29,15 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
         if options.command == "demo":
             from cunorm.cli import demo
 
-            if options.input is not None:
-                demo.run_file(options.input, options.output, options.axis, options.eps)
-            elif options.output is not None:
-                raise UsageError("--output needs --input: it is where the result for that array goes")
-            else:
+            if options.input is None:
+                for name in ("output", "axis", "eps"):
+                    if getattr(options, name) is not None:
+                        raise UsageError(f"--{name} needs --input: it is for the array in that file")
                 demo.run(options.framework, time.monotonic() if started is None else started)
+            elif options.framework is not None:
+                raise UsageError("--framework goes without --input: that array is CuPy's on a GPU, and else NumPy's")
+            else:
+                demo.run_file(options.input, options.output, options.axis, options.eps)
         elif options.command == "info":
             from cunorm.cli import info
 
@@ -108,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--input", type=Path, metavar="FILE.npy", help="run on this array: float16, float32 or float64")
     demo.add_argument("--output", type=Path, metavar="FILE.npy", help="with --input: write the result there")
-    demo.add_argument("--axis", type=int, nargs="+", default=[-1], help="with --input: normalized axes (default: last)")
-    demo.add_argument("--eps", type=float, default=1e-5, help="with --input: added to the variance (default: 1e-5)")
+    demo.add_argument("--axis", type=int, nargs="+", help="with --input: normalized axes (default: last)")
+    demo.add_argument("--eps", type=float, help="with --input: added to the variance (default: 1e-5)")
 
     commands.add_parser(
         "info",

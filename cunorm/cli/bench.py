@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cunorm.cli import UsageError, output
-from cunorm.cli.gpus import cuda_devices
+from cunorm.cli import UsageError, gpus, output
 
 if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
     from cunorm.bench.results import Measurement, Results
@@ -17,6 +15,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
 
 __all__ = ["run"]
 
+_WHOLE = (1, 1)  # a suite as its first part of one
 _COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
 _NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
 
@@ -26,7 +25,7 @@ def run(
     *,
     only: str = "",
     providers: Sequence[str] = (),
-    part: tuple[int, int] = (1, 1),
+    part: tuple[int, int] = _WHOLE,
     max_seconds: float = float("inf"),
     warm: bool = False,
     json: Path | None = None,
@@ -42,8 +41,14 @@ def run(
     for name in suites:
         if name not in SUITES:
             raise UsageError(f"there is no suite {name!r}; {known}")
-    if suites and sources:
-        raise UsageError("--from is for saved results, so it goes with no suite")
+    if sources:
+        measuring = {"a suite": suites, "--providers": providers, "--part": part != _WHOLE, "--warm": warm}
+        measuring["--max-seconds"] = max_seconds < float("inf")
+        for name, given in measuring.items():
+            if given:
+                raise UsageError(f"--from shows saved results, so it goes without {name}")
+    if warm and (json or plots):
+        raise UsageError("--warm times nothing, so it goes without --json and --plots")
     _check_target("--json", json)
     if sources:
         results = _load(sources)
@@ -93,7 +98,7 @@ def _draw(results: Results, folder: Path) -> None:
 
 def _machine() -> Any:
     """The GPU; UsageError where there is none."""
-    names, reason = cuda_devices()
+    names, reason = gpus.cuda_devices()
     if not names:
         raise UsageError(f"it needs an NVIDIA GPU: {reason}")
     try:
@@ -116,44 +121,28 @@ def _measure(
     if unknown:
         raise UsageError(f"--providers: {unknown[0]!r} is none of {', '.join(PROVIDERS)}")
     on_terminal = output.console().is_terminal
-    with _Progress(len(rows)) if on_terminal else nullcontext() as advance:
+    with output.progress() as show:
+        if show is not None:
+            show("the first row", 0, len(rows))
 
         def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
             # After every row, so that a run that is killed leaves what it has measured.
-            if json is not None and not warm:
+            if json is not None:
                 results.save(json)
-            if advance is not None:
-                advance(row.label)
+            if show is not None:
+                show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
             elif not warm:
                 output.line(" | ".join(_cells(row, measured)))
 
         left = max_seconds - (time.monotonic() - begin)
         names = providers or list(PROVIDERS)
         results = runner.run(rows, names, machine, max_seconds=left, warm=warm, report=report)
-    if json is not None and not warm:
+    if json is not None:
         results.save(json)
         output.line(f"written: {json}")
     if on_terminal and not warm:
         _print_table(results)
     return results
-
-
-class _Progress:
-    """A progress bar. Entered, it gives the function that moves it on by a row."""
-
-    def __init__(self, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=output.console(), transient=True)
-        self._task = self._bar.add_task("the first row", total=total)
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return lambda label: self._bar.update(self._task, advance=1, description=f"done: {label}")
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:

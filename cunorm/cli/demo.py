@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cunorm
-from cunorm import launch
-from cunorm.cli import FRAMEWORKS, UsageError, output
-from cunorm.cli.gpus import cuda_devices, measured_copy_rate
+from cunorm.cli import FRAMEWORKS, UsageError, gpus, output
 from cunorm.cli.libraries import EPS, LIBRARIES, Library
 from cunorm.execute import numpy_dtype
 
@@ -99,7 +97,8 @@ def run(frameworks: list[str] | None, started: float) -> None:
                 continue
             if progress:
                 progress.update(f"importing {name}")
-            # What a framework needs may be missing or broken, and the others are still to be shown.
+            # What a framework needs may be missing or broken, or the GPU full, which each says by an exception of its
+            # own; and the others are still to be shown.
             try:
                 library = LIBRARIES[name]()
                 output.line(f"{library.title} {library.version}, on {'the GPU' if library.on_gpu else 'the CPU'}")
@@ -110,10 +109,11 @@ def run(frameworks: list[str] | None, started: float) -> None:
                     if progress:
                         progress.update(f"{library.title}: {'x'.join(map(str, case.shape))} {case.dtype}")
                     rows += _measure(library, case)
-            except (ImportError, RuntimeError) as error:
+            except Exception as error:
+                failure = f"it cannot be used: {type(error).__name__}: {error}"
                 if frameworks is not None:
-                    raise UsageError(f"--framework {name}: it cannot be used: {error}") from error
-                output.line(f"{name} is left out, for it cannot be used: {error}")
+                    raise UsageError(f"--framework {name}: {failure}") from error
+                output.line(f"{name} is left out, for {failure}")
             slowness = max(slowness, (time.monotonic() - begin) / expected)
     output.line()
     output.table(_COLUMNS, [row.cells() for row in rows], numbers=_NUMBERS)
@@ -121,49 +121,27 @@ def run(frameworks: list[str] | None, started: float) -> None:
     _print_legend(rows, left_out)
 
 
-def run_file(source: Path, target: Path | None, axis: list[int], eps: float) -> None:
+def run_file(source: Path, target: Path | None, axis: list[int] | None, eps: float | None) -> None:
     """Normalize the array in a ``.npy`` file, compare, and write the result if ``target`` says where."""
+    axis, eps = axis or [-1], EPS if eps is None else eps
     values = _load(source)
     if target is not None and not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.absolute().parent} does not exist")
     library = LIBRARIES["cupy" if _print_device() else "numpy"]()
-    x = library.tensor(values)
-    axes = axis[0] if len(axis) == 1 else axis
     try:
-        y = cunorm.layer_norm(x, axis=axes, eps=eps)
-    except (TypeError, ValueError) as error:
+        x = library.tensor(values)
+        y = cunorm.layer_norm(x, axis=axis, eps=eps)
+        result = y.get() if library.on_gpu else y
+    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"--input {source}: {error}") from error
-
-    result = y.get() if library.on_gpu else y
     if values.size:
-        last = sorted(item % values.ndim for item in axis)
-        order = [i for i in range(values.ndim) if i not in last] + last
-        rows = values.size // math.prod(values.shape[i] for i in last)
-        matrix = (rows, values.size // rows)
-
-        def unfused(_: Any) -> tuple[Any, ...]:
-            return (library.formula(x.transpose(order).reshape(matrix), None, None),)
-
-        def fused(_: Any) -> tuple[Any, ...]:
-            return (cunorm.layer_norm(x, axis=axes, eps=eps),)
-
-        step = max(1, rows // _ERROR_ROWS)
-        kept = [values.shape[i] for i in order[: -len(last)]]
-        sample = np.unravel_index(np.arange(0, rows, step), kept) if kept else ()
-        ours = result.transpose(order)[sample].reshape(-1, matrix[1]).astype(np.float64)
-        exact = _normalized(values.transpose(order)[sample].reshape(-1, matrix[1]).astype(np.float64), eps)
-        row = _Row(
-            "layer_norm",
-            values.shape,
-            values.dtype.name,
-            library.title,
-            _error(ours, exact),
-            library.seconds(fused, [()], 1.0),
-            library.seconds(unfused, [()], 1.0),
-            2 * values.nbytes,
-        )
-        output.line()
-        output.table(_COLUMNS, [row.cells()], numbers=_NUMBERS)
+        try:
+            row = _compared(library, values, x, result, axis, eps)
+        except (MemoryError, RuntimeError) as error:  # the plain formula needs more memory
+            output.line(f"it cannot be compared and timed: {error}")
+        else:
+            output.line()
+            output.table(_COLUMNS, [row.cells()], numbers=_NUMBERS)
     else:
         output.line("the array is empty, and so is the result")
     if target is not None:
@@ -173,6 +151,38 @@ def run_file(source: Path, target: Path | None, axis: list[int], eps: float) -> 
         except OSError as error:
             raise UsageError(f"--output {target}: {error.strerror}") from error
         output.line(f"written: {target}")
+
+
+def _compared(
+    library: Library, values: NDArray[Any], x: Any, result: NDArray[Any], axis: list[int], eps: float
+) -> _Row:
+    """The table's line for an array of the user's own: as a tensor ``x``, and with the ``result`` for it."""
+    last = sorted(item % values.ndim for item in axis)
+    order = [i for i in range(values.ndim) if i not in last] + last
+    rows = values.size // math.prod(values.shape[i] for i in last)
+    matrix = (rows, values.size // rows)
+
+    def unfused(_: Any) -> tuple[Any, ...]:
+        return (library.formula(x.transpose(order).reshape(matrix), None, None),)
+
+    def fused(_: Any) -> tuple[Any, ...]:
+        return (cunorm.layer_norm(x, axis=axis, eps=eps),)
+
+    step = max(1, rows // _ERROR_ROWS)
+    kept = [values.shape[i] for i in order[: -len(last)]]
+    sample = np.unravel_index(np.arange(0, rows, step), kept) if kept else ()
+    ours = result.transpose(order)[sample].reshape(-1, matrix[1]).astype(np.float64)
+    exact = _normalized(values.transpose(order)[sample].reshape(-1, matrix[1]).astype(np.float64), eps)
+    return _Row(
+        "layer_norm",
+        values.shape,
+        values.dtype.name,
+        library.title,
+        _error(ours, exact),
+        library.seconds(fused, [()], 1.0),
+        library.seconds(unfused, [()], 1.0),
+        2 * values.nbytes,
+    )
 
 
 def _load(source: Path) -> NDArray[Any]:
@@ -195,13 +205,17 @@ def _load(source: Path) -> NDArray[Any]:
 
 
 def _print_device() -> bool:
-    """Say what was found; True if there is a CUDA device."""
-    names, reason = cuda_devices()
+    """Say what was found; True if there is a GPU that can be used."""
+    gpu, reason = gpus.local_gpu()
     output.line(f"cunorm {cunorm.__version__}, Python {platform.python_version()}", "bold")
-    if not names:
-        output.line(f"no CUDA device ({reason}): the NumPy path")
+    if gpu is None:
+        output.line(f"{reason}: the NumPy path")
         return False
-    output.line(f"{names[0]} ({launch.device(0).arch}), a plain copy runs at {output.rate(measured_copy_rate())}")
+    try:
+        copy = f"a plain copy runs at {output.rate(gpus.measured_copy_rate())}"
+    except (MemoryError, RuntimeError) as error:  # the GPU is full, say
+        copy = f"a plain copy cannot be timed: {error}"
+    output.line(f"{gpu.name} ({gpu.device.arch}), {copy}")
     return True
 
 
@@ -289,7 +303,7 @@ def _print_legend(rows: list[_Row], left_out: list[str]) -> None:
     ]
     if any(row.framework == "JAX" for row in rows):
         legend.append("       (JAX: both under jax.jit, where XLA fuses plain operations too)")
-    if any(row.framework == "PyTorch" for row in rows) and not cuda_devices()[0]:
+    if any(row.framework == "PyTorch" for row in rows) and not gpus.cuda_devices()[0]:
         legend.append("       (PyTorch on the CPU: both with one thread)")
     for text in legend:
         output.line(text, "dim")

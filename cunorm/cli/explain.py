@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from cunorm import launch
-from cunorm.cli import UsageError, output
-from cunorm.cli.gpus import KNOWN_GPUS, cuda_devices, measured_copy_rate
+from cunorm.cli import UsageError, gpus, output
 from cunorm.plan import Device, Launch, Plan, fitted, plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Norm
+from cunorm.problem import ForwardProblem, Norm, Problem
 from cunorm.resources import compile_resources
 from cunorm.tuning import contiguous_problem
 from cunorm.tuning_file import Entry, entry_for
@@ -27,19 +26,23 @@ def run(
     residual: bool,
 ) -> None:
     """Print the plan for C-contiguous tensors, with a weight of the same dtype, and a bias if it is a layer norm."""
-    name, device, rate, rate_is, is_here = _target(arch)
+    target = _target(arch)
+    device = target.device
     norm = Norm(op == "layer_norm", activation=activation)
     vectors = dtype, dtype if norm.centered else None
     mask = (True, True, norm.centered) if backward else None
-    problem = contiguous_problem(norm, shape, _axes(axis, len(shape)), dtype, *vectors, residual, mask)
-    tuned = entry_for(problem, 0) if is_here else None
+    try:
+        problem = contiguous_problem(norm, shape, tuple(axis), dtype, *vectors, residual, mask)
+    except ValueError as error:
+        raise UsageError(f"--axis: {error}") from error
+    tuned = entry_for(problem, 0) if target.is_here else None
     try:
         chosen = plan(problem, device, tuned.geometry if tuned else None)
     except ValueError as error:
         raise UsageError(f"--shape: {error}") from error
 
     op_name = f"{op}_backward" if backward else op
-    output.line(f"{op_name} of {'x'.join(map(str, shape))} {dtype} on {name}", "bold")
+    output.line(f"{op_name} of {'x'.join(map(str, shape))} {dtype} on {target.title}", "bold")
     output.table(
         ("what", "value"),
         [
@@ -48,14 +51,14 @@ def run(
             ("chosen", _chosen_by(tuned, problem, device)),
             ("scratch memory", output.byte_count(chosen.workspace_bytes)),
             ("bytes that must move", f"{output.byte_count(problem.bytes_moved)} ({_moves(problem)})"),
-            ("floor", f"{output.duration(problem.bytes_moved / rate)} at {output.rate(rate)}, {rate_is}"),
+            ("floor", _floor(problem, target)),
         ],
     )
     output.line()
     _print_launches(chosen, device)
 
 
-def _chosen_by(tuned: Entry | None, problem: ForwardProblem | BackwardProblem, device: Device) -> str:
+def _chosen_by(tuned: Entry | None, problem: Problem, device: Device) -> str:
     if tuned is None:
         return "built in"
     where = f"measured here on {'x'.join(map(str, tuned.shape))}"
@@ -66,32 +69,47 @@ def _chosen_by(tuned: Entry | None, problem: ForwardProblem | BackwardProblem, d
     return f"tuned: the best of {tuned.tried} {where}, {tuned.built_in_seconds / tuned.seconds:.2f}x the built-in speed"
 
 
-def _target(arch: str | None) -> tuple[str, Device, float, str, bool]:
-    """The GPU: its name, what plans need of it, its copy rate and where that is from, and whether it is here."""
-    names, _ = cuda_devices()
-    if names:
-        device = launch.device(0)
-        if arch in (None, device.arch):
-            return f"{names[0]} ({device.arch})", device, measured_copy_rate(), "a copy's rate, just measured", True
-    gpu = KNOWN_GPUS.get(arch or "sm_90")
+class _Target(NamedTuple):
+    """A GPU, what plans need of it, its copy rate (None if unknown) and where that is from, and whether it is here."""
+
+    title: str
+    device: Device
+    rate: float | None
+    rate_is: str
+    is_here: bool
+
+
+def _target(arch: str | None) -> _Target:
+    local, reason = gpus.local_gpu()
+    if local and arch in (None, local.device.arch):
+        return _here(local)
+    gpu = gpus.KNOWN_GPUS.get(arch or "sm_90")
     if gpu is None:
-        known = ", ".join(KNOWN_GPUS)
+        known = ", ".join(gpus.KNOWN_GPUS)
         raise UsageError(f"--arch {arch} is not known; it must be one of {known}, or that of this machine's GPU")
-    where = "" if arch else ", for want of a CUDA device here"
-    return f"{gpu.name} ({gpu.device.arch}){where}", gpu.device, gpu.rate, gpu.rate_is, False
+    where = "" if arch else f", for want of a GPU here: {reason}"
+    return _Target(f"{gpu.name} ({gpu.device.arch}){where}", gpu.device, gpu.rate, gpu.rate_is, False)
 
 
-def _axes(axis: list[int], dimensions: int) -> tuple[int, ...]:
-    for item in axis:
-        if not -dimensions <= item < dimensions:
-            raise UsageError(f"--axis {item} is out of range for a shape of {dimensions} dimensions")
-    axes = sorted(item % dimensions for item in axis)
-    if len(set(axes)) < len(axes):
-        raise UsageError(f"--axis {' '.join(map(str, axis))} names an axis twice")
-    return tuple(axes)
+def _here(gpu: gpus.LocalGpu) -> _Target:
+    title, device = f"{gpu.name} ({gpu.device.arch})", gpu.device
+    try:
+        return _Target(title, device, gpus.measured_copy_rate(), "a copy's rate, just measured", True)
+    except (MemoryError, RuntimeError) as error:
+        failure = f"no copy can be timed here ({error})"
+    known = gpus.KNOWN_GPUS.get(device.arch)
+    if known is None:
+        return _Target(title, device, None, failure, True)
+    return _Target(title, device, known.rate, f"{known.rate_is} of {known.name}, since {failure}", True)
 
 
-def _moves(problem: ForwardProblem | BackwardProblem) -> str:
+def _floor(problem: Problem, target: _Target) -> str:
+    if target.rate is None:
+        return f"unknown: {target.rate_is}"
+    return f"{output.duration(problem.bytes_moved / target.rate)} at {output.rate(target.rate)}, {target.rate_is}"
+
+
+def _moves(problem: Problem) -> str:
     if isinstance(problem, ForwardProblem):
         return "x and residual read, y and residual_out written" if problem.residual else "x read, y written"
     return "x, dy and dresidual_out read, dx written" if problem.dresidual_out else "x and dy read, dx written"

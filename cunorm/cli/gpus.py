@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cunorm import launch
 from cunorm.plan import Device
 
-__all__ = ["KNOWN_GPUS", "KnownGpu", "cuda_devices", "measured_copy_rate"]
+__all__ = ["KNOWN_GPUS", "KnownGpu", "LocalGpu", "cuda_devices", "local_gpu", "measured_copy_rate"]
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,35 @@ def cuda_devices() -> tuple[list[str], str]:
     except Exception as error:  # a CuPy that does not load raises whatever the missing library makes it raise
         return [], f"CuPy does not load: {error}"
     try:
-        count = runtime.getDeviceCount()
+        names = [launch.gpu_name(index) for index in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
         return [], str(error) if runtime.driverGetVersion() else "no NVIDIA driver"
-    names = [runtime.getDeviceProperties(index)["name"] for index in range(count)]
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in names], "" if count else "none found"
+    return names, "" if names else "none found"
+
+
+class LocalGpu(NamedTuple):
+    """A GPU that is here and can be used."""
+
+    name: str
+    device: Device
+
+
+def local_gpu() -> tuple[LocalGpu | None, str]:
+    """The first GPU here; and, where none can be used, why."""
+    names, reason = cuda_devices()
+    if not names:
+        return None, f"no CUDA device ({reason})"
+    try:
+        return LocalGpu(names[0], launch.device(0)), ""
+    except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
+        return None, f"{names[0]} cannot be used ({error})"
 
 
 def measured_copy_rate(nbytes: int = 1 << 29) -> float:
-    """Bytes a second, read and written, of a plain copy on the current CUDA device: the best of a few."""
+    """Bytes a second, read and written, of a plain copy on the current CUDA device: the best of a few.
+
+    Raises a MemoryError or RuntimeError where the GPU has no room or no time for it.
+    """
     cupy = launch.cupy()
     source = cupy.zeros(nbytes, cupy.uint8)
     target = cupy.empty_like(source)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import cunorm
 from cunorm import launch
-from cunorm.cli import output
-from cunorm.cli.gpus import cuda_devices
+from cunorm.cli import gpus, output
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["run"]
@@ -28,7 +27,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (("torch",),),
     "jax": (("jax",), ("jax-tvm-ffi",)),
     "tensorflow": (("tensorflow", "tensorflow-cpu"),),
-    "bench": (("matplotlib",), ("pandas",)),
+    "bench": (("matplotlib",),),
     "test": (("pytest",), ("pytest-xdist",), ("hypothesis",)),
 }
 
@@ -67,7 +66,7 @@ def _extra(groups: tuple[tuple[str, ...], ...]) -> str:
 
 
 def _cuda() -> list[tuple[str, str]]:
-    devices, reason = cuda_devices()
+    devices, reason = gpus.cuda_devices()
     rows = []
     # As CuPy does it, which needs no home folder.
     cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
@@ -86,16 +85,18 @@ def _cuda() -> list[tuple[str, str]]:
     if not devices:
         rows.append(("CUDA devices", f"none ({reason}); arrays on the CPU are computed by NumPy"))
     for index, name in enumerate(devices):
-        device = launch.device(index)
-        memory = launch.cupy().cuda.Device(index).mem_info[1]
-        rows.append(
-            (
-                f"CUDA device {index}",
-                f"{name}, {device.arch}, {device.multiprocessors} multiprocessors, {output.byte_count(memory)}",
-            )
-        )
+        rows.append((f"CUDA device {index}", f"{name}, {_described(index)}"))
     rows.append(("kernel cache", cache + ("" if Path(cache).is_dir() else " (not there yet)")))
     return rows
+
+
+def _described(index: int) -> str:
+    try:
+        device = launch.device(index)
+        memory = launch.cupy().cuda.Device(index).mem_info[1]
+    except Exception as error:  # too old, full, or another process's alone: what this command is asked for
+        return str(error)
+    return f"{device.arch}, {device.multiprocessors} multiprocessors, {output.byte_count(memory)}"
 
 
 def _cuda_version(number: int) -> str:
@@ -115,8 +116,10 @@ def _tuned() -> str:
     path = default_path()
     if path is None:
         return "none: there is no home folder"
-    found = [f"{len(entries)} for {gpu}" for gpu, entries in TuningFile(path).read().items()]
-    return f"{path}: {', '.join(found) or 'none'}"
+    file = TuningFile(path)
+    found = [f"{len(entries)} for {gpu}" for gpu, entries in file.read().items()]
+    others = file.count_others()
+    return f"{path}: {', '.join(found) or 'none'}" + (f"; {others} of other versions, not used" if others else "")
 
 
 def _compiler() -> str:

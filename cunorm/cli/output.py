@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["byte_count", "console", "duration", "line", "rate", "table"]
+__all__ = ["byte_count", "console", "duration", "line", "progress", "rate", "table"]
 
 
 @functools.cache
@@ -45,6 +46,23 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers:
         cells = zip(columns, row, widths)
         padded = [cell.rjust(width) if column in numbers else cell.ljust(width) for column, cell, width in cells]
         line("  ".join(padded).rstrip())
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """On a terminal, a progress bar: gives the function that shows what is done, how much, and of how much.
+
+    Gives None where the output is piped.
+    """
+    if not console().is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
 def byte_count(count: float) -> str:

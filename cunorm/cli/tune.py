@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from cunorm.cli import UsageError, output
-from cunorm.cli.gpus import cuda_devices
+from cunorm.cli import UsageError, gpus, output
 from cunorm.plan import RowBlock
-from cunorm.tuning import Report, TuneResult, checked_problems, tune_problem
+from cunorm.tuning import TuneResult, checked_problems, tune_problem
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["described", "run"]
@@ -52,7 +49,7 @@ def run(
             raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
         work += [(shape, problem) for problem in problems]
     if work:
-        names, reason = cuda_devices()
+        names, reason = gpus.cuda_devices()
         if not names:
             raise UsageError(f"it needs an NVIDIA GPU: {reason}")
     if clear:
@@ -73,7 +70,7 @@ def _tune(work: Sequence[tuple[tuple[int, ...], Any]], max_seconds: float, path:
     end = time.monotonic() + max_seconds
     on_terminal = output.console().is_terminal
     results = []
-    with _Progress() if on_terminal else nullcontext() as report:
+    with output.progress() as report:
         for place, (shape, problem) in enumerate(work):
             seconds = max(0.0, end - time.monotonic()) / (len(work) - place)
             try:
@@ -86,26 +83,6 @@ def _tune(work: Sequence[tuple[tuple[int, ...], Any]], max_seconds: float, path:
     if on_terminal:
         output.table(_COLUMNS, results, numbers=_NUMBERS)
     output.line(f"written: {path}" + ("" if path == default_path() else ", which is not the file that cunorm reads"))
-
-
-class _Progress:
-    """A progress bar. Entered, it gives the function that shows how far a step is."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=output.console(), transient=True)
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> Report:
-        self._bar.start()
-        return lambda step, done, total: self._bar.update(self._task, description=step, completed=done, total=total)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
 
 def _cells(result: TuneResult) -> tuple[str, ...]:

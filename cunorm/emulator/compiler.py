@@ -1,4 +1,4 @@
-"""Turns the text of a kernel into an executable, and keeps it on disk.
+"""Turns the text of a kernel into an executable, and keeps it on disk: in ``emulator`` of `cunorm.cache.cache_folder`.
 
 The key of a kept executable covers everything that made it: the text, the emulator's own files, the flags and the
 compiler. So nothing is ever stale, and what has not been used for a month is removed.
@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from cunorm.cache import cache_folder
 
 __all__ = ["CompileError", "EmulatorError", "executable"]
 
@@ -92,13 +94,13 @@ def _compiler() -> str:
     return compiler
 
 
-def _cache_folder() -> Path:
-    folder = os.environ.get("CUNORM_EMULATOR_CACHE")
-    if folder is None:
-        folder = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/cunorm/emulator"
-    path = Path(folder).expanduser().absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def _executables_folder() -> Path:
+    cache = cache_folder()
+    if cache is None:
+        raise RuntimeError("there is no home folder to keep executables in; set CUNORM_CACHE_DIR")
+    folder = cache.absolute() / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _remove_unused(folder: Path) -> None:
@@ -140,7 +142,7 @@ def executable(source: str, kernel: str) -> Path:
         If there is no g++.
     """
     compiler = _compiler()
-    folder = _cache_folder()
+    folder = _executables_folder()
     # All headers first, so that no #define of the kernel's text reaches into them.
     text = (
         '#include "cunorm_emulator.h"\n#include "cuda_fp16.h"\n#include "cuda_bf16.h"\n'

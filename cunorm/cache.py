@@ -1,0 +1,22 @@
+"""Where cunorm keeps what is worth having the next time: what tuning found, and the emulator's executables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_folder"]
+
+
+def cache_folder() -> Path | None:
+    """``$CUNORM_CACHE_DIR``, else ``$XDG_CACHE_HOME/cunorm``, else ``~/.cache/cunorm``; None without a home folder."""
+    folder = os.environ.get("CUNORM_CACHE_DIR")
+    if folder:
+        return Path(folder)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if cache.is_absolute():  # others are to be ignored, by the specification of that variable
+        return cache / "cunorm"
+    try:
+        return Path.home() / ".cache" / "cunorm"
+    except RuntimeError:
+        return None
