@@ -11,9 +11,7 @@ from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
 from cunorm.plan import Device
-from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
-
-Problem = ForwardProblem | BackwardProblem
+from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Problem, Vector
 
 # One of each architecture, as large as they come.
 GPUS = {

@@ -15,11 +15,9 @@ from cunorm.plan import row_block, row_geometry, row_grid, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
-from cunorm.problem import BackwardProblem, ForwardProblem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "fitted", "plan", "plan_with"]
-
-Problem = ForwardProblem | BackwardProblem
 
 
 @functools.lru_cache(maxsize=4096)

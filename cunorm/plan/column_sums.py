@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants
 from cunorm.plan.launches import Builder, Constants, Value
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+from cunorm.problem import DTYPES, BackwardProblem, Problem
 
 __all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
-
-Problem = ForwardProblem | BackwardProblem
 
 _THREADS = 512
 

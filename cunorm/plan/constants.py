@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
+from cunorm.problem import DTYPES, Matrix, Problem, Vector
 
 __all__ = [
     "affine_constants",
@@ -16,8 +16,6 @@ __all__ = [
     "row_strides",
     "vector_width",
 ]
-
-Problem = ForwardProblem | BackwardProblem
 
 
 def vector_width(problem: Problem) -> int:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, row_strides
 from cunorm.plan.launches import Builder, Constants, Device, Value
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 
 __all__ = ["RowBlock", "plan_backward", "plan_forward"]
-
-Problem = ForwardProblem | BackwardProblem
 
 
 @dataclass(frozen=True)

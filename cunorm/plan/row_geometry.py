@@ -12,11 +12,9 @@ from dataclasses import replace
 from cunorm.plan.constants import are_rows, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "candidates", "forward_geometry"]
-
-Problem = ForwardProblem | BackwardProblem
 
 # What the kernels declare of shared memory themselves, at most.
 _STATIC_SHARED_BYTES = 3 * 1024

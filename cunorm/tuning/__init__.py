@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cunorm import __version__, execute, ops
+from cunorm import __version__, execute
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
 from cunorm.plan import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
