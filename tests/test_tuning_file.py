@@ -132,7 +132,7 @@ def _store_from_a_process(path: Path, name: str) -> None:
 
 def test_processes_lose_nothing_to_each_other(cache_folder: Path) -> None:
     path = cache_folder / "tuning.json"
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork may hang where a library has started threads
     processes = [context.Process(target=_store_from_a_process, args=(path, name)) for name in "abcd"]
     for process in processes:
         process.start()
