@@ -13,6 +13,17 @@ __device__ __forceinline__ double erf_complement(double value) { return erfc(val
 
 __device__ __forceinline__ Compute sigmoid(Compute value) { return 1 / (1 + exponential(-value)); }
 
+// The sigmoid, and what it lacks of 1, which as a difference would lose its digits.
+struct SigmoidPair {
+  Compute value;
+  Compute complement;
+};
+
+__device__ __forceinline__ SigmoidPair sigmoid_pair(Compute value) {
+  const Compute power = exponential(value < 0 ? value : -value), larger = 1 / (1 + power), smaller = power * larger;
+  return value < 0 ? SigmoidPair{smaller, larger} : SigmoidPair{larger, smaller};
+}
+
 // Phi, the distribution function of the standard normal.
 __device__ __forceinline__ Compute normal_cdf(Compute value) {
   return static_cast<Compute>(0.5) * erf_complement(value * static_cast<Compute>(-0.70710678118654752));
@@ -34,8 +45,8 @@ __device__ __forceinline__ Compute activate(Compute z) {
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
   if constexpr (activation == Activation::silu) {
-    const Compute s = sigmoid(z);
-    return s * (1 + z * (1 - s));
+    const SigmoidPair s = sigmoid_pair(z);
+    return s.value * (1 + z * s.complement);
   }
   if constexpr (activation == Activation::gelu) {
     const Compute density = static_cast<Compute>(0.3989422804014327) * exponential(static_cast<Compute>(-0.5) * z * z);
@@ -44,9 +55,9 @@ __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::gelu_tanh) {
     // Beyond 20 the derivative is 0 or 1, and the square of z could leave the range of float.
     z = z < -20 ? -20 : z > 20 ? 20 : z;
-    const Compute s = sigmoid(gelu_tanh_argument(z));
+    const SigmoidPair s = sigmoid_pair(gelu_tanh_argument(z));
     const Compute slope = static_cast<Compute>(1.5957691216057308) * (1 + static_cast<Compute>(0.134145) * z * z);
-    return s * (1 + z * (1 - s) * slope);
+    return s.value * (1 + z * s.complement * slope);
   }
   return 1;
 }

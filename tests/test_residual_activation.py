@@ -262,6 +262,19 @@ def test_far_from_zero_an_activation_is_a_line(runner: Any, dtype: str, activati
     np.testing.assert_allclose(dbias.astype(np.float64), np.tile([0.0, 3.0], 32), **near)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_derivatives_number_by_number(runner: Any, activation: str) -> None:
+    """Of a single row, dbias is the derivative itself. One less a sigmoid loses digits where that is nearly one."""
+    x = np.linspace(-1, 1, 1024, dtype=np.float32)[None]
+    weight, bias, dy = np.full(1024, 12, np.float32), np.zeros(1024, np.float32), np.ones_like(x)
+    case = Case(x, weight, bias, norm=Norm(False, 0.0, activation))
+    _, _, dbias = runner.backward(case.backward(runner.forward(case), dy, (False, False, True)))
+    z = case.expected().z[0]
+    assert z.max() > 20
+    np.testing.assert_allclose(dbias, activations.FUNCTIONS[activation].derivative(z), rtol=0, atol=3e-7)
+
+
 @pytest.mark.parametrize(("columns", "centered"), [(3000, True), (20000, False)])
 def test_the_order_of_threads_does_not_matter(columns: int, centered: bool) -> None:
     x, weight, bias, residual, dresidual_out = tensors((2, columns), (-1,), "float32")
