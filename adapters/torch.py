@@ -97,12 +97,12 @@ class TorchAdapter(Adapter):
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            results = _Norm.apply(op, x, residual, weight, bias)  # type: ignore[no-untyped-call]
-            residual_out = None if residual is None else results[1]
+            results = iter(_Norm.apply(op, x, residual, weight, bias, stats))  # type: ignore[no-untyped-call]
+            y, residual_out = next(results), None if residual is None else next(results)
             if not stats:
-                return results[0], residual_out, None, None
-            has_mean = len(results) > (2 if residual is None else 3)
-            return results[0], residual_out, results[-2] if has_mean else None, results[-1]
+                return y, residual_out, None, None
+            *mean, rstd = results
+            return y, residual_out, mean[0] if mean else None, rstd
         results = execute.forward(self, op, x, residual, weight, bias, out, stats)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
@@ -113,14 +113,14 @@ ADAPTER: Adapter = TorchAdapter()
 
 
 class _Norm(torch.autograd.Function):
-    """Any op of ``cunorm.execute.Op``: y[, residual_out][, mean], rstd.
+    """Any op of ``cunorm.execute.Op``: y[, residual_out][[, mean], rstd].
 
-    The statistics are kept for the gradient and are not differentiable. Results that a call does not have are left
-    out, since autograd takes time for a None too.
+    The statistics are kept for the gradient, and are not differentiable where they are results too. Results that a call
+    does not have, or that nobody asked for, are left out, since autograd takes time for each.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool) -> Any:
         y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
         ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
         normalized = x if residual_out is None else residual_out
@@ -129,11 +129,12 @@ class _Norm(torch.autograd.Function):
         else:
             ctx.save_for_backward(normalized, weight, mean, rstd)
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
-        if mean is None:
-            ctx.mark_non_differentiable(rstd)
-            return (y, rstd) if residual_out is None else (y, residual_out, rstd)
-        ctx.mark_non_differentiable(mean, rstd)
-        return (y, mean, rstd) if residual_out is None else (y, residual_out, mean, rstd)
+        results = (y,) if residual_out is None else (y, residual_out)
+        if not stats:
+            return results
+        statistics = (rstd,) if mean is None else (mean, rstd)
+        ctx.mark_non_differentiable(*statistics)
+        return results + statistics
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -141,12 +142,12 @@ class _Norm(torch.autograd.Function):
         op, bias_dtype, has_residual = ctx.call
         dresidual_out = others[0] if has_residual else None
         if dy is None:  # y was not used
-            return None, dresidual_out, dresidual_out, None, None
+            return None, dresidual_out, dresidual_out, None, None, None
         x, weight, mean, rstd, *kept = ctx.saved_tensors
         bias = kept[0] if kept else None
-        _, needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad
+        _, needs_x, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
         mask = (needs_x or needs_residual, needs_weight, needs_bias)
         dx, dweight, dbias = execute.backward(
             ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype
         )
-        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias
+        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None

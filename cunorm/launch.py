@@ -18,7 +18,7 @@ from typing import Any
 from cunorm import kernels
 from cunorm.plan import Device, Launch, Plan
 
-__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "cupy", "device", "gpu_name"]
+__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "compiled_function", "cupy", "device", "gpu_name"]
 
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel declares itself
@@ -116,9 +116,10 @@ def _driver_hint(runtime: Any) -> str:
 
 
 @functools.cache
-def _function(
+def compiled_function(
     kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, cluster: int, device_index: int
 ) -> Any:
+    """A kernel, compiled and loaded on a device. A RuntimeError where it does not compile or asks for too much."""
     source = kernels.kernel_source(kernel, dict(constants))
     try:
         with cupy().cuda.Device(device_index):
@@ -174,7 +175,7 @@ class Call:
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
             pick = operator.itemgetter(*(names.index(name) for name in pointers))
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
-            function = _function(launch.kernel, launch.constants, launch.shared_bytes, launch.cluster, device_index)
+            function = compiled_function(*launch.function_key, device_index)
             dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
             launch_kernel = _launch_together if launch.cooperative else cupy().cuda.driver.launchKernel
             packed = bytes(8 * len(pointers)) + tail

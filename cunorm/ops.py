@@ -25,8 +25,9 @@ from cunorm.tuning_file import entry_for
 
 __all__ = ["RowNorm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
-_FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
-_BACKWARD_OPERANDS = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
+# What a call's pointers are those of, in order: the inputs and outputs of `Op.prepare_forward` and `prepare_backward`.
+FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
+BACKWARD_OPERANDS = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
 
 
 def layer_norm(
@@ -442,7 +443,7 @@ def _prepare_forward(
         residual=residual,
         residual_out=views[5],
     )
-    return _prepare_launches(problem, _FORWARD_OPERANDS, outputs, x.device[1])
+    return _prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -500,7 +501,7 @@ def _prepare_backward(
         bias=bias,
         dresidual_out=dresidual_out,
     )
-    return _prepare_launches(problem, _BACKWARD_OPERANDS, outputs, x.device[1])
+    return _prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
 
 
 execute.also_forget(_prepare_forward.cache_clear)

@@ -135,6 +135,10 @@ class ForwardProblem(_RowProblem):
         return _present(self.x, self.y, self.residual, self.residual_out)
 
     @property
+    def matrices_read(self) -> tuple[Matrix, ...]:
+        return _present(self.x, self.residual)
+
+    @property
     def bytes_moved(self) -> int:
         """The bytes that must move: x and residual read once, y and residual_out written once."""
         return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
@@ -179,6 +183,10 @@ class BackwardProblem(_RowProblem):
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         return _present(self.x, self.dy, self.dresidual_out, self.dx)
+
+    @property
+    def matrices_read(self) -> tuple[Matrix, ...]:
+        return _present(self.x, self.dy, self.dresidual_out)
 
     @property
     def bytes_moved(self) -> int:

@@ -67,7 +67,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "_function", lambda kernel, *_: SimpleNamespace(ptr=kernel))
+    monkeypatch.setattr(launch, "compiled_function", lambda kernel, *_: SimpleNamespace(ptr=kernel))
     return fake
 
 

@@ -299,7 +299,7 @@ def numpy_gpu(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNu
     monkeypatch.setattr(tuning_gpu, "_BLOCK", 2**10 - 3)
     monkeypatch.setattr(launch, "cupy", lambda: fake)
     monkeypatch.setattr(launch, "Call", call)
-    monkeypatch.setattr(launch, "_function", lambda *_: None)
+    monkeypatch.setattr(launch, "compiled_function", lambda *_: None)
     return fake
 
 
@@ -368,7 +368,7 @@ def test_kernels_that_do_not_compile(numpy_gpu: CupyOnNumpy, monkeypatch: pytest
         if constants == item.constants:
             raise RuntimeError("kernel row_block_forward does not compile")
 
-    monkeypatch.setattr(launch, "_function", compiled)
+    monkeypatch.setattr(launch, "compiled_function", compiled)
     (result,) = cunorm.tune("layer_norm", (6, 512), "bfloat16", max_seconds=1e9)
     assert 1 < result.tried < result.candidates
 

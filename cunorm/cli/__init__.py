@@ -128,15 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
-    explain.add_argument("--dtype", choices=list(DTYPES), default="float16", help="the dtype of x, weight and bias")
-    explain.add_argument(
-        "--op",
-        choices=["layer_norm", "rms_norm"],
-        default="layer_norm",
-        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
-    )
-    explain.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
-    explain.add_argument("--residual", action="store_true", help="added before the norm")
+    _add_problem(explain, "the dtype of x, weight and bias (default: float16)")
     explain.add_argument("--axis", type=int, nargs="+", default=[-1], help="axes to normalize (default: last)")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
@@ -179,16 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="4096x8192", help="the shape of x; may be repeated"
     )
-    tune.add_argument("--dtype", choices=list(DTYPES), default="float16", help="the dtype of x (default: float16)")
-    tune.add_argument(
-        "--op",
-        choices=["layer_norm", "rms_norm"],
-        default="layer_norm",
-        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
-    )
+    _add_problem(tune, "the dtype of x (default: float16)")
     tune.add_argument("--affine-dtype", choices=list(DTYPES), help="the dtype of weight and bias (default: that of x)")
-    tune.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
-    tune.add_argument("--residual", action="store_true", help="added before the norm")
     direction = tune.add_mutually_exclusive_group()
     for name, what in (("backward", "the gradient instead"), ("both", "the norm and the gradient")):
         direction.add_argument(f"--{name}", dest="direction", action="store_const", const=name, help=what)
@@ -199,6 +183,19 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--file", type=Path, metavar="FILE", help="store there, not in the file that cunorm reads")
     tune.add_argument("--clear", action="store_true", help="forget what was found before, for every GPU and problem")
     return parser
+
+
+def _add_problem(command: argparse.ArgumentParser, dtype_help: str) -> None:
+    """The options that say, beside the shape, what is computed."""
+    command.add_argument("--dtype", choices=list(DTYPES), default="float16", help=dtype_help)
+    command.add_argument(
+        "--op",
+        choices=["layer_norm", "rms_norm"],
+        default="layer_norm",
+        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
+    )
+    command.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
+    command.add_argument("--residual", action="store_true", help="added before the norm")
 
 
 def _words(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from cunorm.problem import DTYPES, Matrix, Problem, Vector
 __all__ = [
     "affine_constants",
     "are_rows",
+    "columns_per_block",
     "compute_itemsize",
     "dtype_constants",
     "lie_alike",
@@ -40,6 +41,11 @@ def lie_alike(problem: Problem) -> bool:
     """Whether each of such rows begins equally far from a multiple of 16 bytes in all tensors."""
     strides = {matrix.row_strides[0] for matrix in problem.matrices}
     return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+
+
+def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
+    """How many columns each of a row's blocks takes, in whole vectors; the last may have fewer."""
+    return -(-problem.columns // blocks // width) * width
 
 
 def compute_itemsize(problem: Problem) -> int:

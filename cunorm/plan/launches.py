@@ -57,6 +57,11 @@ class Launch:
     cluster: int = 1
     cooperative: bool = False
 
+    @property
+    def function_key(self) -> tuple[str, tuple[tuple[str, int | str], ...], int, int]:
+        """What its compiled function depends on: launches that agree in this share it."""
+        return self.kernel, self.constants, self.shared_bytes, self.cluster
+
 
 @dataclass(frozen=True)
 class Scratch:

@@ -6,9 +6,15 @@ import math
 from dataclasses import dataclass
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, row_strides
+from cunorm.plan.constants import (
+    affine_constants,
+    columns_per_block,
+    compute_itemsize,
+    dtype_constants,
+    row_strides,
+)
 from cunorm.plan.launches import Builder, Constants, Device, Value
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["RowBlock", "plan_backward", "plan_forward"]
 
@@ -41,10 +47,8 @@ class RowBlock:
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
         elements = self.threads * self.vectors * self.width
-        tensors = 0
-        if self.stage != "direct":
-            tensors = len(_read(problem)) + (len(_written(problem)) if self.stage == "run" else 0)
-        total = tensors * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
+        through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
+        total = len(through) * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
         if self.weights_staged:
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem):
@@ -56,7 +60,7 @@ class RowBlock:
 
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
-        return -(-problem.columns // self.blocks_per_row // self.width) * self.width
+        return columns_per_block(problem, self.blocks_per_row, self.width)
 
     def constants(self, problem: Problem) -> Constants:
         return {
@@ -84,19 +88,6 @@ class RowBlock:
         periods = (self.width // math.gcd(self.width, matrix.row_strides[0]) for matrix in problem.matrices)
         step = math.lcm(self.rows_per_block, *periods) // self.rows_per_block
         return min(all_rows, max(1, most // step) * step)
-
-
-def _read(problem: Problem) -> list[Matrix]:
-    if isinstance(problem, ForwardProblem):
-        matrices = [problem.x, problem.residual]
-    else:
-        matrices = [problem.x, problem.dy, problem.dresidual_out]
-    return [matrix for matrix in matrices if matrix is not None]
-
-
-def _written(problem: Problem) -> list[Matrix]:
-    matrices = [problem.y, problem.residual_out] if isinstance(problem, ForwardProblem) else [problem.dx]
-    return [matrix for matrix in matrices if matrix is not None]
 
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:

@@ -6,6 +6,7 @@ found by timing `candidates`; on another GPU ``cunorm.tune`` does that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -316,36 +317,36 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
     """Every geometry that is worth a try for a problem, for whoever measures."""
     if problem.columns == 0 or not are_rows(problem):
         return
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    forward = isinstance(problem, ForwardProblem)
     for width, stage, peeled in _ways(problem):
-        for blocks in (1, 2, 4, 8, 16):
-            columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-            if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
-                break
-            for threads_per_row in (1 << i for i in range(5 if peeled else 0, 11)):
-                vectors = -(-columns // (threads_per_row * width))
-                if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
-                    continue
-                for rows in (1 << i for i in range(9)):
-                    threads = threads_per_row * rows
-                    if not (64 if blocks == 1 else 128) <= threads <= 1024:
-                        continue
-                    if not _fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
-                        continue
-                    if rows > 1 and (blocks > 1 or threads > 512):
-                        continue
-                    for staged in (False, True) if stage == "ahead" and rows == 1 else (False,):
-                        geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, staged)
-                        if not _fits(geometry, problem, device):
-                            continue
-                        if forward and stage == "direct":
-                            yield geometry
-                            if not peeled and _crowded(geometry, problem, device) != geometry:
-                                yield _crowded(geometry, problem, device)
-                        most = _resident(geometry, problem, device)
-                        yield from (
-                            replace(geometry, blocks_per_multiprocessor=share)
-                            for share in (1, 2, 3, 4, 6, 8, 12, 16)
-                            if share <= most
-                        )
+        for geometry in _layouts(problem, device, width, stage, peeled):
+            if isinstance(problem, ForwardProblem) and stage == "direct":
+                yield geometry
+                crowded = _crowded(geometry, problem, device)
+                if not peeled and crowded != geometry:
+                    yield crowded
+            most = _resident(geometry, problem, device)
+            for share in (1, 2, 3, 4, 6, 8, 12, 16):
+                if share <= most:
+                    yield replace(geometry, blocks_per_multiprocessor=share)
+
+
+def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
+    """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    all_threads = [1 << i for i in range(5 if peeled else 0, 11)]
+    all_rows = [1 << i for i in range(9)]
+    for blocks, threads_per_row, rows in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows):
+        columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+        vectors, threads = -(-columns // (threads_per_row * width)), threads_per_row * rows
+        if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
+            continue
+        if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
+            continue
+        if not (64 if blocks == 1 else 128) <= threads <= (1024 if rows == 1 else 512) or (rows > 1 and blocks > 1):
+            continue
+        if not _fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
+            continue
+        for staged in (False, True) if stage == "ahead" and rows == 1 else (False,):
+            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, staged)
+            if _fits(geometry, problem, device):
+                yield geometry

@@ -8,6 +8,7 @@ from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
+    columns_per_block,
     compute_itemsize,
     dtype_constants,
     lie_alike,
@@ -58,7 +59,7 @@ class RowGrid:
 
     def columns_per_block(self, problem: ForwardProblem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
-        return -(-problem.columns // self.blocks_per_row // self.width) * self.width
+        return columns_per_block(problem, self.blocks_per_row, self.width)
 
     def vectors(self, problem: ForwardProblem) -> int:
         """Vectors of a thread in its part of a row, in shared memory or not."""
@@ -67,7 +68,7 @@ class RowGrid:
 
     def shared_bytes(self, problem: ForwardProblem) -> int:
         """Dynamic shared memory: x and residual, and the numbers of an exchange."""
-        slots = self.threads * self.rows_ahead * self.resident * _tensors_read(problem)
+        slots = self.threads * self.rows_ahead * self.resident * len(problem.matrices_read)
         return slots * 16 + 3 * self.blocks_per_row * compute_itemsize(problem)
 
     def constants(self, problem: ForwardProblem) -> Constants:
@@ -79,7 +80,6 @@ class RowGrid:
             "STREAMED": int(self.vectors(problem) > self.resident + self.held),
             "PREFETCHED": self.prefetched,
             "THREADS": self.threads,
-            "MIN_BLOCKS": 1,
             "PEELED": int(self.peeled),
             "HAS_RESIDUAL": int(problem.residual is not None),
         }
@@ -105,14 +105,10 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     return problem.columns * itemsize <= 2 * device.multiprocessors * _THREADS * vectors_of_a_thread * 16
 
 
-def _tensors_read(problem: ForwardProblem) -> int:
-    return 1 if problem.residual is None else 2
-
-
 def _slots(problem: ForwardProblem, device: Device) -> int:
     """Slots of a thread that a block has shared memory for."""
     free_bytes = device.shared_bytes - _STATIC_SHARED_BYTES - 3 * device.multiprocessors * compute_itemsize(problem)
-    return min(_MOST_SLOTS, free_bytes // (16 * _THREADS * _tensors_read(problem)))
+    return min(_MOST_SLOTS, free_bytes // (16 * _THREADS * len(problem.matrices_read)))
 
 
 def _held(problem: ForwardProblem) -> int:
@@ -127,11 +123,10 @@ def _geometry(problem: ForwardProblem, device: Device, groups: int) -> RowGrid |
     slots = _slots(problem, device)
     if blocks == 0 or slots < 1 or problem.columns < 16 * piece * blocks:
         return None
-    columns_per_block = -(-problem.columns // blocks // piece) * piece
     geometry = RowGrid(
         piece,
         resident=1,
-        blocks_per_row=-(-problem.columns // columns_per_block),
+        blocks_per_row=-(-problem.columns // columns_per_block(problem, blocks, piece)),
         groups=groups,
         peeled=vector_width(problem) < piece,
     )

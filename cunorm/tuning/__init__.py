@@ -13,10 +13,9 @@ from typing import Any
 
 from cunorm import __version__, execute
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
-from cunorm.plan import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
 from cunorm.tuning.gpu import current_gpu
-from cunorm.tuning.search import Report, find_fastest
+from cunorm.tuning.search import Found, Report, find_fastest
 from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
@@ -25,8 +24,8 @@ OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward", "both")
 
 
-@dataclass(frozen=True)
-class TuneResult:
+@dataclass(frozen=True, kw_only=True)
+class TuneResult(Found):
     """What `tune` found for one direction.
 
     Attributes
@@ -47,12 +46,6 @@ class TuneResult:
     shape: tuple[int, ...]
     dtype: str
     gpu: str
-    geometry: RowBlock | None
-    seconds: float
-    built_in_seconds: float
-    tried: int
-    rejected: int
-    candidates: int
 
 
 def tune(
@@ -243,17 +236,12 @@ def tune_problem(
     forget()
     execute.forget_prepared()
     return TuneResult(
+        **vars(found),
         op="layer_norm" if problem.norm.centered else "rms_norm",
         direction="forward" if isinstance(problem, ForwardProblem) else "backward",
         shape=shape,
         dtype=problem.x.dtype,
         gpu=machine.gpu,
-        geometry=found.geometry,
-        seconds=found.seconds,
-        built_in_seconds=found.built_in_seconds,
-        tried=found.tried,
-        rejected=found.rejected,
-        candidates=found.candidates,
     )
 
 

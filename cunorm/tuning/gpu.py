@@ -75,8 +75,7 @@ class _Gpu:
         from concurrent.futures import ThreadPoolExecutor
 
         def kernels(plan: Plan) -> list[Any]:
-            launches = plan.launches
-            return [(item.kernel, item.constants, item.shared_bytes, item.cluster, self._index) for item in launches]
+            return [(*item.function_key, self._index) for item in plan.launches]
 
         needed = kernels(plans[0])
 
@@ -84,7 +83,7 @@ class _Gpu:
             if kernel not in needed and time.monotonic() > until:
                 return False
             try:
-                launch._function(*kernel)
+                launch.compiled_function(*kernel)
             except RuntimeError:  # it does not compile, or asks for more than there is
                 return False
             return True
@@ -181,11 +180,11 @@ def _operand_dtypes(problem: Problem) -> dict[str, str | None]:
     vectors = (of(problem.weight), of(problem.bias))
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        return dict(zip(ops._FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
+        return dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
     added, dx = x if problem.dresidual_out else None, x if problem.dx else None
     mean = compute if problem.norm.centered else None
     dtypes = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
-    return dict(zip(ops._BACKWARD_OPERANDS, dtypes))
+    return dict(zip(ops.BACKWARD_OPERANDS, dtypes))
 
 
 def _stored_as(dtype: str) -> str:

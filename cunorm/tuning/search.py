@@ -55,7 +55,7 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found; the names are those of `TuneResult`."""
+    """What a search found: `cunorm.tuning.TuneResult` says what each is."""
 
     geometry: RowBlock | None
     seconds: float
