@@ -27,6 +27,7 @@ _CLUSTER_WITHOUT_ASKING = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CLUSTER_DIMENSION = 4
 COMPILE_OPTIONS = ("-std=c++17",)
+_asking = threading.Lock()
 
 
 @functools.cache
@@ -124,8 +125,10 @@ def compiled_function(
     try:
         with cupy().cuda.Device(device_index):
             function = cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel)
-            if shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
-                function.max_dynamic_shared_size_bytes = shared_bytes
+            # One text is one function, whatever shared memory it is launched with: never ask for less than before.
+            with _asking:
+                if shared_bytes > max(_SHARED_BYTES_WITHOUT_ASKING, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
             if cluster > _CLUSTER_WITHOUT_ASKING:
                 cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             return function.kernel

@@ -51,12 +51,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(true)};
-  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(true)};
+  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(stage != Stage::direct)};
   const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
-                                            take(HAS_DRESIDUAL)};
+                                            take(stage != Stage::direct && HAS_DRESIDUAL)};
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
-  const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -92,6 +92,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row);
   fetch_statistics(first_row);
   affine.stage(first_place);
+  affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
   if (first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);

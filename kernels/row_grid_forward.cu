@@ -229,8 +229,8 @@ struct Affine {
     if constexpr (!PEELED || COUNT == 1) {
       load_affine<COUNT>(weights + column, biases + column, weight, bias);
     } else {
-      if constexpr (HAS_WEIGHT) load_widened_anywhere<COUNT>(weights + column, weight);
-      if constexpr (HAS_BIAS) load_widened_anywhere<COUNT>(biases + column, bias);
+      if constexpr (HAS_WEIGHT) widen_all(load_anywhere<COUNT>(weights + column), weight);
+      if constexpr (HAS_BIAS) widen_all(load_anywhere<COUNT>(biases + column), bias);
       add_weight_offset(weight);
     }
   }

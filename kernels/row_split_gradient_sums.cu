@@ -28,7 +28,7 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums(const Arguments arguments) {
   __shared__ Compute scratch[2 * THREADS / 32 * ROW_LANES];
-  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  const Chunk chunk = chunk_of_block(blockIdx.x, arguments.splits, arguments.columns_per_split, arguments.columns);
   // Threads past the last row go along with nothing to add: the sums need every lane.
   const bool in_rows = chunk.row < arguments.rows;
   const long long end = in_rows ? chunk.end_column : 0;

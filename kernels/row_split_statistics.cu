@@ -40,7 +40,7 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(const Arguments arguments) {
   __shared__ Compute scratch[3 * THREADS / 32 * ROW_LANES];
-  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  const Chunk chunk = chunk_of_block(blockIdx.x, arguments.splits, arguments.columns_per_split, arguments.columns);
   // Threads past the last row go along with nothing to add: the sums need every lane.
   const long long end = chunk.row < arguments.rows ? chunk.end_column : 0;
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);

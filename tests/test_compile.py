@@ -220,7 +220,7 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
 
 
 def _ways(items: Iterable[Launch]) -> set[tuple[object, ...]]:
-    names = ("STAGE", "PEELED", "WEIGHTS_STAGED", "FULL")
+    names = ("STAGE", "PEELED", "WEIGHTS", "FULL")
     return {
         (*(dict(item.constants)[name] for name in names), item.cluster > 1)
         for item in items

@@ -238,7 +238,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
-        if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS_STAGED"]):
+        if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS"] == "staged"):
             # A thread keeps its columns: in the sums of gradients, and in the weights that it took once.
             aligned = _aligned_to(problem)
             assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
@@ -275,14 +275,14 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         needed = tensors * slots * itemsize
     if stage == "run":
         assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
-        assert item.cluster == 1 and not constants["PEELED"] and not constants["WEIGHTS_STAGED"]
+        assert item.cluster == 1 and not constants["PEELED"] and constants["WEIGHTS"] != "staged"
         # Whole pieces of 16 bytes, from the one that the run begins in to the one that it ends in.
         pieces = -(-(16 // itemsize - 1 + constants["ROWS_PER_BLOCK"] * problem.columns) // (16 // itemsize))
         assert pieces * 16 <= slots * itemsize
     if stage == "ahead":
         # One copy is 4, 8 or 16 bytes.
         assert width * itemsize in (4, 8, 16)
-    if constants["WEIGHTS_STAGED"]:
+    if constants["WEIGHTS"] == "staged":
         for operand in (problem.weight, problem.bias):
             if operand is not None:
                 assert needed % 16 == 0
