@@ -461,6 +461,17 @@ def _every_result_is_written(problem: Problem, device: Device, chosen: Plan) -> 
     assert not (written.keys() & {"dweight", "dbias"}) - wanted
 
 
+def _launches_may_overlap(problem: Problem, device: Device, chosen: Plan) -> None:
+    """Each launch may begin before the one before it has ended: it waits itself, or reads what is not there yet.
+
+    That the wait comes first is seen in what the compiler makes of it (test_compile.py).
+    """
+    for place, item in enumerate(chosen.launches):
+        text = kernels.kernel_source(item.kernel, {})
+        assert place == 0 or "wait_for_earlier_launches();" in text, f"{item.kernel} does not wait"
+        assert item is chosen.launches[-1] or "let_next_launch_begin();" in text, f"nothing overlaps {item.kernel}"
+
+
 # ---- Who keeps them.
 
 RULES = [
@@ -473,6 +484,7 @@ RULES = [
     _every_access_is_aligned_and_contiguous,
     _rows_and_columns_are_covered,
     _every_result_is_written,
+    _launches_may_overlap,
 ]
 
 
@@ -569,6 +581,16 @@ def test_every_constant_is_used_by_its_kernel() -> None:
             text = kernels.kernel_source(item.kernel, {})
             unused = [name for name, _ in item.constants if name not in text]
             assert not unused, (item.kernel, unused)
+
+
+def test_launches_of_every_kernel_may_overlap() -> None:
+    """Drawn problems seldom have rows for all blocks."""
+    later = set()
+    for problem in _covering_problems():
+        chosen = plan(problem, DEVICES["sm_90"])
+        _launches_may_overlap(problem, DEVICES["sm_90"], chosen)
+        later |= {item.kernel for item in chosen.launches[1:]}
+    assert later == {"column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
