@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cunorm.plan import row_grid
 from cunorm.plan.constants import are_rows, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
@@ -40,12 +41,19 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         if geometry is not None:
             return geometry
     threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
-    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12; with
-    # a residual 32768 take 1.25, in two 1.09.
-    if vectors > (12 if problem.residual is None or not device.groups(2) else 6) and threads == _MOST_THREADS:
+    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12; of
+    # 32768 with a residual 1.25 and 1.09, but RMS norm 1.03 in one.
+    most = 6 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
+    if vectors > most and threads == _MOST_THREADS:
         return _shared_row(problem, device, width)
-    block_threads = 128 if vectors_per_row <= 64 else 64
-    return _crowded(RowBlock(width, vectors, threads, max(1, block_threads // threads)), problem, device)
+    short = vectors_per_row <= 64
+    geometry = RowBlock(width, vectors, threads, max(1, (128 if short else 64) // threads))
+    # 32,768 rows of 256 bfloat16 numbers take 1.16 when fetched ahead and 1.29 directly, 524,288 of them 1.17 and 1.04.
+    some = 2 <= _vectors_for_all_threads(problem, device, vectors_per_row) <= 16
+    if short and some and piece == 8 and device.capability >= 80:
+        geometry = replace(geometry, stage="ahead", weights="staged")
+        return _with_room(_persistent(geometry, problem, device), problem, device)
+    return _crowded(geometry, problem, device)
 
 
 def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -81,14 +89,17 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     few = problem.rows < 8 * device.multiprocessors
     all_threads, short = 512, vectors_per_row <= (64 if itemsize == 2 else 127)
     if short:
-        # Several rows a block. 256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42.
-        # Of float32 256 and 512 take 1.01, read directly 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
+        # Several rows a block. 256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42;
+        # with 4 vectors a thread RMS norm takes 1.05, with 2 1.09. Of float32 256 and 512 take 1.01, read directly
+        # 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
         wanted, block_threads = 4.0, 128
-        if vectors_per_row < 32:
-            wanted, block_threads = (3.0, 256) if itemsize > 2 else (2.0, 128)
-            stage = "direct" if itemsize > 2 else stage
-        wanted = min(wanted, _vectors_for_all_threads(problem, device, vectors_per_row))
-        all_threads = 384 if wanted == 4 else 512
+        if vectors_per_row < 32 and itemsize > 2:
+            wanted, block_threads, stage = 3.0, 256, "direct"
+        elif vectors_per_row <= 32 and itemsize == 2 and problem.norm.centered:
+            wanted = 2.0
+        # 32,768 rows of 256 take 1.51 with 2 vectors, with 4 1.96.
+        wanted = min(wanted, _vectors_for_all_threads(problem, device, vectors_per_row) / (1 if itemsize > 2 else 2))
+        all_threads = 384 if wanted > 3 else 512
     else:
         # A row a block, fetched ahead. At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15;
         # at 5120 128 of 5 1.08, 256 of 3 1.11; at 16,384 512 of 4 1.09.
@@ -102,6 +113,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     # each, 256 take 1.08 and 512 1.13.
     if vectors > 4:
         all_threads = 256
+    if not short and itemsize == 4 and threads <= 64:
+        block_threads, all_threads = 128, 384  # 1000 columns of float32: 1.03, with a row a block 1.10
     if not short and problem.rows < 8 * device.multiprocessors * (all_threads // threads):
         # Fewer blocks of more rows leave fewer partial sums: 4096 rows of 1024 take 17.5 us, with a row a block 19.7.
         block_threads = min(all_threads, 4 * threads)
@@ -177,6 +190,8 @@ def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
 def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
     for way in _shared_ways(problem, device, width, peeled):
+        if way.weights == "late" and isinstance(problem, ForwardProblem) and row_grid.applies(problem, device):
+            break
         for blocks in (1, 2, 4, 8, 16):
             if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
                 break
@@ -207,8 +222,9 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
             yield replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
         if not peeled:
             # 100,000 columns of float32 take 1.16, staged 1.25; 65536 of bfloat16 1.30 and 1.35.
-            yield replace(way, threads_per_row=512 if width == 4 else 256, weights="early")
-    elif problem.residual is not None and not peeled:
+            few = {"threads_per_row": 256, "blocks_per_row": 8} if width == 8 else {}
+            yield replace(way, weights="early", **few)
+    elif problem.residual is not None and problem.norm.centered and not peeled:
         # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
         yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
     yield way

@@ -24,6 +24,9 @@ __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 # 10,000,001 float32 numbers take 2.59, by row_split 3.03 (RMS norm 2.11 and 2.85); 100 of 1,000,000 take 1.76, by
 # row_split 1.70 (1.57 and 1.63).
 _LEAST_ROW_BYTES = 6 << 20
+# But shorter ones are not where they are so few that clusters leave most multiprocessors idle: 4 rows of 400,001 take
+# 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2.
+_LEAST_BYTES_OF_FEW = 1 << 20
 # Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
 # them once, 1.75 (RMS norm 1.83 and 1.68).
 _MOST_WEIGHT_BYTES = 32 << 20
@@ -97,7 +100,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     everything twice. With weights in double for numbers that are not, the compiler runs out of registers.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
-    if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < _LEAST_ROW_BYTES:
+    least_bytes = _LEAST_BYTES_OF_FEW if problem.rows <= device.groups(16) else _LEAST_ROW_BYTES
+    if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < least_bytes:
         return False
     vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
     if any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
