@@ -67,9 +67,10 @@ def _gelu(z: Array) -> Array:
 
 
 def _gelu_derivative(z: Array) -> Array:
-    z = np.clip(z, -_FAR, _FAR)
-    density = np.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
-    return np.asarray(_normal_distribution(z).astype(z.dtype, copy=False) + z * density)
+    # In float64: the exponent of a number that is far out is large, and its rounding would show.
+    wide = np.clip(z.astype(np.float64, copy=False), -_FAR, _FAR)
+    density = np.exp(-0.5 * wide * wide) * (1 / math.sqrt(2 * math.pi))
+    return np.asarray((_normal_distribution(wide) + wide * density).astype(z.dtype, copy=False))
 
 
 def _gelu_tanh(z: Array) -> Array:

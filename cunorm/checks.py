@@ -35,10 +35,10 @@ def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
     return dx, dweight, dbias
 
 
-def check_pointwise_mask(output_mask: Any) -> tuple[bool, bool, bool]:
+def check_pointwise_mask(output_mask: Any, has_bias: bool) -> tuple[bool, bool, bool]:
     """The output_mask of a user's call of an op without a weight: likewise for dx, dweight and dbias."""
     dx, dbias = _check_bools(output_mask, 2, "two bools, for dx and dbias")
-    return dx, False, dbias
+    return dx, False, dbias and has_bias
 
 
 def _check_bools(output_mask: Any, count: int, what: str) -> tuple[bool, ...]:
@@ -140,7 +140,8 @@ def check_pointwise(x: View, bias: View | None) -> None:
     """Check x, and a bias along its last axis."""
     check_dtype(x, "x")
     if bias is not None and not x.shape:
-        raise ValueError(f"bias has shape {bias.shape}; it goes along x's last axis, so for x of shape () it must be None")
+        must = "it goes along x's last axis, so for x of shape () it must be None"
+        raise ValueError(f"bias has shape {bias.shape}; {must}")
     check_vector(bias, "bias", x.shape[-1:], x)
 
 

@@ -102,8 +102,8 @@ class Op(Protocol):
     ) -> Prepared:
         """Inputs dy, dresidual_out, x, weight, bias, mean, rstd; outputs dx, dweight, dbias.
 
-        ``x`` is what the op was computed of: residual_out, where there was a residual. dx is the gradient of both summands.
-        ``bias_dtype`` is dbias's, where the bias itself is not given.
+        ``x`` is what the op was computed of: residual_out, where there was a residual. dx is the gradient of both
+        summands. ``bias_dtype`` is dbias's, where the bias itself is not given.
         """
 
 

@@ -117,7 +117,7 @@ def gelu_backward(
     >>> dbias
     array([1., 1.])
     """
-    op, mask = _OPS[check_approximate(approximate)], check_pointwise_mask(output_mask)
+    op, mask = _OPS[check_approximate(approximate)], check_pointwise_mask(output_mask, bias is not None)
     dx, _, dbias = adapters.adapter_of(x).backward(op, dy, None, x, None, bias, None, None, mask, None)
     return dx if bias is None else (dx, dbias)
 
@@ -190,7 +190,7 @@ def _prepare_backward(
     check_pointwise(x, bias)
     check_like(dy, "dy", x.shape, x.dtype, x)
     dx = Output(x.shape, x.dtype) if output_mask[0] else None
-    dbias = Output(bias.shape, bias.dtype) if output_mask[2] and bias is not None else None
+    dbias = Output(bias.shape, bias.dtype) if bias is not None and output_mask[2] else None
     outputs = (dx, None, dbias)
 
     if x.device[0] == "cpu":

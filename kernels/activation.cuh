@@ -46,9 +46,9 @@ __device__ __forceinline__ float gaussian(float t) {
 }
 __device__ __forceinline__ double gaussian(double t) { return exp(-0.5 * t * t); }
 
-// Phi(-t) / exp(-t^2 / 2), which is Mills' ratio but for a factor: a polynomial in u = 1 / (1 + 0.345 t), whose relative
-// error is below 5e-8 up to 13.4, where the exponential becomes zero. It was fitted with the least largest error
-// (Lawson's algorithm; tests/test_gelu.py does it again).
+// Phi(-t) / exp(-t^2 / 2), which is Mills' ratio but for a factor: a polynomial in u = 1 / (1 + 0.345 t), whose
+// relative error is below 5e-8 up to 13.4, where the exponential becomes zero. It is the one whose largest error is the
+// least (by Lawson's algorithm; tests/test_gelu.py makes it again).
 __device__ __forceinline__ float mills_ratio(float t) {
   const float u = reciprocal(fmaf(0.345f, t, 1));
   float sum = -0.0284272078f;

@@ -2,8 +2,8 @@
 // dx is rounded.
 //
 // Moves x and dy once in and dx once out. Where dbias is wanted there are only as many groups of blocks as run at once,
-// and a block keeps the sums of its columns in registers: dbias costs one row of partial sums a group, which column_sums
-// adds up in a fixed order.
+// and a block keeps the sums of its columns in registers: dbias costs one row of partial sums a group, which
+// column_sums adds up in a fixed order.
 #include "types.cuh"
 #include "tile.cuh"
 #include "activation.cuh"

@@ -492,3 +492,12 @@ def assert_gradients(case: Case, gradients: tuple[Any, ...], dy: Array, dresidua
     xhat = (float64(case.normalized) - mean_of_rows) * wide_rstd
     assert_sums(dbias, expected_dbias, exact_dy, axis, dtype)
     assert_sums(dweight, expected_dweight, exact_dy * np.maximum(1, np.abs(xhat)), axis, dtype)
+
+
+def gelu_in_float64(x: Array, bias: Array | None, dy: Array, approximate: str) -> tuple[Array, Array, Array | None]:
+    """y, dx and dbias of `cunorm.gelu`."""
+    given: Any = float64(x), float64(bias)
+    activation = {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
+    dx, dbias = reference.pointwise_backward(float64(dy), *given, activation=activation)
+    assert dx is not None
+    return reference.pointwise(*given, activation=activation), dx, dbias

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from cases import (
     NORM_TOLERANCE,
-    SMALL_DEVICE,
     Array,
     CupyRunner,
     EmulatorRunner,
@@ -28,10 +27,10 @@ from cases import (
     view_of,
     views,
 )
-from plan_cases import DEVICES as PLAN_DEVICES
-from plan_cases import GPUS, many
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from plan_cases import DEVICES as PLAN_DEVICES
+from plan_cases import GPUS, MOST_BYTES, many
 
 import cunorm
 from cunorm import activations, kernels, reference
@@ -81,7 +80,7 @@ class Case:
 
     def expected_gradients(self, dy: Array) -> tuple[Array, Array]:
         dx = float64(dy) * activations.FUNCTIONS[self.activation].derivative(self.z)
-        return dx, dx.reshape(-1, dx.shape[-1]).sum(0)
+        return dx, dx.reshape(-1, *dx.shape[-1:]).sum(0)
 
 
 class NumpyPath:
@@ -327,7 +326,7 @@ def every_number(dtype: str) -> Array:
 @pytest.mark.parametrize("approximate", APPROXIMATIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_sixteen_bit_number_is_correctly_rounded(path: Any, dtype: str, approximate: str) -> None:
-    """But for those so close to a tie that the error of float32 arithmetic decides; and tiny ones, which may be zero."""
+    """But where the error of float32 arithmetic decides, so close is a tie; and tiny results, which may be zero."""
     x = every_number(dtype)
     case = Case(x, approximate=approximate)
     expected, y = case.expected(), float64(path.forward(case))
@@ -506,7 +505,7 @@ def test_arguments_that_are_refused(
     [
         (np.ones((2, 3), "f4"), ValueError, "out has shape (2, 3); for x of shape (2, 4) it must be (2, 4)"),
         (np.ones((2, 4), "f8"), TypeError, "out has dtype float64; for x of dtype float32 it must be float32"),
-        (np.ones((4, 2), "f4").T, ValueError, "out has strides (1, 2) (in elements) for shape (2, 4); it must be C-con"),
+        (np.ones((4, 2), "f4").T, ValueError, "out has strides (1, 2) (in elements) for shape (2, 4); it must be C-"),
     ],
 )
 def test_an_out_that_is_refused(out: Array, error: type[Exception], message: str) -> None:
@@ -581,6 +580,7 @@ SIZES = st.sampled_from([1, 2, 3, 5, 8, 24, 64, 96, 100, 256, 1000, 1024, 2056, 
 def test_every_number_has_one_place(sizes: list[int], dtype: str, bias: bool, offset: int) -> None:
     """The turns of all blocks are those of all rows, and the tiles of a turn all columns; no block is without work."""
     shape = tuple(sizes)
+    assume(np.prod(shape, dtype=object) * 8 <= MOST_BYTES)
     x, vector = contiguous(shape, dtype, offset), contiguous(shape[-1:], dtype) if bias else None
     for device in PLAN_DEVICES.values():
         dbias = dtype if bias else None
@@ -629,6 +629,3 @@ def test_more_than_two_to_the_31_numbers_on_a_gpu(biased: bool) -> None:
     expected = cunorm.gelu(x[-1].get(), bias=bias.get() if biased else None)
     for row in (0, rows - 1):
         np.testing.assert_allclose(y[row].get(), expected, rtol=1e-3, atol=1e-6)
-
-
-assert SMALL_DEVICE.multiprocessors == 2  # so that blocks of the emulator take several turns

@@ -15,8 +15,6 @@ _THREADS = 256
 # Bytes that a thread has in flight, and the steps that this may take where vectors are short.
 _BYTES_IN_FLIGHT = 64
 _MOST_STEPS = 8
-# How many blocks are to share a multiprocessor, which bounds their registers.
-_MIN_BLOCKS = 4
 # With a bias, which a block reads once, it takes this many turns, if there are blocks enough to fill the device as
 # often.
 _TURNS_WITH_BIAS = 4
@@ -56,7 +54,7 @@ class _Layout:
             "UNROLL": 1,
             "STEPS": self.steps,
             "RUN": int(self.run),
-            "MIN_BLOCKS": _MIN_BLOCKS,
+            "MIN_BLOCKS": _min_blocks(problem),
             "ROW_DIMS": len(problem.row_sizes),
             "ACTIVATION": problem.activation,
         }
@@ -121,7 +119,7 @@ def plan_forward(problem: PointwiseForward, device: Device) -> Plan:
     layout = _layout(problem)
     groups = layout.turns
     if problem.bias is not None:
-        filling = _blocks_at_once(device) * _TURNS_WITH_BIAS
+        filling = _blocks_at_once(problem, device) * _TURNS_WITH_BIAS
         groups = -(-groups // max(1, min(_TURNS_WITH_BIAS, layout.tiles * groups // filling)))
     builder.launch(
         "pointwise_forward",
@@ -151,7 +149,7 @@ def plan_backward(problem: PointwiseBackward, device: Device) -> Plan:
     dbias: Value = 0
     dbias_dtype = DTYPES[problem.x.dtype].compute
     if problem.dbias is not None:
-        groups = max(1, min(groups, _blocks_at_once(device) // layout.tiles))
+        groups = max(1, min(groups, _blocks_at_once(problem, device) // layout.tiles))
         if groups == 1:
             dbias, dbias_dtype = "dbias", problem.dbias
         else:
@@ -178,6 +176,13 @@ def plan_backward(problem: PointwiseBackward, device: Device) -> Plan:
     return builder.finished("pointwise")
 
 
-def _blocks_at_once(device: Device) -> int:
+def _min_blocks(problem: PointwiseProblem) -> int:
+    """How many blocks are to share a multiprocessor, which bounds their registers."""
+    if problem.x.dtype == "float64" or len(problem.row_sizes) > 1:
+        return 2
+    return 4 if isinstance(problem, PointwiseForward) and problem.bias is None else 3
+
+
+def _blocks_at_once(problem: PointwiseProblem, device: Device) -> int:
     """How many blocks of a launch run at the same time."""
-    return device.multiprocessors * min(_MIN_BLOCKS, device.threads_per_multiprocessor // _THREADS)
+    return device.multiprocessors * min(_min_blocks(problem), device.threads_per_multiprocessor // _THREADS)
