@@ -2,7 +2,7 @@
 
 A plan's launches are compiled once for a device (CuPy's ``RawModule``: NVRTC, with CuPy's on-disk cache) and become a
 ``Call``. A call packs pointers into each kernel's argument struct and launches on the stream it is given: nothing is
-allocated, copied or waited for.
+allocated, copied or waited for. Where the device can, the launches of a plan overlap (kernels/dependent_launch.cuh).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import operator
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cunorm import kernels
@@ -25,8 +25,12 @@ _SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel de
 _CLUSTER_WITHOUT_ASKING = 8
 # Of the driver's enumerations CUfunction_attribute and CUlaunchAttributeID.
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-_CLUSTER_DIMENSION = 4
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
+# Launches overlap from these on: kernels wait for each other since Hopper, and a driver can capture that into a graph
+# since CUDA 12.3.
+_FIRST_OVERLAPPING_CAPABILITY, _FIRST_OVERLAPPING_DRIVER = 90, 12030
 COMPILE_OPTIONS = ("-std=c++17",)
+_asking = threading.Lock()
 
 
 @functools.cache
@@ -68,10 +72,10 @@ def gpu_name(index: int) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-class _ClusterSize(ctypes.Structure):
-    """A CUlaunchAttribute of the driver that holds a cluster's dimensions."""
+class _LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute. Its value is a union of 64 bytes."""
 
-    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("dimensions", ctypes.c_uint * 16))
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -82,9 +86,27 @@ class _LaunchConfig(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_ClusterSize)),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
         ("attribute_count", ctypes.c_uint),
     )
+
+
+def _launch_config(
+    grid: int, block: tuple[int, int], shared_bytes: int, attributes: Mapping[int, tuple[int, ...]]
+) -> _LaunchConfig:
+    """A launch on the default stream. Attributes are given by their CUlaunchAttributeID, each as the value's words."""
+    given = [_LaunchAttribute(name, 0, value) for name, value in attributes.items()]
+    array = (_LaunchAttribute * len(given))(*given)
+    return _LaunchConfig((grid, 1, 1), (*block, 1), shared_bytes, None, array, len(array))
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver, for what CuPy does not have of it. A call lets go of the GIL, as CuPy's do.
+
+    A launch waits where the stream's queue is full, and what that waits for may be a host function in Python.
+    """
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _clusters(index: int) -> tuple[int, int, int, int]:
@@ -95,16 +117,21 @@ def _clusters(index: int) -> tuple[int, int, int, int]:
         shared_bytes = cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
         function.max_dynamic_shared_size_bytes = shared_bytes
         cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        driver = ctypes.CDLL("libcuda.so.1")
         counts = []
         for blocks in (2, 4, 8, 16):
-            size = _ClusterSize(_CLUSTER_DIMENSION, 0, (blocks, 1, 1))
-            config = _LaunchConfig((blocks, 1, 1), (128, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)
+            config = _launch_config(blocks, (128, 1), shared_bytes, {_CLUSTER_DIMENSION: (blocks, 1, 1)})
             count = ctypes.c_int(0)
             pointer = ctypes.c_void_p(function.kernel.ptr)
-            failed = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), pointer, ctypes.byref(config))
+            failed = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), pointer, ctypes.byref(config))
             counts.append(0 if failed else count.value)
     return counts[0], counts[1], counts[2], counts[3]
+
+
+def _launches_overlap(index: int) -> bool:
+    """Whether a launch on CUDA device ``index`` may begin before the one before it has ended."""
+    if device(index).capability < _FIRST_OVERLAPPING_CAPABILITY:
+        return False
+    return bool(cupy().cuda.runtime.driverGetVersion() >= _FIRST_OVERLAPPING_DRIVER)
 
 
 def _driver_hint(runtime: Any) -> str:
@@ -124,8 +151,10 @@ def compiled_function(
     try:
         with cupy().cuda.Device(device_index):
             function = cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel)
-            if shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
-                function.max_dynamic_shared_size_bytes = shared_bytes
+            # One text is one function, whatever shared memory it is launched with: never ask for less than before.
+            with _asking:
+                if shared_bytes > max(_SHARED_BYTES_WITHOUT_ASKING, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
             if cluster > _CLUSTER_WITHOUT_ASKING:
                 cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             return function.kernel
@@ -152,9 +181,32 @@ def argument_values(launch: Launch) -> list[tuple[str, Any]]:
     return values
 
 
-def _launch_together(*arguments: Any) -> None:
-    """What launchKernel does, but that all blocks of the launch run at the same time, or it fails."""
-    cupy().cuda.driver.launchCooperativeKernel(*arguments[:-1])  # the last one, 0, it does not have
+def _starter(launch: Launch, function: int, parameters: ctypes.c_void_p) -> Callable[[int], None]:
+    """What launches a compiled function on a stream. The parameter points at the argument struct."""
+    address = ctypes.addressof(parameters)
+    dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
+    if launch.cooperative:
+        together = functools.partial(cupy().cuda.driver.launchCooperativeKernel, function, *dimensions)
+        return lambda stream: together(stream, address)
+    alone = functools.partial(cupy().cuda.driver.launchKernel, function, *dimensions)
+    return lambda stream: alone(stream, address, 0)
+
+
+def _overlapping_starter(launch: Launch, function: int, parameters: ctypes.c_void_p) -> Callable[[int], None]:
+    """The same for a launch that may begin before the one before it on the stream has ended."""
+    attributes = {_PROGRAMMATIC_STREAM_SERIALIZATION: (1,)} | ({_COOPERATIVE: (1,)} if launch.cooperative else {})
+    config = _launch_config(launch.grid, launch.block, launch.shared_bytes, attributes)
+    # These are the driver's types already: told its argtypes, ctypes would check that at every call, for 0.2 us.
+    pointers = ctypes.byref(config), ctypes.c_void_p(function), ctypes.byref(parameters), None
+    launch_kernel = functools.partial(_driver().cuLaunchKernelEx, *pointers)
+
+    def start(stream: int) -> None:
+        config.stream = stream
+        if status := launch_kernel():
+            error = cupy().cuda.driver.CUDADriverError(status)
+            raise RuntimeError(f"kernel {launch.kernel} could not be launched: {error}")
+
+    return start
 
 
 class Call:
@@ -167,7 +219,8 @@ class Call:
         # What a call's pointers are called: its operands, null, its scratch.
         names: list[str | None] = [*operands, None, *(scratch.name for scratch in plan.scratch)]
         self._launches = []
-        for launch in plan.launches:
+        overlap = _launches_overlap(device_index)
+        for place, launch in enumerate(plan.launches):
             values = argument_values(launch)
             pointers = [name for code, name in values if code == "P"]
             numbers = [(code, value) for code, value in values if code != "P"]
@@ -176,10 +229,9 @@ class Call:
             pick = operator.itemgetter(*(names.index(name) for name in pointers))
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
             function = compiled_function(*launch.function_key, device_index)
-            dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
-            launch_kernel = _launch_together if launch.cooperative else cupy().cuda.driver.launchKernel
+            starter = _overlapping_starter if overlap and place > 0 else _starter
             packed = bytes(8 * len(pointers)) + tail
-            self._launches.append((launch_kernel, function, dimensions, pick, pack_into, packed))
+            self._launches.append((starter, launch, function, pick, pack_into, packed))
         with cupy().cuda.Device(device_index):
             self._context = self._current_context()  # it is there, since the kernels were loaded into it
         self._of_thread = threading.local()
@@ -187,11 +239,10 @@ class Call:
     def _prepare_thread(self) -> list[Any]:
         """Argument structs of this thread's own: the driver copies them during a launch, when others may be packing."""
         ready = []
-        for launch_kernel, function, dimensions, pick, pack_into, packed in self._launches:
+        for starter, launch, function, pick, pack_into, packed in self._launches:
             arguments = ctypes.create_string_buffer(packed, len(packed))
             parameters = ctypes.c_void_p(ctypes.addressof(arguments))
-            address = ctypes.addressof(parameters)
-            ready.append((launch_kernel, function.ptr, dimensions, pick, pack_into, arguments, address, parameters))
+            ready.append((pick, pack_into, arguments, starter(launch, function.ptr, parameters), parameters))
         self._of_thread.launches = ready
         return ready
 
@@ -210,6 +261,6 @@ class Call:
         except AttributeError:
             launches = self._prepare_thread()
         every_pointer = (*pointers, 0, *[workspace + offset for offset in self._offsets])
-        for launch_kernel, function, dimensions, pick, pack_into, arguments, address, _ in launches:
+        for pick, pack_into, arguments, start, _ in launches:
             pack_into(arguments, 0, *pick(every_pointer))
-            launch_kernel(function, *dimensions, stream, address, 0)
+            start(stream)

@@ -15,8 +15,8 @@ __device__ __forceinline__ void add_weight_offset(Compute (&weight)[COUNT]) {
 template <int COUNT>
 __device__ __forceinline__ void load_affine(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases,
                                             Compute (&weight)[COUNT], Compute (&bias)[COUNT]) {
-  if constexpr (HAS_WEIGHT) load_widened<COUNT, WEIGHT_ACCESS>(weights, weight);
-  if constexpr (HAS_BIAS) load_widened<COUNT, BIAS_ACCESS>(biases, bias);
+  if constexpr (HAS_WEIGHT) widen_all(load_in_pieces<COUNT, WEIGHT_ACCESS>(weights), weight);
+  if constexpr (HAS_BIAS) widen_all(load_in_pieces<COUNT, BIAS_ACCESS>(biases), bias);
   add_weight_offset(weight);
 }
 

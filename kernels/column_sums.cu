@@ -5,6 +5,7 @@
 // sums are in double: there are few numbers to add here, and their rounding would be most of the result's. No rows at
 // all give zeros.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 
 struct Arguments {
   const Compute* partials;         // [rows][columns]
@@ -17,12 +18,14 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) column_sums(const Arguments arguments) {
+  let_next_launch_begin();
   __shared__ double scratch[ROW_THREADS][COLUMN_THREADS];
   const long long place = static_cast<long long>(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
   const bool second = place >= arguments.columns;
   const long long columns = second ? arguments.second_columns : arguments.columns;
   const long long column = second ? place - arguments.columns : place;
   const Compute* partials = second ? arguments.second_partials : arguments.partials;
+  wait_for_earlier_launches();
   double sum = 0;
   if (column < columns) {
 #pragma unroll 8

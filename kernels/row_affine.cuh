@@ -1,37 +1,52 @@
 // The weight and bias of row_block_*: a thread gets those of its vectors (see row_stage.cuh for what a place is).
 //
-// They come from memory, through the cache, at every row. Where WEIGHTS_STAGED, a thread first takes its own into
-// shared memory: a row that fills the cache would drive them out of it, and each row would cost their bytes again.
+// WEIGHTS names when they come to the registers, from memory through the cache:
+// - late: when the sums of the row are known, so that they take no registers before;
+// - early: before that, so that their way from memory costs no time of its own;
+// - staged: late, but from shared memory, where a thread took its own once for all rows. A row that fills the cache
+//   drives them out of it, and each row would cost their bytes again.
+enum class Weights { late, early, staged };
+constexpr Weights weights_come = Weights::WEIGHTS;
 
 template <int ACCESS_BYTES, typename T>
 struct Parameter {
   const T* memory;  // of the block's part of a row
   T* staged;        // BLOCK_THREADS * VECTORS * VECTOR elements of shared memory
+  Vector<T, VECTOR> early[VECTORS];
 
   __device__ __forceinline__ T* own(int i) const { return staged + (i * BLOCK_THREADS + thread_in_block()) * VECTOR; }
 
   // Takes this thread's into shared memory, for all rows: they must all begin in the same way, where they are PEELED.
   __device__ __forceinline__ void stage(const Place& place) const {
-    if constexpr (WEIGHTS_STAGED) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        if (!place.has(i)) continue;
-        constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
+    for (int i = 0; i < VECTORS; ++i) {
+      if (!place.has(i)) continue;
+      constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
-        for (int j = 0; j < VECTOR; j += STEP) store(own(i) + j, load<T, STEP>(memory + place.column(i) + j));
-      }
+      for (int j = 0; j < VECTOR; j += STEP) store(own(i) + j, load<T, STEP>(memory + place.column(i) + j));
+    }
+  }
+
+  // Those of the thread's i-th vector, from memory.
+  __device__ __forceinline__ Vector<T, VECTOR> fetched(const Place& place, int i) const {
+    if constexpr (PEELED) return load_anywhere<VECTOR>(memory + place.column(i));
+    return load_in_pieces<VECTOR, ACCESS_BYTES>(memory + place.column(i));
+  }
+
+  __device__ __forceinline__ void fetch_early(const Place& place) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (place.has(i)) early[i] = fetched(place, i);
     }
   }
 
   // Those of the thread's i-th vector.
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&values)[VECTOR]) const {
-    if constexpr (WEIGHTS_STAGED) {
-      constexpr int BYTES = sizeof(T) * VECTOR;
-      load_widened<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i), values);
-    } else if constexpr (PEELED) {
-      load_widened_anywhere<VECTOR>(memory + place.column(i), values);
-    } else {
-      load_widened<VECTOR, ACCESS_BYTES>(memory + place.column(i), values);
+    constexpr int BYTES = sizeof(T) * VECTOR;
+    switch (weights_come) {
+      case Weights::late: return widen_all(fetched(place, i), values);
+      case Weights::early: return widen_all(early[i], values);
+      case Weights::staged: return widen_all(load_in_pieces<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i)), values);
     }
   }
 };
@@ -40,9 +55,15 @@ struct Affine {
   Parameter<WEIGHT_ACCESS, WEIGHT_TYPE> weights;
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
 
+  // To be called before the first row, with its place.
   __device__ __forceinline__ void stage(const Place& place) const {
-    if constexpr (HAS_WEIGHT) weights.stage(place);
-    if constexpr (HAS_BIAS) biases.stage(place);
+    if constexpr (HAS_WEIGHT && weights_come == Weights::staged) weights.stage(place);
+    if constexpr (HAS_BIAS && weights_come == Weights::staged) biases.stage(place);
+  }
+  // To be called before the sums of a row; whoever calls it before the first keeps them for all.
+  __device__ __forceinline__ void fetch_early(const Place& place) {
+    if constexpr (HAS_WEIGHT && weights_come == Weights::early) weights.fetch_early(place);
+    if constexpr (HAS_BIAS && weights_come == Weights::early) biases.fetch_early(place);
   }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {
@@ -63,5 +84,5 @@ __device__ __forceinline__ Affine affine_of(const WEIGHT_TYPE* weights, const BI
   WEIGHT_TYPE* staged_weights = static_cast<WEIGHT_TYPE*>(staged);
   BIAS_TYPE* staged_biases =
       reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? BLOCK_THREADS * VECTORS * VECTOR : 0));
-  return {{weights + part.first_column, staged_weights}, {biases + part.first_column, staged_biases}};
+  return {{weights + part.first_column, staged_weights, {}}, {biases + part.first_column, staged_biases, {}}};
 }

@@ -8,6 +8,7 @@
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
 #include "copy_async.cuh"
@@ -39,6 +40,7 @@ struct Arguments {
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
+  let_next_launch_begin();
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<2> exchange;
@@ -51,12 +53,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(true)};
-  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(true)};
+  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(stage != Stage::direct)};
   const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
-                                            take(HAS_DRESIDUAL)};
+                                            take(stage != Stage::direct && HAS_DRESIDUAL)};
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
-  const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -92,6 +94,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row);
   fetch_statistics(first_row);
   affine.stage(first_place);
+  affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
   if (first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);

@@ -71,12 +71,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(true)};
-  const Rows<const X_TYPE> residual = {arguments.residual, arguments.residual_stride, take(HAS_RESIDUAL)};
+  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE> residual = {arguments.residual, arguments.residual_stride,
+                                       take(stage != Stage::direct && HAS_RESIDUAL)};
   const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};
-  const Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
   // A division, but for tiny rows, where it is much of the work: its branches end a basic block, and without that ptxas
   // keeps so much of one pass for the next that fewer blocks fit.
@@ -126,10 +127,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     release_rows();
     fetch_rows(first_row + step);
-    // The edge's weights; and with one vector a thread there are registers for that one's too, whose way from memory
-    // then costs no time.
-    Compute weight[VECTOR], bias[VECTOR], edge_weight[1], edge_bias[1];
-    if (VECTORS == 1 && place.has(0)) affine.get(place, 0, weight, bias);
+    affine.fetch_early(place);
+    Compute edge_weight[1], edge_bias[1];
     if (place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Reduce: the mean, then the differences from it.
@@ -170,7 +169,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (place.has(i)) {
-        if constexpr (VECTORS > 1) affine.get(place, i, weight, bias);
+        Compute weight[VECTOR], bias[VECTOR];
+        affine.get(place, i, weight, bias);
         put(y, part, place, i, normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias));
       }
     }

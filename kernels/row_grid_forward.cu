@@ -18,6 +18,7 @@
 //
 // Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
 #include "row_cut.cuh"
@@ -229,8 +230,8 @@ struct Affine {
     if constexpr (!PEELED || COUNT == 1) {
       load_affine<COUNT>(weights + column, biases + column, weight, bias);
     } else {
-      if constexpr (HAS_WEIGHT) load_widened_anywhere<COUNT>(weights + column, weight);
-      if constexpr (HAS_BIAS) load_widened_anywhere<COUNT>(biases + column, bias);
+      if constexpr (HAS_WEIGHT) widen_all(load_anywhere<COUNT>(weights + column), weight);
+      if constexpr (HAS_BIAS) widen_all(load_anywhere<COUNT>(biases + column), bias);
       add_weight_offset(weight);
     }
   }
@@ -280,6 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
 
   long long row = part.group;
   Place place = place_of(y, part, row, arguments.rows);
+  wait_for_earlier_launches();
   for (int ahead = 0; ahead < ROWS_AHEAD; ++ahead) {
     const long long row_ahead = row + ahead * part.groups;
     const Place place_ahead = place_of(y, part, row_ahead, arguments.rows);

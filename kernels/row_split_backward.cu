@@ -3,8 +3,9 @@
 // writes dx.
 //
 // A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
-// block b takes tile b % tiles of group b / tiles.
+// block b, counted from the end, takes tile b % tiles of group b / tiles.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
 #include "activation.cuh"
@@ -39,10 +40,13 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(const Arguments arguments) {
-  const long long group = blockIdx.x / arguments.tiles, first_column = blockIdx.x % arguments.tiles * TILE_COLUMNS;
+  let_next_launch_begin();
+  const unsigned block = block_from_the_end();
+  const long long group = block / arguments.tiles, first_column = block % arguments.tiles * TILE_COLUMNS;
   const long long first_row = group * arguments.rows_per_group, group_end = first_row + arguments.rows_per_group;
   const long long end_row = group_end < arguments.rows ? group_end : arguments.rows;
   const Compute scale = 1 / static_cast<Compute>(arguments.columns);
+  wait_for_earlier_launches();
 
   long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL], added_offsets[UNROLL];
   Compute weight[UNROLL][VECTOR], bias[UNROLL][VECTOR];

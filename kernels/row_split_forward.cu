@@ -2,6 +2,7 @@
 // for rows that no block can hold. Reads x (or residual_out) a second time, from L2 where it is still there, and writes
 // y. One block a chunk of columns.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
@@ -27,7 +28,9 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_forward(const Arguments arguments) {
-  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  const Chunk chunk =
+      chunk_of_block(block_from_the_end(), arguments.splits, arguments.columns_per_split, arguments.columns);
+  wait_for_earlier_launches();
   if (chunk.row >= arguments.rows) return;
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
   X_TYPE* y = arguments.y + offset_of(chunk.row, arguments.row_sizes, arguments.y_row_strides);

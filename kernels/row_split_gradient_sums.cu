@@ -1,6 +1,7 @@
 // The two sums along a row that dx needs, of g = dz * weight and of g * xhat, for one chunk of columns (for rows that
 // no block can hold; column_sums then adds up the chunks, and row_split_backward finishes). Reads x and dy once.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
 #include "activation.cuh"
@@ -27,8 +28,9 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums(const Arguments arguments) {
+  let_next_launch_begin();
   __shared__ Compute scratch[2 * THREADS / 32 * ROW_LANES];
-  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  const Chunk chunk = chunk_of_block(blockIdx.x, arguments.splits, arguments.columns_per_split, arguments.columns);
   // Threads past the last row go along with nothing to add: the sums need every lane.
   const bool in_rows = chunk.row < arguments.rows;
   const long long end = in_rows ? chunk.end_column : 0;

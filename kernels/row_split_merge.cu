@@ -4,6 +4,7 @@
 // the squared deviation of their means. A row of no columns has NaN for both, as np.mean has.
 // For RMS norm the chunks' means are 0 and their deviations sums of squares, and the same rule gives the mean square.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "split_statistics.cuh"
 
 struct Arguments {
@@ -26,6 +27,8 @@ __device__ __forceinline__ double warp_total(double value) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS_PER_BLOCK, 1) row_split_merge(const Arguments arguments) {
+  let_next_launch_begin();
+  wait_for_earlier_launches();
   const long long row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.y;
   if (row >= arguments.rows) return;  // a whole warp at a time
   const double* means = arguments.chunk_means + row * arguments.splits;

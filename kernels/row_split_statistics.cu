@@ -7,6 +7,7 @@
 // TILES_PER_CHUNK tiles, so that the first is no small part of it, and what cancels in the squared deviation is bounded
 // by that number: this is safe for rows far from zero, which plain sums of squares are not.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
 #include "activation.cuh"
@@ -39,8 +40,9 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(const Arguments arguments) {
+  let_next_launch_begin();
   __shared__ Compute scratch[3 * THREADS / 32 * ROW_LANES];
-  const Chunk chunk = chunk_of_block(arguments.splits, arguments.columns_per_split, arguments.columns);
+  const Chunk chunk = chunk_of_block(blockIdx.x, arguments.splits, arguments.columns_per_split, arguments.columns);
   // Threads past the last row go along with nothing to add: the sums need every lane.
   const long long end = chunk.row < arguments.rows ? chunk.end_column : 0;
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);

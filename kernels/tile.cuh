@@ -26,7 +26,9 @@ __device__ __forceinline__ long long tile_column(long long first, int i) {
   return first + (i * COLUMN_LANES + static_cast<int>(threadIdx.x) / ROW_LANES) * VECTOR;
 }
 
-// Where this block works: block b takes split b % splits of the ROW_LANES rows that begin at b / splits * ROW_LANES.
+// Where a block works: block b takes the (b / row_blocks)-th split of the ROW_LANES rows that begin at b % row_blocks *
+// ROW_LANES. Blocks that run together work on the same columns of many rows: weights as long as the rows may be more
+// than the cache holds.
 struct Chunk {
   long long row;           // of this thread; may be past the last row
   long long split;
@@ -34,12 +36,17 @@ struct Chunk {
   long long end_column;    // one past its last
 };
 
-__device__ __forceinline__ Chunk chunk_of_block(long long splits, long long columns_per_split, long long columns) {
+__device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long splits, long long columns_per_split,
+                                                long long columns) {
+  const long long row_blocks = gridDim.x / splits;
   Chunk chunk;
-  chunk.split = blockIdx.x % splits;
-  chunk.row = blockIdx.x / splits * ROW_LANES + row_lane();
+  chunk.split = block / row_blocks;
+  chunk.row = block % row_blocks * ROW_LANES + row_lane();
   chunk.first_column = chunk.split * columns_per_split;
   const long long end = chunk.first_column + columns_per_split;
   chunk.end_column = end < columns ? end : columns;
   return chunk;
 }
+
+// For a launch that reads what the one before has read: what that read last, which is still in the cache, comes first.
+__device__ __forceinline__ unsigned block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }

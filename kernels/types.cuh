@@ -134,37 +134,42 @@ struct Straddling {
   }
 };
 
-// COUNT values of a weight or bias in Compute. Its type may be wider than x's and its alignment smaller, so it comes in
-// pieces of ACCESS_BYTES.
+// COUNT values of a weight or bias, in pieces of ACCESS_BYTES: its type may be wider than x's and its alignment smaller.
 template <int COUNT, int ACCESS_BYTES, typename T>
-__device__ __forceinline__ void load_widened(const T* source, Compute (&values)[COUNT]) {
+__device__ __forceinline__ Vector<T, COUNT> load_in_pieces(const T* source) {
   constexpr int STEP = ACCESS_BYTES / sizeof(T) < COUNT ? ACCESS_BYTES / sizeof(T) : COUNT;
+  Vector<T, COUNT> result;
 #pragma unroll
   for (int first = 0; first < COUNT; first += STEP) {
     const Vector<T, STEP> piece = load<T, STEP>(source + first);
 #pragma unroll
-    for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
+    for (int i = 0; i < STEP; ++i) result.lane[first + i] = piece.lane[i];
   }
+  return result;
 }
 
 // The same from anywhere: in pieces of 16 bytes, as Straddling reads, or number by number where that is too much.
 template <int COUNT, typename T>
-__device__ __forceinline__ void load_widened_anywhere(const T* source, Compute (&values)[COUNT]) {
+__device__ __forceinline__ Vector<T, COUNT> load_anywhere(const T* source) {
   constexpr int STEP = 16 / sizeof(T);
-  if constexpr (STEP <= COUNT) {
-    const unsigned shift = reinterpret_cast<size_t>(source) % 16;
+  if constexpr (STEP > COUNT) return load_in_pieces<COUNT, sizeof(T)>(source);
+  Vector<T, COUNT> result;
+  const unsigned shift = reinterpret_cast<size_t>(source) % 16;
 #pragma unroll
-    for (int first = 0; first < COUNT; first += STEP) {
-      Straddling<T, STEP> pieces;
-      pieces.load_pieces(source + first);
-      const Vector<T, STEP> piece = pieces.at(shift);
+  for (int first = 0; first < COUNT; first += STEP) {
+    Straddling<T, STEP> pieces;
+    pieces.load_pieces(source + first);
+    const Vector<T, STEP> piece = pieces.at(shift);
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) values[first + i] = widen(piece.lane[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = widen(source[i]);
+    for (int i = 0; i < STEP; ++i) result.lane[first + i] = piece.lane[i];
   }
+  return result;
+}
+
+template <typename T, int COUNT>
+__device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Compute (&widened)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) widened[i] = widen(values.lane[i]);
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }

@@ -267,9 +267,9 @@ def kinds_of(chosen: Plan) -> set[str]:
         kinds.add(f"{item.kernel}: {kind}")
         if isinstance(rows, int) and rows > turn:
             kinds.add(f"{item.kernel}: {kind} again")
-        if item.cluster > 1 and not constants["WEIGHTS_STAGED"]:
+        if item.cluster > 1 and constants["WEIGHTS"] != "staged":
             kinds.add(f"{item.kernel}: {kind} with weights from memory")
-        elif constants["WEIGHTS_STAGED"]:
+        elif constants["WEIGHTS"] == "staged":
             kinds.add(f"{item.kernel}: {kind} with weights staged")
     return kinds
 

@@ -12,6 +12,8 @@ which one takes from a tenth of a second to two. Covered is:
 3. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    pointwise_* and column_sums: for every dtype and architecture.
 
+What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else.
+
 The kernels are not listed here but asked of ``plan``.
 """
 
@@ -19,13 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
 from plan_cases import GPUS, Problem
 
-from cunorm import kernels
+from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, plan
 from cunorm.problem import (
     ACTIVATIONS,
@@ -255,7 +258,7 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
 
 
 def _ways(items: Iterable[Launch]) -> set[tuple[object, ...]]:
-    names = ("STAGE", "PEELED", "WEIGHTS_STAGED", "FULL")
+    names = ("STAGE", "PEELED", "WEIGHTS", "FULL")
     return {
         (*(dict(item.constants)[name] for name in names), item.cluster > 1)
         for item in items
@@ -293,3 +296,98 @@ def test_a_spill_is_seen() -> None:
     constants = dict(item.constants) | {"VECTORS": 64, "FULL": 0}
     taken = compile_resources(item.kernel, constants, "sm_80")
     assert "spilled" in str(complaint(item, taken, GPUS["sm_80"]))
+
+
+# ---- Launches that overlap.
+
+
+def ptx_of(item: Launch) -> list[str]:
+    """The lines of a kernel, for sm_90, from its beginning on."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    source = kernels.kernel_source(item.kernel, dict(item.constants))
+    options = (*launch.COMPILE_OPTIONS, *resources._CUPY_OPTIONS, *resources._include_options(), "-arch=compute_90")
+    program = nvrtc.createProgram(source, f"{item.kernel}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        text = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    text = text if isinstance(text, str) else text.decode()
+    return [line.strip() for line in text[text.index(f".entry {item.kernel}(") :].splitlines()]
+
+
+def before(instruction: str, ptx: list[str]) -> list[str]:
+    """The lines before an instruction that every thread comes to: no branch leads past it."""
+    assert ptx.count(instruction) == 1  # as it stands here: without a predicate
+    lines = ptx[: ptx.index(instruction)]
+    text = "\n".join(lines)
+    assert not re.search(r"\b(?:ret|exit|trap|call)\b", text)
+    labels = set(re.findall(r"^(\$\w+):", text, re.MULTILINE))
+    assert labels.issuperset(re.findall(r"\bbra[.\w]*\s+(\$\w+);", text))
+    return lines
+
+
+def touches_memory(line: str) -> bool:
+    """Whether an instruction reads or writes what other launches may write or read."""
+    name = re.match(r"(?:@!?%\w+\s+)?((?:ld|ldu|st|cp|atom|red|prefetch|prefetchu|multimem|discard)[.\w:]*)\s", line)
+    return name is not None and not re.match(r"(?:ld|st)\.(?:\w+\.)?(?:param|shared)\b", name[1])
+
+
+LET_GO, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
+
+
+def launches_at(places: slice, dtype: str) -> list[Launch]:
+    """Those at some places of plans, each kernel once."""
+    problems = [*split_problems(dtype), *grid_problems(dtype), *sums_problems(dtype)]
+    every = (item for problem in problems for item in plan(problem, GPUS["sm_90"]).launches[places])
+    return list({item.kernel: item for item in every}.values())
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
+    later = launches_at(slice(1, None), dtype)
+    assert {item.kernel for item in later} == {
+        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward"
+    }  # fmt: skip
+    for item in later:
+        ptx = ptx_of(item)
+        assert any(map(touches_memory, ptx)), item.kernel
+        assert not [line for line in before(WAIT, ptx) if touches_memory(line)], item.kernel
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
+    earlier = launches_at(slice(None, -1), dtype)
+    assert {item.kernel for item in earlier} == {
+        "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
+        "row_split_statistics"
+    }  # fmt: skip
+    for item in earlier:
+        assert not [line for line in before(LET_GO, ptx_of(item)) if touches_memory(line) or "bra" in line], item.kernel
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["@%p1 bra $L_end;", WAIT, "$L_end:"],
+        ["@%p1 bra $L_wait;", "ret;", "$L_wait:", WAIT],
+        ["@%p1 griddepcontrol.wait;"],
+        ["mov.u32 %r1, 0;"],
+    ],
+)
+def test_a_wait_that_a_thread_may_miss_is_seen(lines: list[str]) -> None:
+    with pytest.raises(AssertionError):
+        before(WAIT, lines)
+
+
+def test_what_touches_memory() -> None:
+    for line in (
+        "ld.f32 %f1, [%rd1];", "@%p1 ld.global.v4.u32 {%r1, %r2}, [%rd1];", "st.global.f64 [%rd1], %fd1;",
+        "st.relaxed.gpu.global.u64 [%rd1], %rd2;", "cp.async.cg.shared.global [%r1], [%rd1], 16;",
+        "prefetch.global.L2 [%rd1];", "ld.volatile.global.u32 %r1, [%rd1];",
+    ):  # fmt: skip
+        assert touches_memory(line), line
+    for line in ("ld.param.u64 %rd1, [a];", "st.shared.f32 [%r1], %f1;", "ld.volatile.shared.u32 %r1, [%r2];",
+                 "setp.lt.s32 %p1, %r1, 2;", "cvta.to.global.u64 %rd1, %rd2;"):  # fmt: skip
+        assert not touches_memory(line), line

@@ -12,36 +12,58 @@ from typing import Any
 
 import pytest
 
-from cunorm import launch
+from cunorm import kernels, launch
 from cunorm.plan import Device, Launch, Plan, plan
 from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 
 FORWARD = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
 BACKWARD = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
-WORKSPACE, STREAM = 0x5000_0000, 0x77
+WORKSPACE, STREAM = 0x5000_0000, 0x7A00_0000_0077
+FUNCTIONS = {kernel: 0x7B00_0000_0010 + place for place, kernel in enumerate(kernels.kernel_names())}
+# Of CUlaunchAttributeID in cuda.h.
+COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
 
 
 class CompileException(Exception):
     """CuPy's exception of that name: not a RuntimeError."""
 
 
+class CUDADriverError(RuntimeError):
+    """CuPy's exception of that name, with what the driver says of any status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA_ERROR_{status}: what the driver says")
+
+
 class Driver:
-    """Stands in for the cupy module, and keeps the bytes of every argument struct."""
+    """Stands in for the cupy module and for the driver, and keeps the bytes of every argument struct."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
         self.context = {threading.get_ident(): 1}
         self.entered: list[int] = []
-        self.together: list[bool] = []
+        self.called: list[str] = []  # the functions that launched
+        self.attributes: list[dict[int, int]] = []
+        self.given: list[tuple[int, ...]] = []  # the addresses that each launch was given
+        self.status = 0
+        self.gpu, self.version = Device("sm_90"), 12030
         driver = SimpleNamespace(
+            CUDADriverError=CUDADriverError,
             ctxGetCurrent=self._current,
-            launchKernel=functools.partial(self._launch, False),
-            launchCooperativeKernel=lambda *arguments: self._launch(True, *arguments, 0),
+            launchKernel=functools.partial(self._launch, "launchKernel", {}),
+            launchCooperativeKernel=lambda *arguments: self._launch(
+                "launchCooperativeKernel", {COOPERATIVE: 1}, *arguments, 0
+            ),
         )
-        runtime = SimpleNamespace(free=self._make_context)
+        runtime = SimpleNamespace(free=self._make_context, driverGetVersion=lambda: self.version)
         compiler = SimpleNamespace(CompileException=CompileException)
         self.cuda = SimpleNamespace(driver=driver, runtime=runtime, compiler=compiler, Device=self._device)
         self.sizes: dict[str, int] = {}
+        # As libcuda has it: a function of C, of which ctypes knows no types of arguments.
+        self._called_from_c = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launch_ex)
+        address = ctypes.cast(self._called_from_c, ctypes.c_void_p).value
+        assert address
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int)(address)
 
     def _current(self) -> int:
         return self.context.get(threading.get_ident(), 0)
@@ -54,20 +76,33 @@ class Driver:
         self.entered.append(index)
         yield
 
-    def _launch(self, together: bool, function: Any, *arguments: Any) -> None:
+    def _launch(self, called: str, attributes: dict[int, int], function: int, *arguments: Any) -> None:
         *dimensions, stream, parameters, extra = arguments
-        assert extra == 0
-        self.together.append(together)
+        assert not extra
+        self.called.append(called)
+        self.attributes.append(attributes)
         address = ctypes.c_void_p.from_address(parameters).value
         assert address
-        self.launched.append((function, dimensions, stream, ctypes.string_at(address, self.sizes[function])))
+        kernel = next(name for name, number in FUNCTIONS.items() if number == function)
+        self.launched.append((kernel, dimensions, stream, ctypes.string_at(address, self.sizes[kernel])))
+        self.given.append((parameters, address))
+
+    def _launch_ex(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        """Reads CUlaunchConfig and CUlaunchAttribute where cuda.h has their fields."""
+        *dimensions, stream, first, count = struct.unpack("<7I4xQQI", ctypes.string_at(config, 52))
+        attributes = dict(struct.unpack("<i4xi60x", ctypes.string_at(first + 72 * i, 72)) for i in range(count))
+        self._launch("cuLaunchKernelEx", attributes, function, *dimensions, stream, parameters, extra)
+        self.given[-1] += (config, first)
+        return self.status
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "compiled_function", lambda kernel, *_: SimpleNamespace(ptr=kernel))
+    monkeypatch.setattr(launch, "device", lambda index: fake.gpu)
+    monkeypatch.setattr(launch, "_driver", lambda: fake)
+    monkeypatch.setattr(launch, "compiled_function", lambda kernel, *_: SimpleNamespace(ptr=FUNCTIONS[kernel]))
     return fake
 
 
@@ -113,7 +148,6 @@ def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, i
         call(list(pointers.values()), WORKSPACE, STREAM)
 
     assert len(driver.launched) == 2 * len(chosen.launches)
-    assert driver.together == [item.cooperative for item in chosen.launches] * 2
     for item, (function, dimensions, stream, packed) in zip(chosen.launches * 2, driver.launched):
         assert (function, dimensions, stream) == (
             item.kernel,
@@ -127,6 +161,75 @@ def test_every_field_gets_what_the_plan_says(driver: Driver, shape: tuple[int, i
                 assert number == (pointers | scratch)[value]
             else:
                 assert number == value
+
+
+LAUNCHES = {
+    "row_grid forward": (forward, (10, 10_000_000), ["column_sums", "row_grid_forward"]),
+    "row_split forward": (forward, (100, 1_000_000), ["row_split_statistics", "row_split_merge", "row_split_forward"]),
+    "row_block backward": (backward, (4096, 1024), ["row_block_backward", "column_sums"]),
+    "row_split backward": (
+        backward,
+        (1000, 1_000_000),
+        ["row_split_gradient_sums", "column_sums", "row_split_backward", "column_sums"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "overlap"),
+    [("sm_80", 13000, False), ("sm_90", 12020, False), ("sm_90", 12030, True), ("sm_120", 13000, True)],
+)
+@pytest.mark.parametrize("name", list(LAUNCHES))
+def test_all_launches_but_the_first_overlap_where_they_can(
+    driver: Driver, name: str, arch: str, version: int, overlap: bool
+) -> None:
+    make, shape, names = LAUNCHES[name]
+    driver.gpu, driver.version = Device(arch), version
+    chosen: Plan = make(*shape, False)
+    assert [item.kernel for item in chosen.launches] == names
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item)) for item in chosen.launches}
+    operands = FORWARD if make is forward else BACKWARD
+    launch.Call(chosen, operands, 0)(range(1, len(operands) + 1), WORKSPACE, STREAM)
+
+    assert [kernel for kernel, *_ in driver.launched] == names
+    for place, item in enumerate(chosen.launches):
+        together = {COOPERATIVE: 1} if item.cooperative else {}
+        if overlap and place > 0:
+            assert driver.called[place] == "cuLaunchKernelEx"
+            assert driver.attributes[place] == {PROGRAMMATIC_STREAM_SERIALIZATION: 1} | together
+        else:
+            assert driver.called[place] == ("launchCooperativeKernel" if item.cooperative else "launchKernel")
+            assert driver.attributes[place] == together
+
+
+def test_each_call_launches_on_the_stream_it_is_given(driver: Driver) -> None:
+    chosen = backward(4096, 1024, True)
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item)) for item in chosen.launches}
+    call = launch.Call(chosen, BACKWARD, 0)
+    for stream in (STREAM, 0, STREAM + 1):
+        call(range(1, 11), WORKSPACE, stream)
+    assert [stream for _, _, stream, _ in driver.launched] == [STREAM] * 2 + [0] * 2 + [STREAM + 1] * 2
+
+
+def test_no_two_threads_share_what_a_launch_reads(driver: Driver) -> None:
+    chosen = backward(4096, 1024, True)
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item)) for item in chosen.launches}
+    call = launch.Call(chosen, BACKWARD, 0)
+    call(range(1, 11), WORKSPACE, STREAM)
+    thread = threading.Thread(target=call, args=(range(1, 11), WORKSPACE, STREAM))
+    thread.start()
+    thread.join()
+    addresses = [address for given in driver.given for address in given]
+    assert len(addresses) == len(set(addresses)) == 2 * (2 + 4) and 0 not in addresses
+
+
+def test_a_launch_that_the_driver_refuses(driver: Driver) -> None:
+    chosen = backward(4096, 1024, True)
+    driver.sizes = {item.kernel: 8 * len(launch.argument_values(item)) for item in chosen.launches}
+    driver.status = 719
+    with pytest.raises(RuntimeError) as raised:
+        launch.Call(chosen, BACKWARD, 0)(range(1, 11), WORKSPACE, STREAM)
+    assert str(raised.value) == "kernel column_sums could not be launched: CUDA_ERROR_719: what the driver says"
 
 
 def test_null_operands_stay_null(driver: Driver) -> None:
@@ -169,6 +272,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
 
     fake.RawModule = refuse  # type: ignore[attr-defined]
     monkeypatch.setattr(launch, "cupy", lambda: fake)
+    monkeypatch.setattr(launch, "device", lambda index: fake.gpu)
     chosen = forward(1000, 4096, False)
     message = "kernel row_block_forward does not compile for CUDA device 0: no cuda_fp16.h here"
     with pytest.raises(RuntimeError, match=message):

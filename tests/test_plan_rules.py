@@ -238,7 +238,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
-        if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS_STAGED"]):
+        if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS"] == "staged"):
             # A thread keeps its columns: in the sums of gradients, and in the weights that it took once.
             aligned = _aligned_to(problem)
             assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
@@ -275,14 +275,14 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         needed = tensors * slots * itemsize
     if stage == "run":
         assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
-        assert item.cluster == 1 and not constants["PEELED"] and not constants["WEIGHTS_STAGED"]
+        assert item.cluster == 1 and not constants["PEELED"] and constants["WEIGHTS"] != "staged"
         # Whole pieces of 16 bytes, from the one that the run begins in to the one that it ends in.
         pieces = -(-(16 // itemsize - 1 + constants["ROWS_PER_BLOCK"] * problem.columns) // (16 // itemsize))
         assert pieces * 16 <= slots * itemsize
     if stage == "ahead":
         # One copy is 4, 8 or 16 bytes.
         assert width * itemsize in (4, 8, 16)
-    if constants["WEIGHTS_STAGED"]:
+    if constants["WEIGHTS"] == "staged":
         for operand in (problem.weight, problem.bias):
             if operand is not None:
                 assert needed % 16 == 0
@@ -461,6 +461,17 @@ def _every_result_is_written(problem: Problem, device: Device, chosen: Plan) -> 
     assert not (written.keys() & {"dweight", "dbias"}) - wanted
 
 
+def _launches_may_overlap(problem: Problem, device: Device, chosen: Plan) -> None:
+    """Each launch may begin before the one before it has ended: it waits itself, or reads what is not there yet.
+
+    That the wait comes first is seen in what the compiler makes of it (test_compile.py).
+    """
+    for place, item in enumerate(chosen.launches):
+        text = kernels.kernel_source(item.kernel, {})
+        assert place == 0 or "wait_for_earlier_launches();" in text, f"{item.kernel} does not wait"
+        assert item is chosen.launches[-1] or "let_next_launch_begin();" in text, f"nothing overlaps {item.kernel}"
+
+
 # ---- Who keeps them.
 
 RULES = [
@@ -473,6 +484,7 @@ RULES = [
     _every_access_is_aligned_and_contiguous,
     _rows_and_columns_are_covered,
     _every_result_is_written,
+    _launches_may_overlap,
 ]
 
 
@@ -569,6 +581,16 @@ def test_every_constant_is_used_by_its_kernel() -> None:
             text = kernels.kernel_source(item.kernel, {})
             unused = [name for name, _ in item.constants if name not in text]
             assert not unused, (item.kernel, unused)
+
+
+def test_launches_of_every_kernel_may_overlap() -> None:
+    """Drawn problems seldom have rows for all blocks."""
+    later = set()
+    for problem in _covering_problems():
+        chosen = plan(problem, DEVICES["sm_90"])
+        _launches_may_overlap(problem, DEVICES["sm_90"], chosen)
+        later |= {item.kernel for item in chosen.launches[1:]}
+    assert later == {"column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -160,7 +160,7 @@ class EmulatedMachine(FakeMachine):
 def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 5
     problem = problem_of(rows, columns, dtype="float32")
-    by_way = {(item.stage, item.peeled, item.weights_staged): item for item in other_geometries(problem, SMALL_DEVICE)}
+    by_way = {(item.stage, item.peeled, item.weights): item for item in other_geometries(problem, SMALL_DEVICE)}
     monkeypatch.setattr(row_geometry, "candidates", lambda problem, device: iter(by_way.values()))
     monkeypatch.delenv("CUNORM_CACHE_DIR")  # executables are kept for the next time
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)

@@ -106,7 +106,7 @@ def described(geometry: RowBlock) -> str:
         f"{geometry.blocks_per_row} blocks a row" if geometry.blocks_per_row > 1 else "",
         geometry.stage if geometry.stage != "direct" else "",
         "peeled" if geometry.peeled else "",
-        "weights staged" if geometry.weights_staged else "",
+        f"weights {geometry.weights}" if geometry.weights != "late" else "",
         f"{geometry.blocks_per_multiprocessor} a multiprocessor" if geometry.blocks_per_multiprocessor else "",
     ]
     return ", ".join(word for word in words if word)

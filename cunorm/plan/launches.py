@@ -74,7 +74,11 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sequence of launches, and the scratch memory between them, in one workspace."""
+    """A sequence of launches, and the scratch memory between them, in one workspace.
+
+    Launches after the first may begin before the one before them has ended: their kernels wait for it themselves (see
+    kernels/dependent_launch.cuh).
+    """
 
     strategy: str
     launches: tuple[Launch, ...]

@@ -30,7 +30,7 @@ class RowBlock:
     blocks_per_row: int = 1
     stage: str = "direct"  # or "ahead", or "run"
     peeled: bool = False
-    weights_staged: bool = False
+    weights: str = "late"  # or "early", or "staged" (see kernels/row_affine.cuh)
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
     min_blocks: int = 1  # for so many on a multiprocessor the compiler is to leave registers
 
@@ -49,7 +49,7 @@ class RowBlock:
         elements = self.threads * self.vectors * self.width
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
         total = len(through) * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
-        if self.weights_staged:
+        if self.weights == "staged":
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem):
             # At the end, the sums of half the rows, when they are added up; or of a peeled row, to be put in order.
@@ -72,7 +72,7 @@ class RowBlock:
             "MIN_BLOCKS": self.min_blocks,
             "STAGE": self.stage,
             "PEELED": int(self.peeled),
-            "WEIGHTS_STAGED": int(self.weights_staged),
+            "WEIGHTS": self.weights,
             "FULL": int(self.capacity == problem.columns and not self.peeled),
         }
 

@@ -35,14 +35,25 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     if width < piece:
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
-    threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
+    few = problem.rows <= 2 * device.multiprocessors
+    if few:
+        threads, vectors = _spread_wide(vectors_per_row)
+    else:
+        threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
     # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12.
     if vectors > 12:
         return _shared_row(problem, device, width)
-    if _is_short_sixteen_bit(problem, vectors_per_row) and device.capability >= 80:
-        geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "ahead")
-        return _persistent(geometry, problem, device)
-    return _crowded(RowBlock(width, vectors, threads, max(1, 64 // threads)), problem, device)
+    if problem.residual is not None and vectors > 6 and threads == _MOST_THREADS and device.groups(4):
+        # 32768 columns of bfloat16 with a residual take 1.09 in two blocks, in one 1.25.
+        blocks = 2 if vectors <= 8 else 4
+        return RowBlock(width, -(-vectors // blocks), threads, 1, blocks, min_blocks=2)
+    geometry = RowBlock(width, vectors, threads, max(1, 64 // threads))
+    if few:
+        # 64 rows of 4096 bfloat16 numbers take 5.1 us, with late weights 5.8; 8 of 8192 5.5 and 6.3. Of 512 it makes
+        # no difference.
+        early = replace(geometry, weights="early")
+        return early if _fits_early(early, problem, device) else geometry
+    return _crowded(geometry, problem, device)
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -54,30 +65,55 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if width < piece:
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
-    ahead = device.capability >= 80
+    stage = "ahead" if device.capability >= 80 else "direct"
+    few = problem.rows < 8 * device.multiprocessors
     if vectors_per_row <= (64 if itemsize == 2 else 127):
-        # Several rows a block. Sixteen-bit ones are fetched ahead: at 512 columns they take 1.10 so, directly 1.12; 100
-        # columns of float32 take 1.05, ahead 1.09.
-        wanted = min(4.0 if itemsize == 2 else 3.0, _vectors_for_all_threads(problem, device, vectors_per_row))
-        block_threads = 512 if itemsize == 2 and vectors_per_row > 32 else 256
-        stage = "ahead" if ahead and itemsize == 2 else "direct"
+        # Several rows a block. 256 columns of bfloat16 take 1.15, with 8 threads of 4 vectors 1.42; 512 take 1.11. 100
+        # columns of float32 take 1.05, fetched ahead 1.09.
+        wanted, block_threads = 3.0, 256
+        if itemsize == 2:
+            wanted, block_threads = (2.0, 128) if vectors_per_row <= 32 else (4.0, 512)
+        stage = stage if itemsize == 2 else "direct"
+        wanted = min(wanted, _vectors_for_all_threads(problem, device, vectors_per_row))
     else:
-        # A row a block, fetched ahead, with its weights at hand. At 4096 columns of bfloat16 256 threads of 2 vectors
-        # take 1.10, 128 of 4 1.15; at 5120 128 of 5 1.07, 256 of 3 1.12; at 16,384 512 of 4 1.09.
-        wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 else 4 if vectors_per_row < 704 else 3
+        # A row a block, fetched ahead. At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15;
+        # at 5120 128 of 5 1.08, 256 of 3 1.11; at 16,384 512 of 4 1.09.
+        wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 or few else 4 if vectors_per_row < 704 else 3
         block_threads = 64
-        stage = "ahead" if ahead else "direct"
     threads, vectors = _spread(vectors_per_row, wanted)
     threads, vectors = _more_threads(problem, device, vectors_per_row, threads, block_threads)
     if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return _shared_row(problem, device, width)
+    # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums. At 5120 columns, 5 vectors of
+    # each, 256 take 1.08 and 512 1.13.
+    all_threads = 512 if vectors <= 4 else 256
+    if vectors_per_row > 64 and problem.rows < 8 * device.multiprocessors * (all_threads // threads):
+        # Fewer blocks of more rows leave fewer partial sums: 4096 rows of 1024 take 17.5 us, with a row a block 19.7.
+        block_threads = min(all_threads, 4 * threads)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
     if (threads, vectors, itemsize) == (256, 4, 2) and problem.dresidual_out is None and device.capability == 90:
-        rows = 2  # 8192 columns of bfloat16: 1.10, one row 1.16; with a residual 1.10, one row 1.02
-    staged = stage == "ahead" and rows == 1 and problem.weight is not None
-    geometry = RowBlock(width, vectors, threads, rows, 1, stage, weights_staged=staged)
-    # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums.
-    return _with_room(replace(geometry, blocks_per_multiprocessor=max(1, 512 // geometry.threads)), problem, device)
+        rows = 2  # 8192 columns of bfloat16: 1.08, one row 1.16; with a residual 1.10, one row 1.02
+    geometry = RowBlock(width, vectors, threads, rows, 1, stage)
+    if stage == "ahead":
+        geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
+    return _with_room(
+        replace(geometry, blocks_per_multiprocessor=max(1, all_threads // geometry.threads)), problem, device
+    )
+
+
+def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:
+    """When weights come where rows are fetched ahead: staged, but early where that takes few registers.
+
+    At 12,288 columns of bfloat16 3 vectors of each of 512 threads take 1.08 early and 1.11 staged; at 256, where a
+    block has 8 rows, 1.15 and 1.20.
+    """
+    if problem.weight is None and problem.bias is None:
+        return "late"
+    if geometry.rows_per_block > 1 or geometry.threads_per_row == _MOST_THREADS:
+        early = replace(geometry, weights="early")
+        if geometry.vectors <= 3 and _fits_early(early, problem, device):
+            return "early"
+    return "staged" if geometry.rows_per_block <= 2 else "late"
 
 
 def _more_threads(
@@ -98,22 +134,15 @@ def _rows_per_block(problem: Problem, device: Device, wanted: int, threads: int)
     return 1 << rows.bit_length() - 1
 
 
-def _is_short_sixteen_bit(problem: Problem, vectors_per_row: int) -> bool:
-    """Up to 512 columns, rows are fetched ahead: 256 take 1.03, directly 1.14; 512 take 1.08 and 1.10; 1024 lose."""
-    return vectors_per_row <= 64 and DTYPES[problem.x.dtype].itemsize == 2
-
-
 def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> float:
     """The least number of vectors that a thread is to have: 4 or 4.5, fewer where that leaves multiprocessors idle.
 
-    That makes 4 to 8 of them: at 4096 columns of bfloat16 128 threads of 4 take 1.04, at 5120 128 of 5 1.02 and 64 of
-    10 1.05, at 8192 128 of 8 1.03 and 256 of 4 1.06, at 16,384 256 of 8 1.04 and 512 of 4 1.12. For a single row of
-    4096 512 threads of 1 take 1.2, 128 of 4 1.6.
+    That makes 4 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.04, 16 of 2, fetched ahead, 1.17; at 512
+    16 of 4 1.04, ahead 1.16; at 4096 128 of 4 1.04, at 5120 128 of 5 1.02 and 64 of 10 1.05, at 8192 128 of 8 1.03 and
+    256 of 4 1.06, at 16,384 256 of 8 1.04 and 512 of 4 1.12.
     """
     wanted = 4 if vectors_per_row <= 512 else 4.5
-    if _is_short_sixteen_bit(problem, vectors_per_row):
-        wanted = vectors_per_row // 16
-    elif vectors_per_row < 32:
+    if vectors_per_row < 32:
         wanted = 3  # 100 columns of float32: 8 threads of 4
     return max(1.0, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
 
@@ -129,28 +158,54 @@ def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
     return threads, -(-vectors_per_row // threads)
 
 
+def _spread_wide(vectors_per_row: int) -> tuple[int, int]:
+    """The same where rows are few: as many threads as have a vector, but 256 of four vectors rather than 512 of two."""
+    threads = min(256 if vectors_per_row <= 1024 else _MOST_THREADS, 1 << vectors_per_row.bit_length() - 1)
+    return threads, -(-vectors_per_row // threads)
+
+
 def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
-    ways = [(_MOST_THREADS, 1, 16, True), (_MOST_THREADS, 1, 16, False)]
-    if isinstance(problem, BackwardProblem) and width == 8 and device.capability == 90:
-        # 32768 columns of bfloat16 take 1.31 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512, and
-        # 50257 (peeled) 1.78 and 3.18.
-        ways.insert(0, (128, 2, 8, True))
-    for threads, share, most_blocks, staged in ways:
+    for way in _shared_ways(problem, device, width, peeled):
         for blocks in (1, 2, 4, 8, 16):
-            if not device.groups(blocks) or device.capability < 80 or blocks > most_blocks:
+            if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
                 break
+            if way.stage == "direct" and problem.rows > device.groups(blocks):
+                continue
             columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-            vectors = -(-columns // (width * threads))
-            geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", peeled, staged, share)
+            geometry = replace(way, vectors=-(-columns // (width * way.threads)), blocks_per_row=blocks)
             if (
-                vectors <= (7 if threads < _MOST_THREADS else 16)
-                and _fits_registers(problem, device, width, vectors, threads, peeled)
+                geometry.vectors <= way.vectors
+                and _fits_registers(
+                    problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct"
+                )
+                and (way.weights != "early" or _fits_early(geometry, problem, device))
                 and _fits(geometry, problem, device)
-                and _resident(geometry, problem, device) >= share
+                and _resident(geometry, problem, device) >= way.blocks_per_multiprocessor
             ):
                 return geometry
     return None
+
+
+def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> Iterator[RowBlock]:
+    """The ways to share a row, best first, with the most vectors and blocks of each."""
+    # 50257 columns of float32, peeled, take 1.19 with 256 threads a block, 1.66 with 512; of bfloat16 1.56 and 1.52.
+    threads = 256 if peeled and width == 4 and isinstance(problem, ForwardProblem) else _MOST_THREADS
+    way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
+    if isinstance(problem, BackwardProblem):
+        if width == 8 and device.capability == 90:
+            # 32768 columns of bfloat16 take 1.26 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512,
+            # and 50257 (peeled) 1.78 and 3.18.
+            yield replace(
+                way, vectors=7 if peeled else 8, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2
+            )
+        if width == 4 and not peeled:
+            yield replace(way, weights="early")  # 100,000 columns of float32 take 1.16, staged 1.25
+    else:
+        # A row for each cluster, and no next one to fetch: all shared memory is for weights.
+        yield replace(way, stage="direct", blocks_per_multiprocessor=0)
+    yield way
+    yield replace(way, weights="late")
 
 
 def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
@@ -158,11 +213,12 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
-    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.71 number by number, peeled 2.1 (backward 1.84 and
-    # 1.75). What does not lie alike is better read number by number too: 4096 columns of float32 that begin 4 bytes
-    # late take 1.09, peeled 1.38; and so is float32 forward, 1.09 and 1.10.
-    long_enough = problem.columns >= (64 if forward else 16) * piece
-    if long_enough and lie_alike(problem) and device.capability >= 80 and not (forward and piece == 4):
+    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.65 number by number, peeled 1.76 (backward 2.1 and
+    # 1.77). float32 forward is read number by number as fast, 1.08 at 4097 columns, until a row is long: 1.12 and 1.07
+    # at 5121. What does not lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09,
+    # peeled 1.38.
+    least = 16 * piece if not forward else 64 * piece if itemsize == 2 else 4097
+    if problem.columns >= least and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
     # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
@@ -173,7 +229,8 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         if in_registers and _fits(geometry, problem, device):
             return _persistent(geometry, problem, device)
     vectors_per_row = problem.columns // width
-    threads, vectors = _spread(vectors_per_row, 8.5)
+    # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
+    threads, vectors = _spread(vectors_per_row, 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5)
     if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
         return _peeled(problem, device, piece)
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
@@ -181,7 +238,8 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         threads, vectors = 2, -(-vectors // 2)
     geometry = RowBlock(width, vectors, threads, max(1, (64 if forward else 256) // threads))
     if forward:
-        return geometry
+        early = replace(geometry, weights="early")  # 257 columns of bfloat16: 1.65, late 1.76
+        return early if threads == 32 and _fits_early(early, problem, device) else geometry
     most = max(1, device.threads_per_multiprocessor // geometry.threads)
     return replace(geometry, blocks_per_multiprocessor=min(2, most))
 
@@ -189,29 +247,52 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead, their weights at hand.
 
-    At 4097 columns of bfloat16 64 threads of 8 vectors, ahead, take 1.24 (backward 1.20), directly 1.38; at 4095 of
-    float32 1.16 and directly 1.10, backward 512 threads of 2 ahead 1.12 and 128 of 8 1.17.
+    At 4097 columns of bfloat16 that takes 1.23, directly 1.38; at 15,873 1.31 and 1.51, of float32 1.15 and 1.41, but
+    at 5121 of float32 1.15 and 1.07.
     """
     forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
-    direct = not alike or device.capability < 80 or (forward and width == 4)
     vectors_per_row = -(-(problem.columns - 2 * width) // width)
-    threads, vectors = _spread(vectors_per_row, 2 if vectors_per_row < 256 or (width == 4 and not forward) else 5)
-    threads = max(32, threads)
-    vectors = -(-vectors_per_row // threads)
+    direct = not alike or device.capability < 80 or (forward and width == 4 and vectors_per_row <= 1536)
+    threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct)
     while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
-    if vectors > 12 or not _fits_registers(problem, device, width, vectors, threads, True, direct):
+    most_vectors = 16 if forward and not direct else 12
+    if vectors > most_vectors or not _fits_registers(problem, device, width, vectors, threads, True, direct):
         return _shared_row(problem, device, width, peeled=True) if alike else None
     if not direct:
-        geometry = RowBlock(width, vectors, threads, max(1, 64 // threads), 1, "ahead", True, threads >= 64)
-        # 384 threads a multiprocessor: at 4097 columns 1.24, 512 take 1.52.
-        most = (384 if vectors_per_row >= 256 else 1024) // geometry.threads
-        share = max(1, min(most, _resident(geometry, problem, device)))
+        # Forward 4097 columns take 1.23 with 384 threads a multiprocessor, 1.52 with 512; 1023 take 1.47 with up to
+        # 1024. Backward 1023 take 1.38 with 4 rows a block, with 2 1.41, and 257 1.83 with 8, with 2 1.95.
+        short = vectors_per_row < 256
+        rows = _rows_per_block(problem, device, (128 if forward else 256) // threads if short else 1, threads)
+        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True)
+        most = (1024 if short else 384) if forward else 512
+        geometry = replace(geometry, weights="staged" if forward else _backward_weights(geometry, problem, device))
+        share = max(1, min(most // geometry.threads, _resident(geometry, problem, device)))
         if _fits(geometry, problem, device):
             return replace(geometry, blocks_per_multiprocessor=share)
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     return geometry if forward else _persistent(geometry, problem, device)
+
+
+def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool) -> tuple[int, int]:
+    """Threads, a warp at least, and vectors of each.
+
+    bfloat16 forward: 1023 columns take 1.47 with 32 threads of 4, 15,873 1.31 with 128 of 16 and 2.01 with 256 of 8.
+    Backward: 1023 columns take 1.38 with 64 threads of 2, 5121 1.19 with 256 of 3 and 1.26 with 128 of 5, 15,873 1.25
+    with 256 of 8. float32 backward: 4097 columns take 1.13 with 256 threads of 4, with 128 of 8 1.14.
+    """
+    if forward:
+        wanted = 2.0 if vectors_per_row < 256 else 5.0 if direct or width == 8 else 7.5
+    elif vectors_per_row < 256:
+        wanted = 1.9
+    else:
+        wanted = 2.0 if width == 4 else 2.4 if 512 < vectors_per_row <= 1024 else 5.0
+    threads, _ = _spread(vectors_per_row, wanted)
+    if forward and width == 8:
+        threads = min(threads, 128)
+    threads = max(32, threads)
+    return threads, -(-vectors_per_row // threads)
 
 
 # ---- What fits.
@@ -255,6 +336,16 @@ def _fits_registers(
     return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
 
 
+def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether there are registers for the weights of all vectors too."""
+    vectors = [vector for vector in (problem.weight, problem.bias) if vector]
+    words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in vectors) // 4
+    registers, more = _registers(problem, geometry.width)
+    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
+    return total <= min(255, 65536 // geometry.threads // 8 * 8)
+
+
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     return geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
 
@@ -262,7 +353,7 @@ def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
 def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
     """Without what shared memory is too small for: first the weights, then the rows ahead."""
     if not _fits(geometry, problem, device):
-        geometry = replace(geometry, weights_staged=False)
+        geometry = replace(geometry, weights="late")
     return geometry if _fits(geometry, problem, device) else replace(geometry, stage="direct")
 
 
@@ -330,6 +421,15 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                     yield replace(geometry, blocks_per_multiprocessor=share)
 
 
+def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
+    """When weights can come."""
+    yield "late"
+    if stage != "run" and (problem.weight or problem.bias):
+        yield "early"
+        if stage == "ahead":
+            yield "staged"
+
+
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
     """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
     itemsize = DTYPES[problem.x.dtype].itemsize
@@ -346,7 +446,9 @@ def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: b
             continue
         if not _fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
             continue
-        for staged in (False, True) if stage == "ahead" and rows == 1 else (False,):
-            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, staged)
+        for weights in _weight_ways(problem, stage):
+            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, weights)
+            if weights == "early" and not _fits_early(geometry, problem, device):
+                continue
             if _fits(geometry, problem, device):
                 yield geometry

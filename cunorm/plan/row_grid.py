@@ -21,9 +21,12 @@ from cunorm.problem import DTYPES, ForwardProblem
 __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 
 # Rows of fewer bytes are left to the clusters and to row_split. On an H200, as the time over that of a copy: 4 rows of
-# 10,000,001 float32 numbers take 2.59, by row_split 3.46 (RMS norm 2.11 and 2.85); 10 of 10,000,000 take 2.49 by either
-# (1.83 and 1.97); 100 of 1,000,000 take 1.82, by row_split 1.70 (1.57 and 1.63).
+# 10,000,001 float32 numbers take 2.59, by row_split 3.03 (RMS norm 2.11 and 2.85); 100 of 1,000,000 take 1.76, by
+# row_split 1.70 (1.57 and 1.63).
 _LEAST_ROW_BYTES = 6 << 20
+# Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
+# them once, 1.75 (RMS norm 1.83 and 1.68).
+_MOST_WEIGHT_BYTES = 32 << 20
 # Threads of a block, of which each multiprocessor has one. With more, none would have registers for vectors of the row.
 # Not measured.
 _THREADS = 512
@@ -89,9 +92,9 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     """Whether the kernel can compute a problem, and is meant for it.
 
     It needs cp.async (sm_80) and rows that are contiguous, and begin equally far from a multiple of 16 bytes in all
-    tensors. Shorter rows are faster otherwise. Where not even half of one fits into the device, little is gained over a
-    kernel that reads everything twice. With weights in double for numbers that are not, the compiler runs out of
-    registers.
+    tensors. Shorter rows are faster otherwise; so are rows whose weights the cache does not hold, where row_split moves
+    whole vectors. Where not even half of a row fits into the device, little is gained over a kernel that reads
+    everything twice. With weights in double for numbers that are not, the compiler runs out of registers.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < _LEAST_ROW_BYTES:
@@ -99,7 +102,11 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
     if any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
         return False
-    if not are_rows(problem) or not (vector_width(problem) * itemsize == 16 or lie_alike(problem)):
+    whole = vector_width(problem) * itemsize == 16
+    if not are_rows(problem) or not (whole or lie_alike(problem)):
+        return False
+    weight_bytes = sum(problem.columns * DTYPES[item.dtype].itemsize for item in vectors)
+    if whole and problem.rows > 1 and weight_bytes > _MOST_WEIGHT_BYTES:
         return False
     vectors_of_a_thread = _slots(problem, device) + _held(problem)
     return problem.columns * itemsize <= 2 * device.multiprocessors * _THREADS * vectors_of_a_thread * 16
