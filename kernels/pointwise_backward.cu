@@ -5,6 +5,7 @@
 // and a block keeps the sums of its columns in registers: dbias costs one row of partial sums a group, which
 // column_sums adds up in a fixed order.
 #include "types.cuh"
+#include "dependent_launch.cuh"
 #include "tile.cuh"
 #include "activation.cuh"
 #include "pointwise.cuh"
@@ -30,6 +31,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_backward(const Arguments arguments) {
+  let_next_launch_begin();
   const Place place = place_of_thread(arguments.tiles);
   if (place.column >= arguments.columns) return;
   const X_TYPE* dy = arguments.dy + column_offset(place.column, arguments.dy_column_stride);
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
   X_TYPE* dx = nullptr;
   if constexpr (WANTS_DX) dx = arguments.dx + column_offset(place.column, arguments.dx_column_stride);
   Compute bias[VECTOR], dbias[VECTOR] = {};
-  if constexpr (HAS_BIAS) load_widened<VECTOR, BIAS_ACCESS>(arguments.bias + place.column, bias);
+  if constexpr (HAS_BIAS) widen_all(load_in_pieces<VECTOR, BIAS_ACCESS>(arguments.bias + place.column), bias);
 
   const auto take_turn = [&](long long first_row, auto whole) {
     Vector<X_TYPE, VECTOR> x_values[STEPS], dy_values[STEPS];

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
   const X_TYPE* x = arguments.x + column_offset(place.column, arguments.x_column_stride);
   X_TYPE* y = arguments.y + column_offset(place.column, arguments.y_column_stride);
   Compute bias[VECTOR];
-  if constexpr (HAS_BIAS) load_widened<VECTOR, BIAS_ACCESS>(arguments.bias + place.column, bias);
+  if constexpr (HAS_BIAS) widen_all(load_in_pieces<VECTOR, BIAS_ACCESS>(arguments.bias + place.column), bias);
 
   const auto take_turn = [&](long long first_row, auto whole) {
     Vector<X_TYPE, VECTOR> values[STEPS];
