@@ -1,4 +1,4 @@
-"""Fused normalization and activation kernels for NVIDIA GPUs, for the tensors of any framework.
+"""Fused normalization and GELU kernels for NVIDIA GPUs, for the tensors of any framework.
 
 >>> import numpy as np
 >>> y = cunorm.layer_norm(np.random.randn(4, 8).astype(np.float32))

@@ -95,7 +95,7 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cunorm", description="Fused normalization kernels for NVIDIA GPUs.", allow_abbrev=False
+        prog="python -m cunorm", description="Fused normalization and GELU kernels for NVIDIA GPUs.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
