@@ -54,16 +54,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       const long long row = first_row + i * ROW_LANES;
-      Compute results[VECTOR];
+      Compute z[VECTOR], gradient[VECTOR];
+      widen_pairs(x_values[i], z);
+      widen_pairs(dy_values[i], gradient);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
-        const Compute value = widen(x_values[i].lane[j]);
-        results[j] = widen(dy_values[i].lane[j]) * activation_derivative(HAS_BIAS ? value + bias[j] : value);
-        if constexpr (WANTS_DBIAS) dbias[j] += counts[i] > 0 ? results[j] : 0;
+        gradient[j] *= activation_derivative(HAS_BIAS ? z[j] + bias[j] : z[j]);
+        if constexpr (WANTS_DBIAS) dbias[j] += counts[i] > 0 ? gradient[j] : 0;
       }
       if constexpr (WANTS_DX) {
         store_some(dx + offset_of(row, arguments.row_sizes, arguments.dx_row_strides), counts[i],
-                   rounded<X_TYPE>(results));
+                   rounded<X_TYPE>(gradient));
       }
     }
   };

@@ -43,14 +43,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       const long long row = first_row + i * ROW_LANES;
-      Compute results[VECTOR];
+      Compute z[VECTOR];
+      widen_pairs(values[i], z);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        const Compute value = widen(values[i].lane[j]);
-        results[j] = activate(HAS_BIAS ? value + bias[j] : value);
-      }
+      for (int j = 0; j < VECTOR; ++j) z[j] = activate(HAS_BIAS ? z[j] + bias[j] : z[j]);
       store_some(y + offset_of(row, arguments.row_sizes, arguments.y_row_strides), counts[i],
-                 rounded<X_TYPE>(results));
+                 rounded<X_TYPE>(z));
     }
   };
   const long long distance = arguments.groups * TURN_ROWS;
