@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants, vector_width
@@ -80,7 +80,15 @@ class _Layout:
         return arguments
 
 
-def _layout(problem: PointwiseProblem) -> _Layout:
+def _layout(problem: PointwiseProblem, device: Device) -> _Layout:
+    layout = _full_layout(problem)
+    # Where there are few blocks, as many as there are multiprocessors do more than vectors in flight.
+    while layout.steps > 1 and layout.tiles * layout.turns < 2 * device.multiprocessors:
+        layout = replace(layout, steps=layout.steps // 2)
+    return layout
+
+
+def _full_layout(problem: PointwiseProblem) -> _Layout:
     itemsize = DTYPES[problem.x.dtype].itemsize
     tensors = 1 if isinstance(problem, PointwiseForward) else 2  # that are read
     if _is_run(problem):
@@ -116,7 +124,7 @@ def plan_forward(problem: PointwiseForward, device: Device) -> Plan:
     builder = Builder()
     if problem.rows * problem.columns == 0:
         return builder.finished("empty")
-    layout = _layout(problem)
+    layout = _layout(problem, device)
     groups = layout.turns
     if problem.bias is not None:
         filling = _blocks_at_once(problem, device) * _TURNS_WITH_BIAS
@@ -144,7 +152,7 @@ def plan_backward(problem: PointwiseBackward, device: Device) -> Plan:
             nothing = builder.reserve("dbias_sums", 0, compute_itemsize(problem))
             launch_sum(builder, problem, [(nothing, "dbias", problem.dbias)], 0, problem.columns)
         return builder.finished("empty")
-    layout = _layout(problem)
+    layout = _layout(problem, device)
     groups = layout.turns
     dbias: Value = 0
     dbias_dtype = DTYPES[problem.x.dtype].compute
