@@ -134,7 +134,7 @@ struct Straddling {
   }
 };
 
-// COUNT values of a weight or bias, in pieces of ACCESS_BYTES: its type may be wider than x's and its alignment smaller.
+// COUNT values of a weight or bias, in pieces of ACCESS_BYTES: its type may be wider than x's, its alignment smaller.
 template <int COUNT, int ACCESS_BYTES, typename T>
 __device__ __forceinline__ Vector<T, COUNT> load_in_pieces(const T* source) {
   constexpr int STEP = ACCESS_BYTES / sizeof(T) < COUNT ? ACCESS_BYTES / sizeof(T) : COUNT;

@@ -84,11 +84,12 @@ class Case:
 
 SIZES = {
     "float16": [1, 64, 120, 1024, 4097, 16_384, 36_898, 65_536],
-    "bfloat16": [3, 10, 64, 256, 257, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 10_240, 12_288, 16_384, 16_385, 20_000,
+    "bfloat16": [3, 10, 64, 256, 257, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 10_240, 11_000, 12_288, 16_384, 16_385,
+                 20_000,
                  32_768, 50_257, 65_536, 100_000, 262_144],
     "float32": [1, 10, 100, 257, 1000, 1024, 4096, 4097, 5120, 10_000, 12_288, 20_000, 50_257, 65_536, 100_000,
-                295_121, 298_112],
-    "float64": [7, 100, 257, 1024, 1025, 2048, 4096, 4097, 5120, 8192, 20_001, 65_536, 262_144],
+                131_072, 295_121, 298_112],
+    "float64": [7, 100, 257, 1024, 1025, 2048, 4096, 4097, 5120, 8192, 20_001, 65_536, 147_565, 262_144],
 }  # fmt: skip
 PLAIN = [Case(dtype, columns) for dtype, sizes in SIZES.items() for columns in sizes]
 
@@ -135,7 +136,9 @@ def with_options() -> list[Case]:
 def cases(arch: str) -> list[Case]:
     """What an architecture compiles of rows in one piece."""
     place = ARCHS.index(arch)
-    few_rows = [Case("bfloat16", 4096, rows=1), Case("float32", 768, rows=64)]
+    few = {"bfloat16": (256, 257, 4096, 8192), "float16": (16_384, 32_768), "float32": (257, 768, 4096, 400_001)}
+    few_rows = [Case(dtype, columns, rows=4) for dtype, sizes in few.items() for columns in sizes]
+    few_rows += [Case("bfloat16", 1024, rows=512), Case("float32", 1024, rows=512)]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):

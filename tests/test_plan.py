@@ -66,11 +66,11 @@ def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
 
 def test_eps_compiles_nothing() -> None:
     some, others = (
-        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 10**7)))
+        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 3 * 10**6, 10**7)))
         for eps in (0.0, 1.0)
     )
-    # The long rows' words are cleared by a kernel before.
-    assert some == others and len(some) == 1 + 2
+    # Words are cleared by a kernel before row_grid_forward; row_split is three.
+    assert some == others and len(some) == 1 + 2 + 3
 
 
 MODEL_SIZES = [
@@ -104,25 +104,33 @@ STRATEGIES = [
     ("bfloat16", 8192, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 65_536, (SPLIT, BLOCK, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
     ("bfloat16", 100_001, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
-    ("bfloat16", 10_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
+    ("bfloat16", 5_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
     ("float32", 10, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 20_000, (BLOCK, BLOCK, BLOCK), (SPLIT, SPLIT, CLUSTER)),
     ("float32", 100_000, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
     ("float32", 2_000_001, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
-    ("float32", 10_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
+    ("float32", 3_000_000, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
     ("float64", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float64", 50_257, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
     ("float64", 10_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("rows", [300, 4096])
 @pytest.mark.parametrize(("dtype", "columns", "forward", "backward"), STRATEGIES)
 def test_strategies(rows: int, dtype: str, columns: int, forward: tuple[str, ...], backward: tuple[str, ...]) -> None:
     for name, one, other in zip(WAYS, forward, backward):
         assert plan(plain_forward(rows, columns, dtype), DEVICES[name]).strategy == one
         assert plan(plain_backward(rows, columns, dtype), DEVICES[name]).strategy == other
+
+
+def test_long_rows_are_shared_where_they_are_few() -> None:
+    h200 = DEVICES["sm_90"]
+    assert [plan(plain_forward(rows, 16_384, "bfloat16"), h200).strategy for rows in (1, 16, 200, 4096)] == [
+        CLUSTER, CLUSTER, BLOCK, BLOCK,
+    ]  # fmt: skip
+    assert plan(plain_forward(16, 4096, "bfloat16"), h200).strategy == BLOCK
 
 
 @pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))

@@ -35,25 +35,37 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     if width < piece:
         return _narrow(problem, device, width)
     vectors_per_row = problem.columns // width
-    few = problem.rows <= 2 * device.multiprocessors
-    if few:
-        threads, vectors = _spread_wide(vectors_per_row)
-    else:
-        threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
-    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12.
-    if vectors > 12:
+    if problem.rows <= 2 * device.multiprocessors:
+        geometry = _few_rows(problem, device, width)
+        if geometry is not None:
+            return geometry
+    threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
+    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12; with
+    # a residual 32768 take 1.25, in two 1.09.
+    if vectors > (12 if problem.residual is None or not device.groups(2) else 6) and threads == _MOST_THREADS:
         return _shared_row(problem, device, width)
-    if problem.residual is not None and vectors > 6 and threads == _MOST_THREADS and device.groups(4):
-        # 32768 columns of bfloat16 with a residual take 1.09 in two blocks, in one 1.25.
-        blocks = 2 if vectors <= 8 else 4
-        return RowBlock(width, -(-vectors // blocks), threads, 1, blocks, min_blocks=2)
-    geometry = RowBlock(width, vectors, threads, max(1, 64 // threads))
-    if few:
-        # 64 rows of 4096 bfloat16 numbers take 5.1 us, with late weights 5.8; 8 of 8192 5.5 and 6.3. Of 512 it makes
-        # no difference.
-        early = replace(geometry, weights="early")
-        return early if _fits_early(early, problem, device) else geometry
-    return _crowded(geometry, problem, device)
+    block_threads = 128 if vectors_per_row <= 64 else 64
+    return _crowded(RowBlock(width, vectors, threads, max(1, block_threads // threads)), problem, device)
+
+
+def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """A geometry for rows that do not fill the device; None where no registers would hold their weights.
+
+    The weights come early: 64 rows of 4096 bfloat16 numbers take 5.1 us, with late weights 5.8. Long rows are shared,
+    so that more multiprocessors work: 16 of 16,384 take 6.5 us in four blocks each, in one 7.3; 16 of 32,768 in eight
+    6.5, in one 9.1. Of 512 rows neither makes a difference.
+    """
+    vectors_per_row = problem.columns // width
+    blocks = min(16, 1 << max(0, (vectors_per_row - 1) // 512).bit_length()) if vectors_per_row > 1024 else 1
+    if problem.rows > device.groups(blocks):
+        blocks = 1
+    vectors_per_block = -(-vectors_per_row // blocks)
+    threads = min(256 if vectors_per_block <= 1024 else _MOST_THREADS, 1 << vectors_per_block.bit_length() - 1)
+    vectors = -(-vectors_per_block // threads)
+    rows = max(1, 64 // threads)
+    geometry = RowBlock(width, vectors, threads, rows, blocks, weights="early")
+    fits = vectors <= 8 and _fits_registers(problem, device, width, vectors, geometry.threads, direct=True)
+    return geometry if fits and _fits_early(geometry, problem, device) else None
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -67,14 +79,16 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     vectors_per_row = problem.columns // width
     stage = "ahead" if device.capability >= 80 else "direct"
     few = problem.rows < 8 * device.multiprocessors
-    if vectors_per_row <= (64 if itemsize == 2 else 127):
-        # Several rows a block. 256 columns of bfloat16 take 1.15, with 8 threads of 4 vectors 1.42; 512 take 1.11. 100
-        # columns of float32 take 1.05, fetched ahead 1.09.
-        wanted, block_threads = 3.0, 256
-        if itemsize == 2:
-            wanted, block_threads = (2.0, 128) if vectors_per_row <= 32 else (4.0, 512)
-        stage = stage if itemsize == 2 else "direct"
+    all_threads, short = 512, vectors_per_row <= (64 if itemsize == 2 else 127)
+    if short:
+        # Several rows a block. 256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42.
+        # Of float32 256 and 512 take 1.01, read directly 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
+        wanted, block_threads = 4.0, 128
+        if vectors_per_row < 32:
+            wanted, block_threads = (3.0, 256) if itemsize > 2 else (2.0, 128)
+            stage = "direct" if itemsize > 2 else stage
         wanted = min(wanted, _vectors_for_all_threads(problem, device, vectors_per_row))
+        all_threads = 384 if wanted == 4 else 512
     else:
         # A row a block, fetched ahead. At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15;
         # at 5120 128 of 5 1.08, 256 of 3 1.11; at 16,384 512 of 4 1.09.
@@ -86,8 +100,9 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
         return _shared_row(problem, device, width)
     # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums. At 5120 columns, 5 vectors of
     # each, 256 take 1.08 and 512 1.13.
-    all_threads = 512 if vectors <= 4 else 256
-    if vectors_per_row > 64 and problem.rows < 8 * device.multiprocessors * (all_threads // threads):
+    if vectors > 4:
+        all_threads = 256
+    if not short and problem.rows < 8 * device.multiprocessors * (all_threads // threads):
         # Fewer blocks of more rows leave fewer partial sums: 4096 rows of 1024 take 17.5 us, with a row a block 19.7.
         block_threads = min(all_threads, 4 * threads)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
@@ -104,16 +119,17 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:
     """When weights come where rows are fetched ahead: staged, but early where that takes few registers.
 
-    At 12,288 columns of bfloat16 3 vectors of each of 512 threads take 1.08 early and 1.11 staged; at 256, where a
-    block has 8 rows, 1.15 and 1.20.
+    At 12,288 columns of bfloat16 3 vectors of each of 512 threads take 1.08 early and 1.11 staged; 256 columns, 4
+    vectors of 8 threads, take 1.15 staged, for RMS norm, which has one sum less, early 1.04.
     """
     if problem.weight is None and problem.bias is None:
         return "late"
-    if geometry.rows_per_block > 1 or geometry.threads_per_row == _MOST_THREADS:
+    if geometry.rows_per_block > 1 or (geometry.threads_per_row == _MOST_THREADS and device.capability == 90):
         early = replace(geometry, weights="early")
-        if geometry.vectors <= 3 and _fits_early(early, problem, device):
+        few = geometry.vectors <= (3 if problem.norm.centered else 4)
+        if few and _fits_early(early, problem, device):
             return "early"
-    return "staged" if geometry.rows_per_block <= 2 else "late"
+    return "staged"
 
 
 def _more_threads(
@@ -158,20 +174,12 @@ def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
     return threads, -(-vectors_per_row // threads)
 
 
-def _spread_wide(vectors_per_row: int) -> tuple[int, int]:
-    """The same where rows are few: as many threads as have a vector, but 256 of four vectors rather than 512 of two."""
-    threads = min(256 if vectors_per_row <= 1024 else _MOST_THREADS, 1 << vectors_per_row.bit_length() - 1)
-    return threads, -(-vectors_per_row // threads)
-
-
 def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
     for way in _shared_ways(problem, device, width, peeled):
         for blocks in (1, 2, 4, 8, 16):
             if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
                 break
-            if way.stage == "direct" and problem.rows > device.groups(blocks):
-                continue
             columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
             geometry = replace(way, vectors=-(-columns // (width * way.threads)), blocks_per_row=blocks)
             if (
@@ -194,16 +202,15 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
     if isinstance(problem, BackwardProblem):
         if width == 8 and device.capability == 90:
-            # 32768 columns of bfloat16 take 1.26 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512,
-            # and 50257 (peeled) 1.78 and 3.18.
-            yield replace(
-                way, vectors=7 if peeled else 8, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2
-            )
-        if width == 4 and not peeled:
-            yield replace(way, weights="early")  # 100,000 columns of float32 take 1.16, staged 1.25
-    else:
-        # A row for each cluster, and no next one to fetch: all shared memory is for weights.
-        yield replace(way, stage="direct", blocks_per_multiprocessor=0)
+            # 32768 columns of bfloat16 take 1.31 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512,
+            # and 50257 (peeled) 1.78 and 3.18. With 8 vectors it would be 1.26, but they spill.
+            yield replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
+        if not peeled:
+            # 100,000 columns of float32 take 1.16, staged 1.25; 65536 of bfloat16 1.30 and 1.35.
+            yield replace(way, threads_per_row=512 if width == 4 else 256, weights="early")
+    elif problem.residual is not None and not peeled:
+        # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
+        yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
     yield way
     yield replace(way, weights="late")
 
@@ -227,7 +234,9 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
         in_registers = _fits_registers(problem, device, width, geometry.vectors, geometry.threads)
         if in_registers and _fits(geometry, problem, device):
-            return _persistent(geometry, problem, device)
+            geometry = _persistent(geometry, problem, device)
+            # As many blocks as are launched must have the registers: one in a second wave takes as long as all.
+            return replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
     vectors_per_row = problem.columns // width
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
     threads, vectors = _spread(vectors_per_row, 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5)
