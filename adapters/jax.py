@@ -111,7 +111,7 @@ def _names(devices: set[Any]) -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(op: Op, options: tuple[Any, ...], x: Any, residual: Any, weight: Any, bias: Any) -> Results:
-    return _norm(op, options[0], x, residual, weight, bias)
+    return _differentiable(op, options[0], x, residual, weight, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -131,11 +131,11 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+def _differentiable(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
     return _results(op, (x, residual, weight, bias), stats)
 
 
-def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Results, Any]:
+def _forward_rule(op: Op, stats: bool, *primals: Any) -> tuple[Results, Any]:
     x, residual, weight, bias = (None if primal is None else primal.value for primal in primals)
     y, residual_out, mean, rstd = _results(op, (x, residual, weight, bias), True)
     # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
@@ -144,7 +144,7 @@ def _norm_forward(op: Op, stats: bool, *primals: Any) -> tuple[Results, Any]:
     return (y, residual_out, mean if stats else None, rstd if stats else None), kept
 
 
-def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Results) -> Results:
+def _backward_rule(op: Op, stats: bool, residuals: Any, cotangents: Results) -> Results:
     # The statistics are constants to differentiation, so their cotangents do not count.
     x, weight, bias, mean, rstd, wanted = residuals
     dy, dresidual_out = (None if isinstance(item, SymbolicZero) else item for item in cotangents[:2])
@@ -158,7 +158,7 @@ def _norm_backward(op: Op, stats: bool, residuals: Any, cotangents: Results) -> 
     return dx if wants_x else None, dx if wants_residual else None, dweight, dbias
 
 
-_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _results(op: Op, arrays: Sequence[Any], stats: bool) -> Results:

@@ -108,11 +108,11 @@ class TensorFlowAdapter(Adapter):
         computed: list[Any] = []
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def norm(*given: Any) -> Any:
+        def recorded(*given: Any) -> Any:
             x, residual, weight, bias = _scatter(given, tensors)
             results = _forward(op, x, residual, weight, bias)
             _, residual_out, mean, rstd = computed[:] = results
-            normalized = x if residual is None else residual_out
+            total = x if residual is None else residual_out
             mask = (True, weight is not None, bias is not None)
 
             def gradient(*cotangents: Any) -> Any:
@@ -121,13 +121,13 @@ class TensorFlowAdapter(Adapter):
                 dy, dresidual_out, *_ = _scatter(cotangents, results)
                 dy = tf.convert_to_tensor(dy)
                 dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
-                kept = (normalized, weight, bias if op.keeps_bias else None, mean, rstd)
+                kept = (total, weight, bias if op.keeps_bias else None, mean, rstd)
                 dx, dweight, dbias = _backward(op, dy, dresidual_out, *kept, mask, bias_dtype)
                 return _gather((dx, None if residual is None else dx, dweight, dbias))
 
             return _gather(results), gradient
 
-        results = norm(*_gather(tensors))
+        results = recorded(*_gather(tensors))
         y, residual_out, mean, rstd = _scatter(results, computed)
         if not stats:
             return y, residual_out, None, None
@@ -215,7 +215,7 @@ def _backward(
         weight: View | None,
         bias: View | None,
         mean: View | None,
-        rstd: View,
+        rstd: View | None,
     ) -> Prepared:
         return op.prepare_backward(dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
 

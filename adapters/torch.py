@@ -91,13 +91,13 @@ class TorchAdapter(Adapter):
         return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
 
     def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
-        # Forward-mode differentiation goes to `_Norm` too, where PyTorch says that there is none.
+        # Forward-mode differentiation goes to `_Recorded` too, where PyTorch says that there is none.
         if (_is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)) or forward_ad._current_level >= 0:
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            results = iter(_Norm.apply(op, x, residual, weight, bias, stats))  # type: ignore[no-untyped-call]
+            results = iter(_Recorded.apply(op, x, residual, weight, bias, stats))  # type: ignore[no-untyped-call]
             y, residual_out = next(results), None if residual is None else next(results)
             if not stats:
                 return y, residual_out, None, None
@@ -112,7 +112,7 @@ class TorchAdapter(Adapter):
 ADAPTER: Adapter = TorchAdapter()
 
 
-class _Norm(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
     """Any op of ``cunorm.execute.Op``: y[, residual_out][[, mean], rstd].
 
     The statistics are kept for the gradient, and are not differentiable where they are results too. Results that a call
@@ -123,11 +123,11 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool) -> Any:
         y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
         ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
-        normalized = x if residual_out is None else residual_out
+        kept = x if residual_out is None else residual_out
         if op.keeps_bias:
-            ctx.save_for_backward(normalized, weight, mean, rstd, bias)
+            ctx.save_for_backward(kept, weight, mean, rstd, bias)
         else:
-            ctx.save_for_backward(normalized, weight, mean, rstd)
+            ctx.save_for_backward(kept, weight, mean, rstd)
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
         results = (y,) if residual_out is None else (y, residual_out)
         if not stats:

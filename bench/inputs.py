@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from cunorm.bench.suites import Row
 
 __all__ = ["EPS", "Exact", "Inputs"]
 
 EPS = 1e-5
+
+_gelu_backward: Any = torch.ops.aten.gelu_backward
 
 # Elements that are worked on in float64 at a time; some ten temporaries of 8 bytes each.
 _CHUNK_ELEMENTS = 2**25
@@ -35,7 +39,8 @@ class Inputs:
         self.x = self._random()
         uniform = torch.rand(2, self.columns, device=device)
         self.weight = (uniform[0] + 0.5).to(self.dtype)
-        self.bias = None if self.op == "rms_norm" else (uniform[1] - 0.5).to(self.dtype)
+        self.bias = (uniform[1] - 0.5).to(self.dtype) if self.op == "layer_norm" or row.is_biased_gelu else None
+        self.approximate = row.approximate
 
     def _random(self) -> torch.Tensor:
         memory = torch.randn(self.rows * self.columns + self.offset, device=self.device, dtype=self.dtype)
@@ -129,6 +134,13 @@ class Exact:
     def _of_rows(self, name: str, residual: bool) -> torch.Tensor:
         inputs = self._inputs
         x = inputs.x[self._sample].double()
+        if inputs.approximate:
+            z = x if inputs.bias is None else x + inputs.bias.double()
+            if name == "y":
+                return F.gelu(z, approximate=inputs.approximate)
+            assert name == "dx", name
+            gradient: torch.Tensor = _gelu_backward(inputs.dy[self._sample].double(), z, approximate=inputs.approximate)
+            return gradient
         forward = name in ("y", "residual_out", "mean", "rstd")
         if forward and residual:
             x += inputs.residual[self._sample].double()
@@ -153,6 +165,12 @@ class Exact:
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._inputs
         dweight, dbias = (torch.zeros(inputs.columns, dtype=torch.float64, device=inputs.device) for _ in range(2))
+        if inputs.approximate:
+            assert inputs.bias is not None
+            for part in inputs.parts():
+                z = inputs.x[part].double() + inputs.bias.double()
+                dbias += _gelu_backward(inputs.dy[part].double(), z, approximate=inputs.approximate).sum(0)
+            return dweight, dbias
         mean, rstd = inputs.statistics
         for part in inputs.parts():
             dy, xhat = inputs.dy[part].double(), inputs.x[part].double()

@@ -28,6 +28,7 @@ _from_dlpack: Any = torch.utils.dlpack.from_dlpack
 # Quack unrolls a thread's share of a row, and its table of launches, which bounds that share, ends here.
 _QUACK_COLUMNS = 262144
 _FORWARD = ("forward", "forward_stats")
+_GELU_GRADIENTS = ("dx", "dbias")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,13 @@ class Provider:
 
     def work(self, row: Row, inputs: Inputs) -> Work | None:
         """How to compute a row; None where the library has no such function."""
+        return self.gelu(row, inputs) if row.approximate else self.norm(row, inputs)
+
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         raise NotImplementedError
+
+    def gelu(self, row: Row, inputs: Inputs) -> Work | None:
+        return None
 
 
 class _Cunorm(Provider):
@@ -85,7 +92,7 @@ class _Cunorm(Provider):
     def version(self) -> str:
         return cunorm.__version__
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         layer = row.op == "layer_norm"
         norm, gradient = getattr(cunorm, row.op), getattr(cunorm, f"{row.op}_backward")
         x = inputs.x.view(row.shape)
@@ -116,6 +123,13 @@ class _Cunorm(Provider):
             x, *vectors = (cupy.from_dlpack(tensor) for tensor in (x, *vectors))
         return Work(functools.partial(norm, x, *vectors, eps=EPS, **options), names)
 
+    def gelu(self, row: Row, inputs: Inputs) -> Work | None:
+        x = inputs.x.view(row.shape)
+        options: dict[str, Any] = {"approximate": inputs.approximate, "bias": inputs.bias}
+        if row.direction == "forward":
+            return Work(functools.partial(cunorm.gelu, x, **options), ("y",))
+        return Work(functools.partial(cunorm.gelu_backward, inputs.dy.view(row.shape), x, **options), _GELU_GRADIENTS)
+
 
 def _leaves(row: Row, inputs: Inputs) -> list[torch.Tensor]:
     tensors = [inputs.x.view(row.shape), inputs.weight] + ([] if inputs.bias is None else [inputs.bias])
@@ -139,7 +153,7 @@ class _Torch(Provider):
     name = "torch"
     distribution = "torch"
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.framework != "torch":
             return None
         weight, bias, columns = inputs.weight, inputs.bias, (row.columns,)
@@ -168,6 +182,23 @@ class _Torch(Provider):
             return (*y, total) if stats else (y, total)
 
         return Work(add_and_norm, (*names, "residual_out"))
+
+    def gelu(self, row: Row, inputs: Inputs) -> Work | None:
+        x, bias, options = inputs.x, inputs.bias, {"approximate": inputs.approximate}
+        if row.direction == "forward":
+            if bias is None:
+                return Work(functools.partial(F.gelu, x, **options), ("y",))
+            return Work(lambda: F.gelu(x + bias, **options), ("y",))
+        z = x if bias is None else x + bias  # which forward has saved
+        backward = functools.partial(torch.ops.aten.gelu_backward, inputs.dy, z, **options)
+        if bias is None:
+            return Work(backward, ("dx",))
+
+        def with_sums() -> Any:
+            dx = backward()
+            return dx, dx.sum(0)
+
+        return Work(with_sums, _GELU_GRADIENTS)
 
     @staticmethod
     def _backward(row: Row, inputs: Inputs) -> Work:
@@ -206,7 +237,7 @@ class _TorchCompile(Provider):
         if hasattr(functorch, "donated_buffer"):
             functorch.donated_buffer = False
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host":
             return None
         # Every row is compiled for its own shape; too many at a time and PyTorch would quietly stop compiling.
@@ -250,6 +281,22 @@ class _TorchCompile(Provider):
         call = functools.partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True)
         return Work(call, ("dx", "dweight", "dbias"))
 
+    def gelu(self, row: Row, inputs: Inputs) -> Work | None:
+        torch._dynamo.reset()
+        approximate = inputs.approximate
+
+        def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return F.gelu(x if bias is None else x + bias, approximate=approximate)
+
+        compiled: Callable[..., Any] = torch.compile(gelu, dynamic=False)
+        given = [inputs.x] if inputs.bias is None else [inputs.x, inputs.bias]
+        if row.direction == "forward":
+            return Work(functools.partial(compiled, *given), ("y",))
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        y = compiled(*leaves)
+        call = functools.partial(torch.autograd.grad, y, leaves, inputs.dy, retain_graph=True)
+        return Work(call, _GELU_GRADIENTS)
+
 
 class _Liger(Provider):
     name = "liger"
@@ -261,7 +308,7 @@ class _Liger(Provider):
         self._rms: Any = importlib.import_module("liger_kernel.ops.rms_norm")
         self._add_rms: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host" or (row.op == "layer_norm" and row.residual):
             return None
         if row.op == "layer_norm":
@@ -320,7 +367,7 @@ class _Quack(Provider):
         # The package has a function of the module's name in the module's place.
         self._module: Any = importlib.import_module("quack.rmsnorm")
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host":
             return None
         if row.columns > _QUACK_COLUMNS:
@@ -368,7 +415,7 @@ class _TritonTutorial(Provider):
         super().__init__(device, cache_bytes)
         self._module: Any = importlib.import_module("cunorm.bench.triton_tutorial")
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host" or row.op != "layer_norm" or row.residual:
             return None
         forward = functools.partial(self._module.forward, inputs.x, inputs.weight, inputs.bias, EPS)
@@ -426,7 +473,7 @@ class _Jax(Provider):
         results = (dx * rstd).astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
         return results if layer else results[:2]
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host":
             return None
         if row.offset:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["DIRECTIONS", "ODD_NEIGHBOURS", "SHAPES", "SUITES", "Row", "suite"]
+__all__ = ["DIRECTIONS", "GELUS", "ODD_NEIGHBOURS", "SHAPES", "SUITES", "Row", "suite"]
 
 # The sweep of rows of which neither the rows nor the columns are the same or grow: a plot shows one after the other.
 SHAPES = "shapes"
@@ -26,8 +26,9 @@ DIRECTIONS = tuple(_MOVED)
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: the norm of the last axis of a tensor, in one direction.
+    """One problem: the norm of the last axis of a tensor, or a gelu of it, in one direction.
 
+    The gelus are gelu and gelu_tanh, and with a bias bias_gelu and bias_gelu_tanh.
     ``direction`` is forward, forward_stats (mean and rstd are results too), backward (all gradients that the problem
     has), both (the one after the other) or recorded (forward, with automatic differentiation recording). ``offset`` is
     how many elements x and dy lie behind an aligned address. ``clock`` is device (time on the GPU) or host (time that a
@@ -48,6 +49,15 @@ class Row:
     @property
     def columns(self) -> int:
         return self.shape[-1]
+
+    @property
+    def approximate(self) -> str:
+        """That of a gelu; nothing for a norm."""
+        return {"gelu": "none", "gelu_tanh": "tanh"}.get(self.op.removeprefix("bias_"), "")
+
+    @property
+    def is_biased_gelu(self) -> bool:
+        return self.op.startswith("bias_")
 
     @property
     def rows(self) -> int:
@@ -188,6 +198,18 @@ def _acceptance() -> Iterator[Row]:
     yield from _rows("rows", shapes, ["bfloat16"], ["forward", "backward"], _NORMS, "268 MB", residual=True)
 
 
+GELUS = ("gelu", "gelu_tanh", "bias_gelu", "bias_gelu_tanh")
+
+
+def _gelu() -> Iterator[Row]:
+    """GELU and its approximation, without and with a bias: the hidden layers of transformers, and a small one."""
+    directions = ["forward", "backward"]
+    shapes = [(8192, 2**exponent) for exponent in range(10, 15)]
+    yield from _rows("gelu", shapes, ["bfloat16"], directions, GELUS)
+    yield from _rows("gelu", [(8192, 4096), (8192, 16384)], ["float16"], directions, GELUS)
+    yield from _rows("gelu", [(64, 4096)], ["bfloat16"], directions, GELUS, sweep="64 rows")
+
+
 def _host() -> Iterator[Row]:
     """What a call costs the CPU, on tensors so small that the GPU keeps up."""
     for shape in ((8, 1024), (64, 1024)):
@@ -206,6 +228,7 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "quack": _quack,
     "small": _small,
     "odd": _odd,
+    "gelu": _gelu,
     "host": _host,
 }
 

@@ -1,4 +1,4 @@
-"""Fused normalization kernels for NVIDIA GPUs, for the tensors of any framework.
+"""Fused normalization and GELU kernels for NVIDIA GPUs, for the tensors of any framework.
 
 >>> import numpy as np
 >>> y = cunorm.layer_norm(np.random.randn(4, 8).astype(np.float32))
@@ -16,6 +16,16 @@ if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
 from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from cunorm.pointwise import gelu, gelu_backward
 from cunorm.tuning import tune
 
-__all__ = ["__version__", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "tune"]
+__all__ = [
+    "__version__",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "tune",
+]

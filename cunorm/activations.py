@@ -1,4 +1,4 @@
-"""The activations of a norm's epilogue in NumPy: each one's value and derivative, in the dtype of their argument.
+"""The activations in NumPy: each one's value and derivative, in the dtype of their argument.
 
 With Phi and phi the distribution and density of the standard normal, and s(t) = 1 / (1 + exp(-t))::
 
@@ -8,7 +8,8 @@ With Phi and phi the distribution and density of the standard normal, and s(t) =
     gelu_tanh  z * (1 + tanh(u)) / 2 = z * s(2u), u = sqrt(2 / pi) * (z + 0.044715 z^3)      (the same paper)
 
 They are what PyTorch's functions of these names compute (``F.gelu(z, approximate="tanh")`` for gelu_tanh). Where z is
-large and negative the results are products of small numbers, never differences of large ones.
+large and negative the results are products of small numbers, never differences of large ones. The gelus and their
+derivatives have their limits at infinity, 0 where PyTorch's are NaN.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ Array = NDArray[Any]
 
 _CUBIC = 0.044715
 _TANH_SCALE = math.sqrt(2 / math.pi)
+
+# Where the distribution functions of the gelus, and their densities, are 0 or 1 in any dtype.
+_FAR = 40
 
 
 class Activation(NamedTuple):
@@ -59,21 +63,22 @@ def _silu_derivative(z: Array) -> Array:
 
 
 def _gelu(z: Array) -> Array:
-    return np.asarray(z * _normal_distribution(z).astype(z.dtype, copy=False))
+    return np.asarray(np.maximum(z, -_FAR) * _normal_distribution(z).astype(z.dtype, copy=False))
 
 
 def _gelu_derivative(z: Array) -> Array:
-    density = np.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
-    return np.asarray(_normal_distribution(z).astype(z.dtype, copy=False) + z * density)
+    # In float64: the exponent of a number that is far out is large, and its rounding would show.
+    wide = np.clip(z.astype(np.float64, copy=False), -_FAR, _FAR)
+    density = np.exp(-0.5 * wide * wide) * (1 / math.sqrt(2 * math.pi))
+    return np.asarray((_normal_distribution(wide) + wide * density).astype(z.dtype, copy=False))
 
 
 def _gelu_tanh(z: Array) -> Array:
-    return np.asarray(z * _sigmoid(2 * _TANH_SCALE * (z + _CUBIC * z * z * z)))
+    return np.asarray(np.maximum(z, -_FAR) * _sigmoid(2 * _TANH_SCALE * z * (1 + _CUBIC * z * z)))
 
 
 def _gelu_tanh_derivative(z: Array) -> Array:
-    # Beyond 30 the derivative is 0 or 1 in any dtype, and the factors of its second term may overflow.
-    z = np.clip(z, -30, 30)
+    z = np.clip(z, -_FAR, _FAR)  # beyond, the factors of the second term may overflow
     t = 2 * _TANH_SCALE * (z + _CUBIC * z * z * z)
     s = _sigmoid(t)
     slope = 2 * _TANH_SCALE * (1 + 3 * _CUBIC * z * z)

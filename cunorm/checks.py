@@ -15,10 +15,14 @@ from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
 
 __all__ = [
     "check_activation",
+    "check_approximate",
     "check_axis",
+    "check_dtype",
     "check_eps",
     "check_like",
     "check_mask",
+    "check_pointwise",
+    "check_pointwise_mask",
     "check_vector",
     "check_weight_offset",
     "check_x",
@@ -27,12 +31,23 @@ __all__ = [
 
 def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
     """The output_mask of a user's call."""
-    message = f"output_mask must be three bools, for dx, dweight and dbias; got {output_mask!r}"
+    dx, dweight, dbias = _check_bools(output_mask, 3, "three bools, for dx, dweight and dbias")
+    return dx, dweight, dbias
+
+
+def check_pointwise_mask(output_mask: Any, has_bias: bool) -> tuple[bool, bool, bool]:
+    """The output_mask of a user's call of an op without a weight: likewise for dx, dweight and dbias."""
+    dx, dbias = _check_bools(output_mask, 2, "two bools, for dx and dbias")
+    return dx, False, dbias and has_bias
+
+
+def _check_bools(output_mask: Any, count: int, what: str) -> tuple[bool, ...]:
+    message = f"output_mask must be {what}; got {output_mask!r}"
     if not isinstance(output_mask, Sequence) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
         raise TypeError(message)
-    if len(output_mask) != 3:
+    if len(output_mask) != count:
         raise ValueError(message)
-    return bool(output_mask[0]), bool(output_mask[1]), bool(output_mask[2])
+    return tuple(map(bool, output_mask))
 
 
 def check_eps(eps: Any) -> float:
@@ -68,6 +83,16 @@ def check_activation(activation: Any) -> str | None:
     return str(activation)
 
 
+def check_approximate(approximate: Any) -> str:
+    """The activation that the approximate of a user's call means."""
+    must = "it must be 'none' or 'tanh'"
+    if not isinstance(approximate, str):
+        raise TypeError(f"approximate is a {type(approximate).__qualname__}; {must}")
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}; {must}")
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
 def check_axis(axis: Any) -> tuple[int, ...]:
     """The axes of a user's call as a tuple, still negative where they were: the dimensions are not known yet."""
     try:
@@ -78,7 +103,7 @@ def check_axis(axis: Any) -> tuple[int, ...]:
 
 def check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Output]:
     """Check x and axis. Returns the axes, not negative and sorted; the shape over them; and what mean and rstd are."""
-    _check_dtype(x, "x")
+    check_dtype(x, "x")
     dimensions = len(x.shape)
     normalized = []
     for item in axis:
@@ -93,7 +118,7 @@ def check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int,
     return tuple(normalized), tuple(x.shape[i] for i in normalized), stats
 
 
-def _check_dtype(view: View, name: str) -> None:
+def check_dtype(view: View, name: str) -> None:
     if view.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {view.dtype}; it must be one of {', '.join(DTYPES)}")
     itemsize = DTYPES[view.dtype].itemsize
@@ -107,8 +132,17 @@ def check_vector(view: View | None, name: str, shape: tuple[int, ...], x: View, 
         if offset:
             raise ValueError(f"{name}_offset is {offset} and {name} is None; without a {name} it must be 0")
         return
-    _check_dtype(view, name)
+    check_dtype(view, name)
     check_like(view, name, shape, view.dtype, x, contiguous=True)
+
+
+def check_pointwise(x: View, bias: View | None) -> None:
+    """Check x, and a bias along its last axis."""
+    check_dtype(x, "x")
+    if bias is not None and not x.shape:
+        must = "it goes along x's last axis, so for x of shape () it must be None"
+        raise ValueError(f"bias has shape {bias.shape}; {must}")
+    check_vector(bias, "bias", x.shape[-1:], x)
 
 
 def check_like(view: View, name: str, shape: tuple[int, ...], dtype: str, x: View, *, contiguous: bool = False) -> None:
@@ -119,7 +153,7 @@ def check_like(view: View, name: str, shape: tuple[int, ...], dtype: str, x: Vie
         raise TypeError(f"{name} has dtype {view.dtype}; for x of dtype {x.dtype} it must be {dtype}")
     if view.device != x.device:
         raise RuntimeError(f"{name} is on {_device_name(view)} and x on {_device_name(x)}; they must be on one device")
-    _check_dtype(view, name)
+    check_dtype(view, name)
     if contiguous and not _is_contiguous(view):
         raise ValueError(f"{name} has strides {view.strides} (in elements) for shape {shape}; it must be C-contiguous")
 

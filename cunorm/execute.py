@@ -63,11 +63,15 @@ class Prepared:
 
 
 class Op(Protocol):
-    """An op with its attributes (axis, eps, ...): hashable, and all that an adapter needs to differentiate it."""
+    """An op with its attributes (axis, eps, ...): hashable, and all that an adapter needs to differentiate it.
+
+    The operands named here are the most that an op has: a norm may have all of them, an activation has x, bias and y.
+    What an op has not is None wherever it would stand, in both directions, so that adapters treat all ops alike.
+    """
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether the gradients need the bias: under an activation, which was taken of what the bias was added to."""
+        """Whether the gradients need the bias: where an activation was taken of what the bias was added to."""
 
     def prepare_forward(
         self,
@@ -81,7 +85,7 @@ class Op(Protocol):
         """Inputs x, residual, weight, bias; outputs y, residual_out, mean, rstd.
 
         What a call does not give is None among the outputs: residual_out without a residual, mean and rstd without
-        ``stats``, mean for an op that has none, and y where there is an ``out`` (which has y's place then).
+        ``stats`` or for an op that has none, and y where there is an ``out`` (which has y's place then).
         """
 
     def prepare_backward(
@@ -92,14 +96,14 @@ class Op(Protocol):
         weight: View | None,
         bias: View | None,
         mean: View | None,
-        rstd: View,
+        rstd: View | None,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
         """Inputs dy, dresidual_out, x, weight, bias, mean, rstd; outputs dx, dweight, dbias.
 
-        ``x`` is what was normalized: residual_out, where there was a residual. dx is the gradient of both summands.
-        ``bias_dtype`` is dbias's, where the bias itself is not given.
+        ``x`` is what the op was computed of: residual_out, where there was a residual. dx is the gradient of both
+        summands. ``bias_dtype`` is dbias's, where the bias itself is not given.
         """
 
 
@@ -135,7 +139,7 @@ class Adapter(Protocol):
     def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
         """y, residual_out, mean, rstd, differentiable where the framework differentiates.
 
-        residual_out is None without a residual; mean and rstd unless ``stats``, and mean for an op that has none.
+        residual_out is None without a residual; mean and rstd unless ``stats``, and for an op that has none.
         """
 
     def backward(
@@ -160,8 +164,8 @@ Gradients = tuple[Any, Any, Any]
 
 _FORWARD_NAMES = ("x", "residual", "weight", "bias", "out")
 _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
-# The op says whether it needs a mean.
-_OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean")
+# The op says whether it needs statistics.
+_OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
 
 # The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
 # without the lock, which is for changes: the oldest cannot be looked for while another thread adds one.

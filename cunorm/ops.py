@@ -1,4 +1,4 @@
-"""The public functions: checks in the user's terms, then problem, plan, launch."""
+"""The norms: checks in the user's terms, then problem, plan, launch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ from cunorm.checks import (
 )
 from cunorm.execute import Output, Prepared
 from cunorm.plan import plan
-from cunorm.problem import BackwardProblem, ForwardProblem, Norm, Problem, View
+from cunorm.problem import AnyProblem, BackwardProblem, ForwardProblem, Norm, View
 from cunorm.tuning_file import entry_for
 
-__all__ = ["RowNorm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+__all__ = [
+    "BACKWARD_OPERANDS",
+    "FORWARD_OPERANDS",
+    "RowNorm",
+    "layer_norm",
+    "layer_norm_backward",
+    "layout_of",
+    "prepare_launches",
+    "rms_norm",
+    "rms_norm_backward",
+    "views_of",
+]
 
 # What a call's pointers are those of, in order: the inputs and outputs of `Op.prepare_forward` and `prepare_backward`.
 FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
@@ -364,7 +375,7 @@ class RowNorm:
         out: View | None,
         stats: bool,
     ) -> Prepared:
-        layouts = (_layout(x), _layout(residual), _layout(weight), _layout(bias), _layout(out))
+        layouts = (layout_of(x), layout_of(residual), layout_of(weight), layout_of(bias), layout_of(out))
         return _prepare_forward(self, *layouts, stats)
 
     def prepare_backward(
@@ -375,11 +386,11 @@ class RowNorm:
         weight: View | None,
         bias: View | None,
         mean: View | None,
-        rstd: View,
+        rstd: View | None,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        layouts = (_layout(view) for view in (dy, dresidual_out, x, weight, bias, mean, rstd))
+        layouts = (layout_of(view) for view in (dy, dresidual_out, x, weight, bias, mean, rstd))
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
@@ -393,7 +404,7 @@ def _op_of(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: 
     return _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
 
 
-def _layout(view: View | None) -> Any:
+def layout_of(view: View | None) -> Any:
     """A view less its address, of which only the alignment matters: what calls of one kind have in common."""
     return None if view is None else View(view[0] & 15, *view[1:])
 
@@ -421,7 +432,7 @@ def _prepare_forward(
     rstd = statistic if stats else None
     outputs = (y if out is None else None, residual_out, mean, rstd)
     y_view = out or y.view(x.device)
-    views = (x, residual, weight, bias, y_view, *_views((residual_out, mean, rstd), x.device))
+    views = (x, residual, weight, bias, y_view, *views_of((residual_out, mean, rstd), x.device))
 
     if x.device[0] == "cpu":
 
@@ -443,7 +454,7 @@ def _prepare_forward(
         residual=residual,
         residual_out=views[5],
     )
-    return _prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -455,7 +466,7 @@ def _prepare_backward(
     weight: View | None,
     bias: View | None,
     mean: View | None,
-    rstd: View,
+    rstd: View | None,
     output_mask: tuple[bool, bool, bool],
     bias_dtype: str | None,
 ) -> Prepared:
@@ -469,6 +480,9 @@ def _prepare_backward(
         if mean is None:
             raise TypeError("mean is None; it must be the mean that layer_norm returned")
         check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
+    if rstd is None:
+        op_name = "layer_norm" if op.norm.centered else "rms_norm"
+        raise TypeError(f"rstd is None; it must be the rstd that {op_name} returned")
     check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
     weight_dtype = x.dtype if weight is None else weight.dtype
     if bias_dtype is None:
@@ -488,7 +502,7 @@ def _prepare_backward(
             reference.row_norm_backward(dy, x, weight, mean, rstd, output_mask=output_mask, **options, **outs)
 
         inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
-        return execute.prepare_on_cpu(run, (*inputs, *_views(outputs, x.device)), outputs)
+        return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
     problem = BackwardProblem.of(
         dy,
         x,
@@ -501,24 +515,26 @@ def _prepare_backward(
         bias=bias,
         dresidual_out=dresidual_out,
     )
-    return _prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
 
 
 execute.also_forget(_prepare_forward.cache_clear)
 execute.also_forget(_prepare_backward.cache_clear)
 
 
-def _views(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
+def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
+    """What the outputs of a call will look like."""
     return [None if output is None else output.view(device) for output in outputs]
 
 
-def _prepare_launches(
-    problem: Problem,
+def prepare_launches(
+    problem: AnyProblem,
     operands: tuple[str, ...],
     outputs: tuple[Output | None, ...],
     device_index: int,
 ) -> Prepared:
-    tuned = entry_for(problem, device_index)
+    """A call of the plan for a problem, with what was tuned for it, if anything was."""
+    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
     chosen = plan(problem, launch.device(device_index), tuned.geometry if tuned else None)
     call = launch.Call(chosen, operands, device_index)
     return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)

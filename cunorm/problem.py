@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "AnyProblem",
     "BackwardProblem",
     "Dtype",
     "ForwardProblem",
     "Matrix",
     "Norm",
+    "PointwiseBackward",
+    "PointwiseForward",
+    "PointwiseProblem",
     "Problem",
     "Vector",
     "View",
@@ -219,6 +223,65 @@ class BackwardProblem(_RowProblem):
 Problem = ForwardProblem | BackwardProblem
 
 
+@dataclass(frozen=True)
+class PointwiseForward(_RowProblem):
+    """y = activation(x + bias), number by number. The columns are the last axis, one number of the bias each.
+
+    Without a bias rows and columns mean nothing, and the columns are as much as is one run of memory in x and y.
+    """
+
+    x: Matrix
+    y: Matrix
+    bias: Vector | None
+    activation: str
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.x, self.y
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: x read once, y written once."""
+        return 2 * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
+
+    @staticmethod
+    def of(x: View, bias: View | None, y: View, *, activation: str) -> PointwiseForward:
+        rows, columns, (of_x, of_y) = _pointwise_matrices((x, y), bias)
+        return PointwiseForward(rows, columns, of_x, of_y, _vector(bias), activation)
+
+
+@dataclass(frozen=True)
+class PointwiseBackward(_RowProblem):
+    """The gradients of PointwiseForward: that of x (if dx), and that of the bias (its dtype; None if not wanted)."""
+
+    dy: Matrix
+    x: Matrix
+    dx: Matrix | None
+    bias: Vector | None
+    dbias: str | None
+    activation: str
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return _present(self.dy, self.x, self.dx)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: dy and x read once, dx written once."""
+        return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
+
+    @staticmethod
+    def of(
+        dy: View, x: View, bias: View | None, dx: View | None, *, dbias: str | None, activation: str
+    ) -> PointwiseBackward:
+        rows, columns, (of_dy, of_x, of_dx) = _pointwise_matrices((dy, x, dx), bias)
+        return PointwiseBackward(rows, columns, of_dy, of_x, of_dx, _vector(bias), dbias, activation)
+
+
+PointwiseProblem = PointwiseForward | PointwiseBackward
+AnyProblem = Problem | PointwiseProblem
+
+
 def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:
     return tuple(matrix for matrix in matrices if matrix is not None)
 
@@ -243,6 +306,22 @@ def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tu
         for i, view in enumerate(present)
     )
     return row_sizes, column_sizes, [None if view is None else next(matrices) for view in views]
+
+
+def _pointwise_matrices(
+    views: tuple[View | None, ...], bias: View | None
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
+    """As `_matrices`, with the last axis for columns, or without a bias the last of all axes merged."""
+    present = [view for view in views if view is not None]
+    dimensions = len(present[0].shape)
+    if bias is not None:
+        return _matrices(views, (dimensions - 1,))
+    sizes, strides = _merge(present[0].shape, [view.strides for view in present], range(dimensions))
+    matrices = iter(
+        Matrix(view.dtype, of_view[:-1] or (0,), of_view[-1:], _alignment(view.pointer))
+        for view, of_view in zip(present, strides)
+    )
+    return sizes[:-1] or (1,), sizes[-1:], [None if view is None else next(matrices) for view in views]
 
 
 def _merge(

@@ -341,7 +341,7 @@ class EmulatorRunner:
         views: Any = {name: view_of(array) for name, array in case.tensors.items()}
         views |= {"y": view_of(y), "residual_out": view_of(residual_out)}
         problem = ForwardProblem.of(**views, axis=case.sorted_axis, eps=case.eps, stats=stats, norm=case.norm)
-        self._run(problem, case.tensors | results._asdict())
+        self.run(problem, case.tensors | results._asdict())
         return results
 
     def backward(self, case: Backward) -> tuple[Any, ...]:
@@ -360,10 +360,10 @@ class EmulatorRunner:
             dbias=bias_dtype if case.mask[2] else None,
             norm=case.norm,
         )
-        self._run(problem, case.tensors | {"dx": dx, "dweight": dweight, "dbias": dbias})
+        self.run(problem, case.tensors | {"dx": dx, "dweight": dweight, "dbias": dbias})
         return dx, dweight, dbias
 
-    def _run(self, problem: Any, operands: dict[str, Array | None]) -> None:
+    def run(self, problem: Any, operands: dict[str, Array | None]) -> None:
         from cunorm.emulator import plans
 
         plans.run_plan(self.choose(problem, self.device), operands, seed=self.seed)
@@ -377,12 +377,12 @@ class CupyRunner:
 
     def forward(self, case: Case, stats: bool = True) -> Results:
         options = {"axis": case.axis, "eps": case.eps, "return_stats": stats}
-        return named(self._run(public_forward(case.norm), case.tensors, **options), case, stats)
+        return named(self.run(public_forward(case.norm), case.tensors, **options), case, stats)
 
     def backward(self, case: Backward) -> tuple[Any, ...]:
-        return self._run(public_backward(case.norm), case.tensors, axis=case.axis, output_mask=case.mask)
+        return self.run(public_backward(case.norm), case.tensors, axis=case.axis, output_mask=case.mask)
 
-    def _run(self, function: Any, tensors: dict[str, Array | None], **options: Any) -> tuple[Any, ...]:
+    def run(self, function: Any, tensors: dict[str, Array | None], **options: Any) -> tuple[Any, ...]:
         import cupy
 
         on_gpu = {name: self._to_gpu(array) for name, array in tensors.items()}
@@ -492,3 +492,12 @@ def assert_gradients(case: Case, gradients: tuple[Any, ...], dy: Array, dresidua
     xhat = (float64(case.normalized) - mean_of_rows) * wide_rstd
     assert_sums(dbias, expected_dbias, exact_dy, axis, dtype)
     assert_sums(dweight, expected_dweight, exact_dy * np.maximum(1, np.abs(xhat)), axis, dtype)
+
+
+def gelu_in_float64(x: Array, bias: Array | None, dy: Array, approximate: str) -> tuple[Array, Array, Array | None]:
+    """y, dx and dbias of `cunorm.gelu`."""
+    given: Any = float64(x), float64(bias)
+    activation = {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
+    dx, dbias = reference.pointwise_backward(float64(dy), *given, activation=activation)
+    assert dx is not None
+    return reference.pointwise(*given, activation=activation), dx, dbias

@@ -11,7 +11,18 @@ from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
 from cunorm.plan import Device
-from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Problem, Vector
+from cunorm.problem import (
+    ACTIVATIONS,
+    DTYPES,
+    BackwardProblem,
+    ForwardProblem,
+    Matrix,
+    Norm,
+    PointwiseBackward,
+    PointwiseForward,
+    Problem,
+    Vector,
+)
 
 # One of each architecture, as large as they come.
 GPUS = {
@@ -45,6 +56,16 @@ def plain_forward(
 def plain_backward(rows: int, columns: int, dtype: str = "float32") -> BackwardProblem:
     x = Matrix(dtype, (columns if rows > 1 else 0,), (1,))
     return BackwardProblem((rows,), (columns,), x, x, None, x, Vector(dtype), None, dtype, dtype)
+
+
+def plain_gelu(columns: int, dtype: str = "float32") -> PointwiseForward:
+    x = Matrix(dtype, (0,), (1,))
+    return PointwiseForward((1,), (columns,), x, x, None, "gelu")
+
+
+def plain_gelu_backward(columns: int, dtype: str = "float32") -> PointwiseBackward:
+    x = Matrix(dtype, (0,), (1,))
+    return PointwiseBackward((1,), (columns,), x, x, x, None, None, "gelu")
 
 
 # ---- Those of every kind.

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Case, CupyRunner, columns_shape, data
 
+import cunorm
+
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
     ((70, 3), (-1,), "bfloat16"),
@@ -60,6 +62,10 @@ def main() -> None:
         gradients = case.backward(runner.forward(case), odd, mask=(True, False, True))
         runner.backward(replace(gradients, weight=weight))
         runner.forward(Case(x, weight, bias, axis, norm, odd))
+        for array, vector in ((x, data(7, shape[-1:], dtype)), (odd, None)):
+            approximate = ("none", "tanh")[place % 2]
+            runner.run(cunorm.gelu, {"x": array, "bias": vector}, approximate=approximate)
+            runner.run(cunorm.gelu_backward, {"dy": dy, "x": array, "bias": vector}, approximate=approximate)
     cupy.cuda.Device().synchronize()
     print(f"{len(PROBLEMS)} problems done")
 

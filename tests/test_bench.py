@@ -22,7 +22,7 @@ from cunorm.bench import peers, report, timing
 from cunorm.bench import run as runner
 from cunorm.bench.inputs import Exact, Inputs
 from cunorm.bench.results import Measurement, Results, best_peer, by_row, load, merge, of
-from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, SUITES, Row, suite
+from cunorm.bench.suites import DIRECTIONS, GELUS, ODD_NEIGHBOURS, SUITES, Row, suite
 
 ROOT = Path(__file__).parents[1]
 ROW = Row("test", "layer_norm", (5, 33), "float32", "forward")
@@ -116,7 +116,7 @@ def test_suite_is_sane(name: str) -> None:
     assert len(rows) == len(set(rows)) > 0
     for row in rows:
         assert row.suite == name
-        assert row.op in ("layer_norm", "rms_norm")
+        assert row.op in ("layer_norm", "rms_norm", *GELUS)
         assert row.dtype in ("float16", "bfloat16", "float32")
         assert row.direction in DIRECTIONS
         assert min(row.shape) > 0
@@ -206,6 +206,29 @@ def test_torch_and_jax_compute_the_same() -> None:
                 for entry in measure(row, providers=("torch", "jax.jit")).measurements:
                     if "'CPU' backend" not in entry.note:  # PyTorch has no fused RMS norm there
                         assert entry.seconds, entry
+
+
+@pytest.mark.parametrize("op", GELUS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_gelu_is_compared_with_what_it_is(op: str, direction: str, other: type[OtherProvider]) -> None:
+    """What cunorm and PyTorch compute is right, and the other gelu is wrong."""
+    row = dataclasses.replace(ROW, op=op, direction=direction, shape=(40, 33))
+
+    def answer(row: Row, inputs: Inputs) -> peers.Work | None:
+        changed = {"none": "tanh", "tanh": "none"}[inputs.approximate]
+        inputs.approximate, right = changed, inputs.approximate
+        work = peers.PROVIDERS["torch"]("cpu", 0).work(row, inputs)
+        assert work is not None
+        results = work.results()
+        inputs.approximate = right
+        return peers.Work(lambda: tuple(results.values()), tuple(results))
+
+    other.answer = staticmethod(answer)
+    ours, theirs, wrong = measure(row, providers=("cunorm", "torch", "other")).measurements
+    assert ours.seconds and theirs.seconds
+    assert ours.error is not None and ours.error < 1e-6
+    assert wrong.seconds is None and wrong.note.startswith("wrong: ")
+    assert measure(row, providers=("liger", "quack", "jax.jit")).measurements == []
 
 
 def test_a_wrong_result_gets_no_time(other: type[OtherProvider]) -> None:

@@ -209,6 +209,12 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["explain", "--shape", ""], "'' is no shape"),
         (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
+        (["explain", "--shape", "4x4", "--bias"], "--bias is for gelu: a layer norm has one, an RMS norm has none"),
+        (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "--axis and --residual are for norms"),
+        (
+            ["explain", "--shape", "4x4", "--op", "gelu", "--activation", "silu"],
+            "--activation silu is not for gelu; it must be gelu or gelu_tanh",
+        ),
         (["explain", "--shape", "4x4", "--arch", "sm_70"], "--arch sm_70 is not known; it must be one of sm_75"),
         (["explain", "--shape", "4x4", "--axis", "2"], "--axis: axis 2 is out of range for x with 2 dimensions"),
         (
@@ -350,6 +356,20 @@ def test_explain_other_problems(
     assert seen_as in run(capsys, "explain", *arguments)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_explain_gelu(backward: bool, bias: bool, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    arguments = ["--backward"] * backward + ["--bias"] * bias
+    text = run(capsys, "explain", "--op", "gelu", "--shape", "4096x8192", "--arch", "sm_90", *arguments)
+    assert text.startswith("gelu_backward of" if backward else "gelu of")
+    assert ("4096 rows of 8192 columns" if bias else "1 rows of 33554432 columns") in text
+    moved = "201.3 MB (x and dy read, dx written)" if backward else "134.2 MB (x read, y written)"
+    assert moved in text
+    assert table_row(text, "chosen")[1] == "built in"
+    assert table_row(text, "pointwise_", " = ")[4] == "0 bytes"
+    assert ("column_sums" in text) == (backward and bias)
+
+
 @pytest.mark.parametrize(
     ("arguments", "moved"),
     [
@@ -489,6 +509,7 @@ def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ([], "name a shape, such as --shape 4096x8192"),
         (["--shape", "0x5"], "--shape 0x5: shape is (0, 5)"),
         (["--shape", "4x5", "--max-seconds", "0"], "--max-seconds 0.0 must be positive"),
+        (["--shape", "4x5", "--op", "gelu"], "op is 'gelu', for which there is one plan: there is nothing to tune"),
         (["--shape", "4x5", "--max-seconds", "nan"], "--max-seconds nan must be positive"),
         (["--shape", "4x5", "--file", "/proc/nothing/tuning.json"], "/proc/nothing/tuning.json cannot be written"),
     ],

@@ -9,8 +9,8 @@ which one takes from a tenth of a second to two. Covered is:
 2. What takes more registers (a residual, RMS norm, each activation, wider weights, tensors that are not aligned) at the
    sizes where there are fewest to spare, dealt out to the architectures, each to two; and each combination that has
    spilled on its architecture.
-3. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows, and
-   column_sums: for every dtype and architecture.
+3. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
+   pointwise_* and column_sums: for every dtype and architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else.
 
@@ -30,7 +30,18 @@ from plan_cases import GPUS, Problem
 
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, plan
-from cunorm.problem import ACTIVATIONS, DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
+from cunorm.problem import (
+    ACTIVATIONS,
+    DTYPES,
+    AnyProblem,
+    BackwardProblem,
+    ForwardProblem,
+    Matrix,
+    Norm,
+    PointwiseBackward,
+    PointwiseForward,
+    Vector,
+)
 from cunorm.resources import Resources, compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
@@ -175,15 +186,39 @@ def sums_problems(dtype: str) -> Iterator[Problem]:
     yield BackwardProblem((1,), (1024,), x, x, None, x, Vector("float64"), None, None, "float16")
 
 
-def launches(problems: Iterable[Problem], arch: str) -> Iterator[Launch]:
+def pointwise_problems(dtype: str) -> Iterator[AnyProblem]:
+    """One run of memory, with and without 16-byte vectors; a bias along rows of every length; strides."""
+    itemsize = DTYPES[dtype].itemsize
+    run, unaligned = Matrix(dtype, (0,), (1,)), Matrix(dtype, (0,), (1,), itemsize)
+    layouts: list[tuple[tuple[int, ...], int, Matrix, str | None]] = [
+        ((1,), 100_000, run, None),
+        ((1,), 100_000, unaligned, None),
+        ((64, 8, 3), 50, Matrix(dtype, (4096, 512, 64), (1,)), None),
+        ((64,), 5000, Matrix(dtype, (1,), (64,)), None),
+        ((4096,), 16_384, Matrix(dtype, (16_384,), (1,)), dtype),
+        ((4096,), 4097, Matrix(dtype, (4097,), (1,)), "float32"),
+        ((4096,), 64, Matrix(dtype, (64,), (1,)), "float64"),
+        ((2, 40), 3, Matrix(dtype, (4096, 3), (1,)), "bfloat16"),
+    ]
+    for activation, (rows, columns, x, bias) in itertools.product(("gelu", "gelu_tanh"), layouts):
+        vector = None if bias is None else Vector(bias)
+        yield PointwiseForward(rows, (columns,), x, x, vector, activation)
+        yield PointwiseBackward(rows, (columns,), x, x, x, vector, bias, activation)
+        if bias is not None:
+            yield PointwiseBackward(rows, (columns,), x, x, None, vector, bias, activation)
+            yield PointwiseBackward(rows, (columns,), x, x, x, vector, None, activation)
+
+
+def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
     for problem in problems:
         yield from plan.__wrapped__(problem, GPUS[arch]).launches
 
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     """The launches of a kernel, with each set of constants once."""
-    problems = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
-    every = launches([*problems, *split_problems(dtype), *grid_problems(dtype), *sums_problems(dtype)], arch)
+    rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
+    others = (split_problems, grid_problems, sums_problems, pointwise_problems)
+    every = launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch)
     return list({item.constants: item for item in every if item.kernel == kernel}.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import NORM_TOLERANCE, Case, data, dtype_of, relative_error
+from cases import NORM_TOLERANCE, Case, data, dtype_of, gelu_in_float64, relative_error
 
 import cunorm
 from cunorm import execute, reference
@@ -236,3 +236,21 @@ def test_arrays_on_different_devices() -> None:
 
     with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
         cunorm.layer_norm(Bare(cupy.ones((2, 8), np.float32)), Bare(np.ones(8, np.float32)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu(device: str, dtype: str, approximate: str) -> None:
+    x, bias, dy = data(1, (4, 3, 32), dtype), data(2, (32,), dtype, outliers=False), data(3, (4, 3, 32), dtype)
+    expected = gelu_in_float64(x, bias, dy, approximate)
+    given = [Bare(on(device, array)) for array in (x, bias, dy)]
+    y = cunorm.gelu(given[0], approximate=approximate, bias=given[1])
+    gradients = cunorm.gelu_backward(given[2], given[0], approximate=approximate, bias=given[1])
+    for result, value in zip((y, *gradients), expected):
+        assert result.dtype == dtype_of(dtype)
+        assert relative_error(to_numpy(result), value) <= NORM_TOLERANCE[dtype]
+    plain = cunorm.gelu_backward(given[2], given[0])
+    assert to_numpy(plain).shape == x.shape and to_numpy(given[0]).tobytes() == x.tobytes()
+    standard = [Standard(array) for array in (x, bias)]
+    assert type(cunorm.gelu(standard[0], bias=standard[1])) is Standard

@@ -248,6 +248,7 @@ def test_gradients_need_every_tensor(make: Make, name: str) -> None:
     message = {
         "x": "x is a builtins.NoneType; it must be",
         "mean": "mean is None; it must be the mean that layer_norm returned",
+        "rstd": "rstd is None; it must be the rstd that ",
     }.get(name, f"{name} is a NoneType; beside a ")
     gradient_refused(TypeError, message, arguments | {name: None})
     if name != "mean":

@@ -24,6 +24,7 @@ from cases import (
     Case,
     columns_shape,
     data,
+    gelu_in_float64,
     public_forward,
     relative_error,
 )
@@ -540,3 +541,40 @@ def test_calls_captured_into_a_cuda_graph() -> None:
         expected = expect(to_jax(array, "cpu"), to_jax(np.asarray(weight), "cpu"))
         for result, value in zip(results, expected):
             assert relative_error(np.asarray(result), np.asarray(value, np.float64)) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("approximate", "biased"), [("none", False), ("none", True), ("tanh", True)])
+def test_gelu(device: str, jit: bool, dtype: str, approximate: str, biased: bool) -> None:
+    x, bias, dy = data(1, (4, 3, 257), dtype), data(2, (257,), dtype, outliers=False), data(3, (4, 3, 257), dtype)
+    expected = gelu_in_float64(x, bias if biased else None, dy, approximate)
+
+    def forward(x: Any, bias: Any = None) -> Any:
+        return cunorm.gelu(x, approximate=approximate, bias=bias)
+
+    def gradient(dy: Any, *inputs: Any) -> Any:
+        return jax.vjp(forward, *inputs)[1](dy)
+
+    given = [to_jax(array, device) for array in ((x, bias) if biased else (x,))]
+    y = (jax.jit(forward) if jit else forward)(*given)
+    assert_close(y, expected[0], dtype)
+    gradients = (jax.jit(gradient) if jit else gradient)(to_jax(dy, device), *given)
+    for result, value in zip(gradients, expected[1:]):
+        assert_close(result, value, dtype)
+    without = cunorm.gelu_backward(to_jax(dy, device), given[0], approximate=approximate, bias=(*given, None)[1])
+    for result, other in zip(without if biased else (without,), gradients):
+        assert np.asarray(result).tobytes() == np.asarray(other).tobytes()
+    assert np.asarray(given[0]).tobytes() == x.tobytes()
+
+
+def test_gelu_under_transformations() -> None:
+    x, bias = jnp.asarray(data(1, (6, 8))), jnp.asarray(data(2, (8,)))
+    batched = jax.vmap(lambda x: cunorm.gelu(x, bias=bias))(x)
+    np.testing.assert_array_equal(batched, cunorm.gelu(x, bias=bias))
+    gradient = jax.grad(lambda bias, x: cunorm.gelu(x, bias=bias).sum())
+    masks = [call.output_mask for call in backward_calls(jax.make_jaxpr(gradient)(bias, x))]
+    assert masks == [(False, False, True)]
+    with pytest.raises(TypeError, match="out cannot be given for JAX arrays: they are immutable"):
+        cunorm.gelu(x, out=x)

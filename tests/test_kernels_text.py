@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_cases import plain_backward, plain_forward
+from plan_cases import plain_backward, plain_forward, plain_gelu, plain_gelu_backward
 
 from cunorm import kernels
 from cunorm.plan import Device, plan
@@ -250,6 +250,7 @@ def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
 def test_every_kernel_is_used_by_some_plan() -> None:
     used: set[str] = set()
     for columns in (768, 3_000_000, 10_000_000, 100_000_000):
-        for problem in (plain_forward(1000, columns), plain_backward(1000, columns)):
+        norms = plain_forward(1000, columns), plain_backward(1000, columns)
+        for problem in (*norms, plain_gelu(columns), plain_gelu_backward(columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
     assert used == set(KERNELS)

@@ -19,6 +19,7 @@ from cases import (
     Case,
     columns_shape,
     data,
+    gelu_in_float64,
     public_forward,
     relative_error,
 )
@@ -372,3 +373,32 @@ def test_order_with_tensorflows_stream() -> None:
             queued = queued * 1.0
         y = cunorm.layer_norm(queued) * 2.0
         np.testing.assert_array_equal(y, expected * 2.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+@pytest.mark.parametrize(("approximate", "biased"), [("none", False), ("none", True), ("tanh", True)])
+def test_gelu(device: str, function: bool, dtype: str, approximate: str, biased: bool) -> None:
+    x, bias, dy = data(1, (4, 3, 257), dtype), data(2, (257,), dtype, outliers=False), data(3, (4, 3, 257), dtype)
+    expected = gelu_in_float64(x, bias if biased else None, dy, approximate)
+
+    def gelu_and_gradients(x: Any, bias: Any, dy: Any) -> Any:
+        inputs = [x] if bias is None else [x, bias]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            y = cunorm.gelu(x, approximate=approximate, bias=bias)
+        without = cunorm.gelu_backward(dy, x, approximate=approximate, bias=bias)
+        return y, tape.gradient(y, inputs, output_gradients=dy), without
+
+    given = [tensor(array, device) for array in (x, bias if biased else None, dy)]
+    run = tf.function(gelu_and_gradients) if function else gelu_and_gradients
+    with tf.device(f"{device}:0"):
+        y, gradients, without = run(*given)
+    assert_close(y, expected[0], dtype)
+    for result, other, value in zip(gradients, without if biased else (without,), expected[1:]):
+        assert_close(result, value, dtype)
+        assert result.numpy().tobytes() == other.numpy().tobytes()
+    assert given[0].numpy().tobytes() == x.tobytes()
+    with pytest.raises(TypeError, match="out cannot be given for TensorFlow tensors: they are immutable"):
+        cunorm.gelu(given[0], out=given[0])

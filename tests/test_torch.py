@@ -315,3 +315,49 @@ def test_forward_mode_is_refused() -> None:
 def test_tensors_on_different_devices() -> None:
     with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
         cunorm.layer_norm(torch.randn(2, 8, device="cuda"), torch.ones(8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+def test_gelu_equals_pytorch_in_float64(device: str, dtype: torch.dtype, approximate: str, biased: bool) -> None:
+    x, _, bias, dy = tensors((4, 3, 257), (257,), dtype, device)
+    exact = [t.double().clone().requires_grad_() for t in (x, bias)]
+    expected = F.gelu(exact[0] + exact[1] if biased else exact[0], approximate=approximate)
+    expected.backward(dy.double())
+    ours = [t.requires_grad_() for t in (x, bias)]
+    y = cunorm.gelu(x, approximate=approximate, bias=bias if biased else None)
+    assert y.device == x.device and y.dtype == dtype and y.shape == x.shape
+    y.backward(dy)
+    assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[dtype]
+    for tensor, reference in zip(ours, exact):
+        assert (tensor.grad is None) == (reference.grad is None)
+        if tensor.grad is not None and reference.grad is not None:
+            assert tensor.grad.dtype == dtype and relative_error(tensor.grad, reference.grad) <= TOLERANCE[dtype]
+    without_autograd = cunorm.gelu_backward(
+        dy, x.detach(), approximate=approximate, bias=bias.detach() if biased else None
+    )
+    for gradient, tensor in zip(without_autograd if biased else (without_autograd,), ours):
+        assert tensor.grad is not None and torch.equal(gradient, tensor.grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gradcheck_of_gelu(device: str, approximate: str) -> None:
+    x, _, bias, _ = (t.requires_grad_() for t in tensors((3, 4, 5), (5,), torch.float64, device))
+    assert torch.autograd.gradcheck(lambda x, bias: cunorm.gelu(x, approximate=approximate, bias=bias), (x, bias))
+    assert torch.autograd.gradcheck(lambda x: cunorm.gelu(x.t(), approximate=approximate), (x[0],))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gelu_of_what_needs_no_gradient(device: str) -> None:
+    """Only the gradients that are wanted are computed, and nothing is recorded for none."""
+    x, _, bias, dy = tensors((4, 64), (64,), torch.float32, device)
+    assert not cunorm.gelu(x, bias=bias).requires_grad
+    cunorm.gelu(x, bias=bias.requires_grad_()).backward(dy)
+    assert x.grad is None and bias.grad is not None
+    out = torch.full_like(x, torch.nan)
+    assert cunorm.gelu(x, bias=bias.detach(), out=out) is out and bool(torch.isfinite(out).all())
+    with pytest.raises(ValueError, match="out cannot be given where gradients are recorded"):
+        cunorm.gelu(x, bias=bias, out=out)

@@ -83,6 +83,7 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 options.arch,
                 options.activation,
                 options.residual,
+                options.bias,
             )
     except UsageError as error:
         print(f"python -m cunorm {options.command}: {error}", file=sys.stderr)
@@ -94,7 +95,7 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cunorm", description="Fused normalization kernels for NVIDIA GPUs.", allow_abbrev=False
+        prog="python -m cunorm", description="Fused normalization and GELU kernels for NVIDIA GPUs.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -129,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
     _add_problem(explain, "the dtype of x, weight and bias (default: float16)")
-    explain.add_argument("--axis", type=int, nargs="+", default=[-1], help="axes to normalize (default: last)")
+    explain.add_argument("--axis", type=int, nargs="+", help="axes to normalize (default: last)")
+    explain.add_argument("--bias", action="store_true", help="with --op gelu: added before, along the last axis")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
 
@@ -190,11 +192,11 @@ def _add_problem(command: argparse.ArgumentParser, dtype_help: str) -> None:
     command.add_argument("--dtype", choices=list(DTYPES), default="float16", help=dtype_help)
     command.add_argument(
         "--op",
-        choices=["layer_norm", "rms_norm"],
+        choices=["layer_norm", "rms_norm", "gelu"],
         default="layer_norm",
-        help="layer_norm with weight and bias (the default), or rms_norm with a weight",
+        help="layer_norm with weight and bias (the default), rms_norm with a weight, or gelu, which has one plan",
     )
-    command.add_argument("--activation", choices=ACTIVATIONS, help="after the norm")
+    command.add_argument("--activation", choices=ACTIVATIONS, help="after the norm; for gelu: itself or gelu_tanh")
     command.add_argument("--residual", action="store_true", help="added before the norm")
 
 

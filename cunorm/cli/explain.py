@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 from cunorm.cli import UsageError, gpus, output
 from cunorm.plan import Device, Launch, Plan, fitted, plan
-from cunorm.problem import ForwardProblem, Norm, Problem
+from cunorm.problem import (
+    AnyProblem,
+    ForwardProblem,
+    Norm,
+    PointwiseBackward,
+    PointwiseForward,
+    PointwiseProblem,
+    Problem,
+    View,
+    contiguous_strides,
+)
 from cunorm.resources import compile_resources
 from cunorm.tuning import contiguous_problem
 from cunorm.tuning_file import Entry, entry_for
@@ -19,23 +29,26 @@ def run(
     op: str,
     shape: tuple[int, ...],
     dtype: str,
-    axis: list[int],
+    axis: list[int] | None,
     backward: bool,
     arch: str | None,
     activation: str | None,
     residual: bool,
+    bias: bool,
 ) -> None:
-    """Print the plan for C-contiguous tensors, with a weight of the same dtype, and a bias if it is a layer norm."""
+    """Print the plan for C-contiguous tensors, of one dtype.
+
+    A norm has a weight, and a layer norm a bias; a gelu has a bias where there is to be one.
+    """
     target = _target(arch)
     device = target.device
-    norm = Norm(op == "layer_norm", activation=activation)
-    vectors = dtype, dtype if norm.centered else None
-    mask = (True, True, norm.centered) if backward else None
-    try:
-        problem = contiguous_problem(norm, shape, tuple(axis), dtype, *vectors, residual, mask)
-    except ValueError as error:
-        raise UsageError(f"--axis: {error}") from error
-    tuned = entry_for(problem, 0) if target.is_here else None
+    problem: AnyProblem
+    tuned = None
+    if op == "gelu":
+        problem = _gelu_problem(shape, dtype, axis, backward, activation, residual, bias)
+    else:
+        problem = _norm_problem(op, shape, dtype, axis, backward, activation, residual, bias)
+        tuned = entry_for(problem, 0) if target.is_here else None
     try:
         chosen = plan(problem, device, tuned.geometry if tuned else None)
     except ValueError as error:
@@ -58,8 +71,50 @@ def run(
     _print_launches(chosen, device)
 
 
-def _chosen_by(tuned: Entry | None, problem: Problem, device: Device) -> str:
-    if tuned is None:
+def _norm_problem(
+    op: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    axis: list[int] | None,
+    backward: bool,
+    activation: str | None,
+    residual: bool,
+    bias: bool,
+) -> Problem:
+    if bias:
+        raise UsageError("--bias is for gelu: a layer norm has one, an RMS norm has none")
+    norm = Norm(op == "layer_norm", activation=activation)
+    vectors = dtype, dtype if norm.centered else None
+    mask = (True, True, norm.centered) if backward else None
+    try:
+        return contiguous_problem(norm, shape, tuple(axis or [-1]), dtype, *vectors, residual, mask)
+    except ValueError as error:
+        raise UsageError(f"--axis: {error}") from error
+
+
+def _gelu_problem(
+    shape: tuple[int, ...],
+    dtype: str,
+    axis: list[int] | None,
+    backward: bool,
+    activation: str | None,
+    residual: bool,
+    bias: bool,
+) -> PointwiseProblem:
+    if axis or residual:
+        raise UsageError("--axis and --residual are for norms, not for gelu")
+    if activation not in (None, "gelu", "gelu_tanh"):
+        raise UsageError(f"--activation {activation} is not for gelu; it must be gelu or gelu_tanh")
+    x = View(0, shape, contiguous_strides(shape), dtype, ("cuda", 0))
+    vector = View(0, shape[-1:], (1,), dtype, ("cuda", 0)) if bias else None
+    kind = activation or "gelu"
+    if backward:
+        return PointwiseBackward.of(x, x, vector, x, dbias=dtype if bias else None, activation=kind)
+    return PointwiseForward.of(x, vector, x, activation=kind)
+
+
+def _chosen_by(tuned: Entry | None, problem: AnyProblem, device: Device) -> str:
+    if tuned is None or isinstance(problem, PointwiseForward | PointwiseBackward):
         return "built in"
     where = f"measured here on {'x'.join(map(str, tuned.shape))}"
     if tuned.geometry is None:
@@ -103,13 +158,17 @@ def _here(gpu: gpus.LocalGpu) -> _Target:
     return _Target(title, device, known.rate, f"{known.rate_is} of {known.name}, since {failure}", True)
 
 
-def _floor(problem: Problem, target: _Target) -> str:
+def _floor(problem: AnyProblem, target: _Target) -> str:
     if target.rate is None:
         return f"unknown: {target.rate_is}"
     return f"{output.duration(problem.bytes_moved / target.rate)} at {output.rate(target.rate)}, {target.rate_is}"
 
 
-def _moves(problem: Problem) -> str:
+def _moves(problem: AnyProblem) -> str:
+    if isinstance(problem, PointwiseForward):
+        return "x read, y written"
+    if isinstance(problem, PointwiseBackward):
+        return "x and dy read, dx written"
     if isinstance(problem, ForwardProblem):
         return "x and residual read, y and residual_out written" if problem.residual else "x read, y written"
     return "x, dy and dresidual_out read, dx written" if problem.dresidual_out else "x and dy read, dx written"

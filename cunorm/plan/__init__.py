@@ -11,18 +11,32 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import row_block, row_geometry, row_grid, row_split
+from cunorm.plan import pointwise, row_block, row_geometry, row_grid, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
-from cunorm.problem import BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import (
+    AnyProblem,
+    BackwardProblem,
+    ForwardProblem,
+    PointwiseBackward,
+    PointwiseForward,
+    Problem,
+)
 
 __all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "fitted", "plan", "plan_with"]
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device, geometry: RowBlock | None = None) -> Plan:
-    """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem."""
+def plan(problem: AnyProblem, device: Device, geometry: RowBlock | None = None) -> Plan:
+    """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem.
+
+    A pointwise problem has one plan.
+    """
+    if isinstance(problem, PointwiseForward):
+        return pointwise.plan_forward(problem, device)
+    if isinstance(problem, PointwiseBackward):
+        return pointwise.plan_backward(problem, device)
     return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, Matrix, Problem, Vector
+from cunorm.problem import DTYPES, AnyProblem, Matrix, Problem, Vector
 
 __all__ = [
     "affine_constants",
@@ -15,11 +15,12 @@ __all__ = [
     "dtype_constants",
     "lie_alike",
     "row_strides",
+    "vector_constants",
     "vector_width",
 ]
 
 
-def vector_width(problem: Problem) -> int:
+def vector_width(problem: AnyProblem) -> int:
     """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
     itemsize = DTYPES[problem.x.dtype].itemsize
     matrices = problem.matrices
@@ -48,12 +49,12 @@ def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
     return -(-problem.columns // blocks // width) * width
 
 
-def compute_itemsize(problem: Problem) -> int:
+def compute_itemsize(problem: AnyProblem) -> int:
     """Bytes of the numbers that are summed."""
     return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
 
 
-def dtype_constants(problem: Problem) -> Constants:
+def dtype_constants(problem: AnyProblem) -> Constants:
     dtype = DTYPES[problem.x.dtype]
     return {"X_TYPE": dtype.cuda, "COMPUTE_TYPE": DTYPES[dtype.compute].cuda}
 
@@ -65,7 +66,7 @@ def affine_constants(problem: Problem, width: int) -> Constants:
     offset = f"{norm.weight_offset!r}" if norm.weight_offset else 0
     constants: Constants = {"CENTERED": int(norm.centered), "ACTIVATION": norm.activation or "none"}
     constants["WEIGHT_OFFSET"] = offset
-    vectors = _vector_constants("WEIGHT", problem.weight, width) | _vector_constants("BIAS", problem.bias, width)
+    vectors = vector_constants("WEIGHT", problem.weight, width) | vector_constants("BIAS", problem.bias, width)
     return constants | vectors
 
 
@@ -74,7 +75,7 @@ def row_strides(**matrices: Matrix | None) -> dict[str, Value]:
     return {f"{name}_stride": matrix.row_strides[0] if matrix else 0 for name, matrix in matrices.items()}
 
 
-def _vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
+def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
     """Constants for the weight or bias: its type, and the bytes of one access to ``width`` of its elements."""
     if vector is None:
         return {f"HAS_{name}": 0, f"{name}_TYPE": "float", f"{name}_ACCESS": 4}

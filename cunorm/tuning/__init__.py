@@ -21,6 +21,7 @@ from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
 
 OPS = ("layer_norm", "rms_norm")
+_UNTUNED = ("gelu",)
 DIRECTIONS = ("forward", "backward", "both")
 
 
@@ -140,6 +141,8 @@ def checked_problems(
     output_mask: Any = None,
 ) -> list[Problem]:
     """The problems that the arguments of `tune` mean, one for each direction."""
+    if op in _UNTUNED:
+        raise ValueError(f"op is {op!r}, for which there is one plan: there is nothing to tune")
     for name, value, known in (("op", op, OPS), ("direction", direction, DIRECTIONS)):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -1,0 +1,196 @@
+"""An activation of every number: one launch, and one more that adds up the sums for dbias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cunorm.plan.column_sums import launch_sum
+from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants, vector_width
+from cunorm.plan.launches import Builder, Constants, Device, Plan, Value
+from cunorm.problem import DTYPES, Matrix, PointwiseBackward, PointwiseForward, PointwiseProblem
+
+__all__ = ["plan_backward", "plan_forward"]
+
+_THREADS = 256
+# Bytes that a thread has in flight, and the steps that this may take where vectors are short.
+_BYTES_IN_FLIGHT = 64
+_MOST_STEPS = 8
+# With a bias, which a block reads once, it takes this many turns, if there are blocks enough to fill the device as
+# often.
+_TURNS_WITH_BIAS = 4
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a problem lies over threads (see kernels/pointwise.cuh). Rows, columns and rest are those of the kernel."""
+
+    run: bool
+    width: int
+    column_lanes: int
+    row_lanes: int
+    steps: int
+    rows: int
+    columns: int
+    rest: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.columns // (self.column_lanes * self.width))
+
+    @property
+    def turns(self) -> int:
+        """How often a block would take one to go down all of its rows."""
+        return -(-(self.rows + (self.rest > 0)) // (self.row_lanes * self.steps))
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.column_lanes, self.row_lanes
+
+    def constants(self, problem: PointwiseProblem) -> Constants:
+        own: Constants = {
+            "THREADS": self.column_lanes * self.row_lanes,
+            "VECTOR": self.width,
+            "ROW_LANES": self.row_lanes,
+            "UNROLL": 1,
+            "STEPS": self.steps,
+            "RUN": int(self.run),
+            "MIN_BLOCKS": _min_blocks(problem),
+            "ROW_DIMS": len(problem.row_sizes),
+            "ACTIVATION": problem.activation,
+        }
+        return dtype_constants(problem) | own | vector_constants("BIAS", problem.bias, self.width)
+
+    def arguments(self, problem: PointwiseProblem, **matrices: Matrix | None) -> dict[str, Value]:
+        """Sizes, and the strides of each matrix; zeros for one that is not there."""
+        sizes = (self.rows,) if self.run else problem.row_sizes
+        arguments: dict[str, Value] = {
+            "rows": self.rows,
+            "columns": self.columns,
+            "rest": self.rest,
+            "tiles": self.tiles,
+            "row_sizes": sizes,
+        }
+        for name, matrix in matrices.items():
+            strides, column_stride = (0,) * len(sizes), 0
+            if matrix is not None:
+                strides = (self.columns,) if self.run else matrix.row_strides
+                column_stride = matrix.column_strides[0]
+            arguments[f"{name}_row_strides"] = strides
+            arguments[f"{name}_column_stride"] = column_stride
+        return arguments
+
+
+def _layout(problem: PointwiseProblem, device: Device) -> _Layout:
+    layout = _full_layout(problem)
+    # Where there are few blocks, as many as there are multiprocessors do more than vectors in flight.
+    while layout.steps > 1 and layout.tiles * layout.turns < 2 * device.multiprocessors:
+        layout = replace(layout, steps=layout.steps // 2)
+    return layout
+
+
+def _full_layout(problem: PointwiseProblem) -> _Layout:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    tensors = 1 if isinstance(problem, PointwiseForward) else 2  # that are read
+    if _is_run(problem):
+        # Only addresses matter: what is left over at the end is finished number by number.
+        width = min(matrix.alignment for matrix in problem.matrices) // itemsize
+        columns = _THREADS * width
+        rows, rest = divmod(problem.columns, columns)
+        return _Layout(True, width, _THREADS, 1, _steps(tensors * width * itemsize), rows, columns, rest)
+    width = vector_width(problem)
+    vectors = -(-problem.columns // width)
+    tiles = -(-vectors // _THREADS)
+    # Few columns: a power of two of threads and several rows. Many: whole warps, as few as leave no tile over.
+    column_lanes = 1 << (vectors - 1).bit_length() if vectors <= 32 else -(-vectors // tiles // 32) * 32
+    row_lanes = _THREADS // column_lanes
+    steps = _steps(tensors * width * itemsize)
+    return _Layout(False, width, column_lanes, row_lanes, steps, problem.rows, problem.columns, 0)
+
+
+def _is_run(problem: PointwiseProblem) -> bool:
+    """Whether all tensors are one run of memory each, with nothing that goes by columns."""
+    return (
+        problem.bias is None
+        and problem.row_sizes == (1,)
+        and all(matrix.column_strides[0] == 1 or problem.columns == 1 for matrix in problem.matrices)
+    )
+
+
+def _steps(bytes_a_step: int) -> int:
+    return min(_MOST_STEPS, _BYTES_IN_FLIGHT // bytes_a_step)
+
+
+def plan_forward(problem: PointwiseForward, device: Device) -> Plan:
+    builder = Builder()
+    if problem.rows * problem.columns == 0:
+        return builder.finished("empty")
+    layout = _layout(problem, device)
+    groups = layout.turns
+    if problem.bias is not None:
+        filling = _blocks_at_once(problem, device) * _TURNS_WITH_BIAS
+        groups = -(-groups // max(1, min(_TURNS_WITH_BIAS, layout.tiles * groups // filling)))
+    builder.launch(
+        "pointwise_forward",
+        layout.constants(problem),
+        layout.tiles * groups,
+        layout.block,
+        {
+            **{name: name for name in ("x", "bias", "y")},
+            "groups": groups,
+            **layout.arguments(problem, x=problem.x, y=problem.y),
+        },
+    )
+    return builder.finished("pointwise")
+
+
+def plan_backward(problem: PointwiseBackward, device: Device) -> Plan:
+    builder = Builder()
+    if problem.dx is None and problem.dbias is None:
+        return builder.finished("empty")
+    if problem.rows * problem.columns == 0:
+        if problem.dbias is not None:
+            nothing = builder.reserve("dbias_sums", 0, compute_itemsize(problem))
+            launch_sum(builder, problem, [(nothing, "dbias", problem.dbias)], 0, problem.columns)
+        return builder.finished("empty")
+    layout = _layout(problem, device)
+    groups = layout.turns
+    dbias: Value = 0
+    dbias_dtype = DTYPES[problem.x.dtype].compute
+    if problem.dbias is not None:
+        groups = max(1, min(groups, _blocks_at_once(problem, device) // layout.tiles))
+        if groups == 1:
+            dbias, dbias_dtype = "dbias", problem.dbias
+        else:
+            dbias = builder.reserve("dbias_sums", groups * problem.columns, compute_itemsize(problem))
+    gradients: Constants = {
+        "WANTS_DX": int(problem.dx is not None),
+        "WANTS_DBIAS": int(problem.dbias is not None),
+        "DBIAS_TYPE": DTYPES[dbias_dtype].cuda,
+    }
+    builder.launch(
+        "pointwise_backward",
+        layout.constants(problem) | gradients,
+        layout.tiles * groups,
+        layout.block,
+        {
+            **{name: name for name in ("dy", "x", "bias", "dx")},
+            "dbias": dbias,
+            "groups": groups,
+            **layout.arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
+        },
+    )
+    if problem.dbias is not None and groups > 1:
+        launch_sum(builder, problem, [(dbias, "dbias", problem.dbias)], groups, problem.columns)
+    return builder.finished("pointwise")
+
+
+def _min_blocks(problem: PointwiseProblem) -> int:
+    """How many blocks are to share a multiprocessor, which bounds their registers."""
+    if problem.x.dtype == "float64" or len(problem.row_sizes) > 1:
+        return 2
+    return 4 if isinstance(problem, PointwiseForward) and problem.bias is None else 3
+
+
+def _blocks_at_once(problem: PointwiseProblem, device: Device) -> int:
+    """How many blocks of a launch run at the same time."""
+    return device.multiprocessors * min(_min_blocks(problem), device.threads_per_multiprocessor // _THREADS)
