@@ -79,10 +79,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
-  // A division, but for tiny rows, where it is much of the work: its branches end a basic block, and without that ptxas
-  // keeps so much of one pass for the next that fewer blocks fit.
+  // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much of
+  // one pass for the next that it spills. Elsewhere a division would be a good part of the work.
+  constexpr bool DIVIDES = VECTORS > 4 && stage != Stage::run;
   const Compute scale = static_cast<Compute>(1) / part.columns;
-  const auto mean_of = [&](Compute sum) { return stage == Stage::run ? sum * scale : sum / part.columns; };
+  const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -153,7 +154,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = mean_of(sums[0]);
-    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
+    statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
     }

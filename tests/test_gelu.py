@@ -331,13 +331,13 @@ def test_every_sixteen_bit_number_is_correctly_rounded(path: Any, dtype: str, ap
     case = Case(x, approximate=approximate)
     expected, y = case.expected(), float64(path.forward(case))
     nearest = expected.astype(dtype_of(dtype)).astype(np.float64)
-    off = np.flatnonzero((y != nearest) & (np.abs(expected) >= 2.0**-125))
+    off = np.flatnonzero((y != nearest) & (np.abs(expected) >= 2.0**-122))
     distance = half_unit(expected[off], dtype) - np.abs(nearest[off] - expected[off])  # from the tie
     assert np.all(distance <= stated_error(case.z[off], approximate, dtype) * np.abs(expected[off]))
     assert np.all(np.abs(y[off] - expected[off]) <= 1.01 * half_unit(expected[off], dtype))
     assert len(off) <= 30
-    tiny = np.abs(expected) < 2.0**-125
-    assert np.all(np.abs(y[tiny]) <= 2.0**-124)
+    tiny = np.abs(expected) < 2.0**-122
+    assert np.all(np.abs(y[tiny]) <= 2.0**-121)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -347,14 +347,14 @@ def test_every_sixteen_bit_derivative_is_correctly_rounded(path: Any, dtype: str
     x = every_number(dtype)
     case, one = Case(x, approximate=approximate), np.ones_like(x)
     expected, dx = case.expected_gradients(one)[0], float64(path.backward(case, one)[0])
-    normal = np.abs(expected) >= 2.0**-125
+    normal = np.abs(expected) >= 2.0**-117
     with np.errstate(divide="ignore", invalid="ignore"):
         distribution = np.where(case.z == 0, 0.5, case.expected() / case.z)
     size = distribution + np.abs(expected - distribution)
     slack = 2 * stated_error(np.clip(case.z, -15, 15), approximate, dtype) * size
     error = np.abs(dx - expected)
     assert np.all(error[normal] <= (half_unit(expected, dtype) + slack)[normal])
-    assert np.all(np.abs(dx[~normal]) <= 2.0**-124)
+    assert np.all(np.abs(dx[~normal]) <= 2.0**-116)
 
 
 def mills_ratio(t: Array) -> Array:
@@ -605,10 +605,10 @@ def test_every_number_has_one_place(sizes: list[int], dtype: str, bias: bool, of
 
 
 def test_few_numbers_are_for_many_blocks() -> None:
-    """64 x 4096 of bfloat16 are 128 times what a block of 256 threads reads at once, for 132 multiprocessors."""
+    """64 x 4096 of bfloat16 are 256 times what a block of 128 threads reads at once, for 132 multiprocessors."""
     for bias in (False, True):
         (launch,) = forward_plan((64, 4096), bias=bias).launches
-        assert launch.grid == 128 and dict(launch.constants)["STEPS"] == 1
+        assert launch.grid == 256 and dict(launch.constants)["STEPS"] == 1
 
 
 def test_a_tensor_of_more_than_two_to_the_31() -> None:
