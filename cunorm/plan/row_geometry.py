@@ -84,51 +84,68 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     width, piece = vector_width(problem), 16 // itemsize
     if width < piece:
         return _narrow(problem, device, width)
-    vectors_per_row = problem.columns // width
-    stage = "ahead" if device.capability >= 80 else "direct"
-    few = problem.rows < 8 * device.multiprocessors
-    all_threads, short = 512, vectors_per_row <= (64 if itemsize == 2 else 127)
-    if short:
-        # Several rows a block. 256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42;
-        # with 4 vectors a thread RMS norm takes 1.05, with 2 1.09. Of float32 256 and 512 take 1.01, read directly
-        # 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
-        wanted, block_threads = 4.0, 128
-        if vectors_per_row < 32 and itemsize > 2:
-            wanted, block_threads, stage = 3.0, 256, "direct"
-        elif vectors_per_row <= 32 and itemsize == 2 and problem.norm.centered:
-            wanted = 2.0
-        # 32,768 rows of 256 take 1.51 with 2 vectors, with 4 1.96.
-        wanted = min(wanted, _vectors_for_all_threads(problem, device, vectors_per_row) / (1 if itemsize > 2 else 2))
-        all_threads = 384 if wanted > 3 else 512
-    else:
-        # A row a block, fetched ahead. At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15;
-        # at 5120 128 of 5 1.08, 256 of 3 1.11; at 16,384 512 of 4 1.09.
-        wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 or few else 4 if vectors_per_row < 704 else 3
-        block_threads = 64
-    threads, vectors = _spread(vectors_per_row, wanted)
-    threads, vectors = _more_threads(problem, device, vectors_per_row, threads, block_threads)
-    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+    short = problem.columns // width <= (64 if itemsize == 2 else 127)
+    geometry = (_short_rows_backward if short else _long_rows_backward)(problem, device, width)
+    if geometry is None:
         return _shared_row(problem, device, width)
+    if problem.rows <= device.multiprocessors:
+        # There is no next row: 64 of 4096 bfloat16 numbers take 10.4 us, fetched ahead 10.9.
+        geometry = replace(geometry, stage="direct")
+    if geometry.stage == "ahead":
+        geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
+    return _with_room(geometry, problem, device)
+
+
+def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """Several rows a block; None where registers are too few.
+
+    256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42; with 4 vectors a thread RMS
+    norm takes 1.05, with 2 1.09. 32,768 rows of 256 take 1.51 with 2 vectors, with 4 1.96. Of float32 256 and 512
+    columns take 1.01, read directly 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
+    """
+    vectors_per_row, sixteen_bit = problem.columns // width, DTYPES[problem.x.dtype].itemsize == 2
+    wanted, block_threads, stage = 4.0, 128, "ahead"
+    if vectors_per_row < 32 and not sixteen_bit:
+        wanted, block_threads, stage = 3.0, 256, "direct"
+    elif vectors_per_row <= 32 and sixteen_bit and problem.norm.centered:
+        wanted = 2.0
+    for_all = _vectors_for_all_threads(problem, device, vectors_per_row)
+    wanted = min(wanted, for_all / 2 if sixteen_bit else for_all)
+    threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), block_threads)
+    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+        return None
+    rows = _rows_per_block(problem, device, block_threads // threads, threads)
+    share = max(1, (384 if wanted > 3 else 512) // (threads * rows))
+    stage = stage if device.capability >= 80 else "direct"
+    return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
+
+
+def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """A row a block, or several where there are few; None where registers are too few.
+
+    At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15; at 5120 128 of 5 1.08, 256 of 3 1.11;
+    at 16,384 512 of 4 1.09.
+    """
+    vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
+    few = problem.rows < 8 * device.multiprocessors
+    wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 or few else 4 if vectors_per_row < 704 else 3
+    threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), 64)
+    if not _fits_registers(problem, device, width, vectors, max(threads, 64)):
+        return None
     # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums. At 5120 columns, 5 vectors of
     # each, 256 take 1.08 and 512 1.13.
-    if vectors > 4:
-        all_threads = 256
-    if not short and itemsize == 4 and threads <= 64:
+    block_threads, all_threads = 64, 512 if vectors <= 4 else 256
+    if itemsize == 4 and threads <= 64:
         block_threads, all_threads = 128, 384  # 1000 columns of float32: 1.03, with a row a block 1.10
-    if not short and problem.rows < 8 * device.multiprocessors * (all_threads // threads):
+    if problem.rows < 8 * device.multiprocessors * (all_threads // threads):
         # Fewer blocks of more rows leave fewer partial sums: 4096 rows of 1024 take 17.5 us, with a row a block 19.7.
         block_threads = min(all_threads, 4 * threads)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
     if (threads, vectors, itemsize) == (256, 4, 2) and problem.dresidual_out is None and device.capability == 90:
         rows = 2  # 8192 columns of bfloat16: 1.08, one row 1.16; with a residual 1.10, one row 1.02
-    if problem.rows <= device.multiprocessors:
-        stage = "direct"  # There is no next row: 64 of 4096 bfloat16 numbers take 10.4 us, fetched ahead 10.9.
-    geometry = RowBlock(width, vectors, threads, rows, 1, stage)
-    if stage == "ahead":
-        geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
-    return _with_room(
-        replace(geometry, blocks_per_multiprocessor=max(1, all_threads // geometry.threads)), problem, device
-    )
+    stage = "ahead" if device.capability >= 80 else "direct"
+    share = max(1, all_threads // (threads * rows))
+    return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
 
 
 def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:
@@ -147,15 +164,12 @@ def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Devi
     return "staged"
 
 
-def _more_threads(
-    problem: Problem, device: Device, vectors_per_row: int, threads: int, block_threads: int
-) -> tuple[int, int]:
-    """The threads of a row, or more of them where the registers of each would not do; and vectors of each."""
-    width = vector_width(problem)
-    vectors = -(-vectors_per_row // threads)
+def _more_threads(problem: Problem, device: Device, spread: tuple[int, int], block_threads: int) -> tuple[int, int]:
+    """Threads of a row and vectors of each: as `_spread` has them, or more threads where registers would not do."""
+    width, (threads, vectors) = vector_width(problem), spread
     while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         threads *= 2
-        vectors = -(-vectors_per_row // threads)
+        vectors = -(-problem.columns // width // threads)
     return threads, vectors
 
 
@@ -224,8 +238,8 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
             yield replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
             # 100,000 columns of float32 take 1.16, staged 1.25; 65536 of bfloat16 1.30 and 1.35.
-            few = {"threads_per_row": 256, "blocks_per_row": 8} if width == 8 else {}
-            yield replace(way, weights="early", **few)
+            early = replace(way, weights="early")
+            yield early if width == 4 else replace(early, threads_per_row=256, blocks_per_row=8)
     elif problem.residual is not None and problem.norm.centered and not peeled and device.capability < 120:
         # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
         yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
@@ -292,9 +306,10 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         # 1024. Backward 1023 take 1.38 with 4 rows a block, with 2 1.41, and 257 1.83 with 8, with 2 1.95.
         short = vectors_per_row < 256
         rows = _rows_per_block(problem, device, (128 if forward else 256) // threads if short else 1, threads)
-        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True)
+        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
         most = (1024 if short else 384) if forward else 512
-        geometry = replace(geometry, weights="staged" if forward else _backward_weights(geometry, problem, device))
+        if isinstance(problem, BackwardProblem):
+            geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
         share = max(1, min(most // geometry.threads, _resident(geometry, problem, device)))
         if _fits(geometry, problem, device):
             return replace(geometry, blocks_per_multiprocessor=share)
