@@ -109,13 +109,15 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
         wanted, block_threads, stage = 3.0, 256, "direct"
     elif vectors_per_row <= 32 and sixteen_bit and problem.norm.centered:
         wanted = 2.0
+    elif sixteen_bit and problem.dresidual_out is not None:
+        block_threads = 512  # 32,768 rows of 512 with a residual take 1.49, in blocks of 128 threads 1.63
     for_all = _vectors_for_all_threads(problem, device, vectors_per_row)
     wanted = min(wanted, for_all / 2 if sixteen_bit else for_all)
     threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), block_threads)
     if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return None
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
-    share = max(1, (384 if wanted > 3 else 512) // (threads * rows))
+    share = max(1, (384 if wanted > 3 and block_threads == 128 else 512) // (threads * rows))
     stage = stage if device.capability >= 80 else "direct"
     return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
 
@@ -161,7 +163,7 @@ def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Devi
         few = geometry.vectors <= (3 if problem.norm.centered else 4)
         if few and _fits_early(early, problem, device):
             return "early"
-    return "staged"
+    return "staged" if geometry.rows_per_block < 32 else "late"
 
 
 def _more_threads(problem: Problem, device: Device, spread: tuple[int, int], block_threads: int) -> tuple[int, int]:
@@ -244,7 +246,8 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
         # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
         yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
     yield way
-    yield replace(way, weights="late")
+    yield replace(way, threads_per_row=_MOST_THREADS)
+    yield replace(way, threads_per_row=_MOST_THREADS, weights="late")
 
 
 def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
