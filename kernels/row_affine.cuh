@@ -43,6 +43,7 @@ struct Parameter {
   // Those of the thread's i-th vector.
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&values)[VECTOR]) const {
     constexpr int BYTES = sizeof(T) * VECTOR;
+    if constexpr (::stage == Stage::run) return load_widened<VECTOR, ACCESS_BYTES>(memory + place.column(i), values);
     switch (weights_come) {
       case Weights::late: return widen_all(fetched(place, i), values);
       case Weights::early: return widen_all(early[i], values);

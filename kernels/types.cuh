@@ -166,6 +166,19 @@ __device__ __forceinline__ Vector<T, COUNT> load_anywhere(const T* source) {
   return result;
 }
 
+// Those in pieces in Compute, each widened as it comes: for a tiny row ptxas needs 63 registers so, and 71 where it has
+// them all first.
+template <int COUNT, int ACCESS_BYTES, typename T>
+__device__ __forceinline__ void load_widened(const T* source, Compute (&widened)[COUNT]) {
+  constexpr int STEP = ACCESS_BYTES / sizeof(T) < COUNT ? ACCESS_BYTES / sizeof(T) : COUNT;
+#pragma unroll
+  for (int first = 0; first < COUNT; first += STEP) {
+    const Vector<T, STEP> piece = load<T, STEP>(source + first);
+#pragma unroll
+    for (int i = 0; i < STEP; ++i) widened[first + i] = widen(piece.lane[i]);
+  }
+}
+
 template <typename T, int COUNT>
 __device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Compute (&widened)[COUNT]) {
 #pragma unroll

@@ -299,3 +299,19 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
                 launch.device(0)
     finally:
         launch.device.cache_clear()
+
+
+def test_no_launch_takes_shared_memory_from_another_of_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy has one function for one text, whose limit is that of the launch that needs most."""
+    function = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, kernel=None)
+    module = SimpleNamespace(get_function=lambda name: function)
+    cuda = SimpleNamespace(
+        Device=lambda index: contextlib.nullcontext(), compiler=SimpleNamespace(CompileException=CompileException)
+    )
+    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(RawModule=lambda **_: module, cuda=cuda))
+    (item,) = forward(1000, 4096, False).launches
+    limits = []
+    for shared_bytes in (100_000, 60_000, 150_000, 0):
+        launch.compiled_function.__wrapped__(item.kernel, item.constants, shared_bytes, 1, 0)
+        limits.append(function.max_dynamic_shared_size_bytes)
+    assert limits == [100_000, 100_000, 150_000, 150_000]
