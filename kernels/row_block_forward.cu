@@ -79,8 +79,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
 
-  // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much of
-  // one pass for the next that it spills. Elsewhere a division would be a good part of the work.
+  // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much
+  // of one pass for the next that it spills. Elsewhere a division would be a good part of the work.
   constexpr bool DIVIDES = VECTORS > 4 && stage != Stage::run;
   const Compute scale = static_cast<Compute>(1) / part.columns;
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
