@@ -81,11 +81,11 @@ MODEL_SIZES = [
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
     """Twenty sizes of layer norm, and four batch sizes of each: about a kernel a size and direction for batches that
-    fill the GPU, which are all that a training has, and two more for less."""
+    fill the GPU, which are all that a training has, and two more for less, or three backward."""
     rows = (1, 7, 4096, 65536)
-    for make in (plain_forward, plain_backward):
+    for make, kernels_a_size in ((plain_forward, 3), (plain_backward, 4)):
         plans = [[plan(make(n, columns, dtype), DEVICES["sm_90"]) for columns in MODEL_SIZES] for n in rows]
-        assert len(kernels_of(*itertools.chain(*plans))) <= 3 * len(MODEL_SIZES) + 4
+        assert len(kernels_of(*itertools.chain(*plans))) <= kernels_a_size * len(MODEL_SIZES) + 4
         assert len(kernels_of(*plans[-1])) <= len(MODEL_SIZES) + 2
 
 
