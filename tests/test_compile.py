@@ -139,6 +139,7 @@ def cases(arch: str) -> list[Case]:
     few = {"bfloat16": (256, 257, 4096, 8192), "float16": (16_384, 32_768), "float32": (257, 768, 4096, 400_001)}
     few_rows = [Case(dtype, columns, rows=4) for dtype, sizes in few.items() for columns in sizes]
     few_rows += [Case("bfloat16", 1024, rows=512), Case("float32", 1024, rows=512)]
+    few_rows += [Case("float16", 32_768, rows=4, norm=Norm(True, 0.0, "gelu_tanh"))]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):

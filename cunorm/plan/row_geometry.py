@@ -387,6 +387,8 @@ def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in vectors) // 4
     registers, more = _registers(problem, geometry.width)
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    if isinstance(problem, ForwardProblem):
+        other += 36 * (problem.norm.activation is not None)
     total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
     return total <= min(255, 65536 // geometry.threads // 8 * 8)
 
