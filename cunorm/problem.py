@@ -18,6 +18,11 @@ __all__ = [
     "DTYPES",
     "AnyProblem",
     "BackwardProblem",
+    "ChannelBackward",
+    "ChannelForward",
+    "ChannelProblem",
+    "ChannelTensor",
+    "Channels",
     "Dtype",
     "ForwardProblem",
     "Matrix",
@@ -26,6 +31,7 @@ __all__ = [
     "PointwiseForward",
     "PointwiseProblem",
     "Problem",
+    "RunningStatistics",
     "Vector",
     "View",
     "contiguous_strides",
@@ -104,6 +110,19 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Where weights and biases are one number a channel, not a column: which channels a row has.
+
+    Row r has ``channels_per_row`` channels of ``positions`` columns each, the first being
+    ``r % rows_per_sample * channels_per_row``.
+    """
+
+    rows_per_sample: int
+    channels_per_row: int
+    positions: int
+
+
+@dataclass(frozen=True)
 class _RowProblem:
     row_sizes: tuple[int, ...]
     column_sizes: tuple[int, ...]
@@ -133,6 +152,7 @@ class ForwardProblem(_RowProblem):
     stats: bool
     eps: float
     norm: Norm = Norm()
+    channels: Channels | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -183,6 +203,7 @@ class BackwardProblem(_RowProblem):
     dweight: str | None
     dbias: str | None
     norm: Norm = Norm()
+    channels: Channels | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -279,7 +300,154 @@ class PointwiseBackward(_RowProblem):
 
 
 PointwiseProblem = PointwiseForward | PointwiseBackward
-AnyProblem = Problem | PointwiseProblem
+
+
+@dataclass(frozen=True)
+class ChannelTensor:
+    """How a tensor lies in memory, seen as samples by channels by points: strides in elements.
+
+    The points are what a channel's statistics are taken over: the spatial dimensions, merged where they can be; over a
+    whole batch also the samples, of which there is one then.
+    """
+
+    dtype: str
+    sample_stride: int
+    channel_stride: int
+    point_strides: tuple[int, ...]
+    alignment: int = 16
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """The running mean and variance of a batch norm: its statistics, or what it updates with them.
+
+    An update is ``running = kept * running + taken * new``, the new variance ``unbiased`` or not. Where the running
+    statistics are ``given``, nothing is updated.
+    """
+
+    mean: Vector
+    variance: Vector
+    given: bool
+    kept: float = 0.0
+    taken: float = 0.0
+    unbiased: bool = True
+
+
+@dataclass(frozen=True)
+class _ChannelProblem:
+    samples: int
+    channels: int
+    point_sizes: tuple[int, ...]
+    # Consecutive channels that have their statistics in common.
+    channels_per_set: int
+
+    @property
+    def points(self) -> int:
+        return math.prod(self.point_sizes)
+
+    @property
+    def sets(self) -> int:
+        """How many means there are: set s has the channels from s * channels_per_set on, counted over all samples."""
+        return self.samples * self.channels // self.channels_per_set
+
+
+@dataclass(frozen=True)
+class ChannelForward(_ChannelProblem):
+    """y = activation((x - mean) * rstd * weight + bias), with weight and bias by channel; statistics by set.
+
+    Without ``y`` only the statistics are computed, and the variance takes the place of rstd. Statistics are stored if
+    ``stats``.
+    """
+
+    x: ChannelTensor
+    y: ChannelTensor | None
+    weight: Vector | None
+    bias: Vector | None
+    stats: bool
+    eps: float
+    activation: str | None = None
+    running: RunningStatistics | None = None
+
+    @property
+    def tensors(self) -> tuple[ChannelTensor, ...]:
+        return (self.x,) if self.y is None else (self.x, self.y)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: x read once, y written once."""
+        return len(self.tensors) * self.samples * self.channels * self.points * DTYPES[self.x.dtype].itemsize
+
+    @staticmethod
+    def of(
+        x: View,
+        weight: View | None,
+        bias: View | None,
+        y: View | None,
+        *,
+        channel_axis: int,
+        channels_per_set: int,
+        over_samples: bool,
+        eps: float,
+        stats: bool,
+        activation: str | None = None,
+        running: RunningStatistics | None = None,
+    ) -> ChannelForward:
+        sizes, (of_x, of_y) = _channel_tensors((x, y), channel_axis, over_samples)
+        vectors = _vector(weight), _vector(bias)
+        return ChannelForward(*sizes, channels_per_set, of_x, of_y, *vectors, stats, eps, activation, running)
+
+
+@dataclass(frozen=True)
+class ChannelBackward(_ChannelProblem):
+    """The gradients of ChannelForward: those of x (if dx), weight and bias (dtypes; None where not wanted).
+
+    ``bias`` counts only under an activation. Where the statistics were ``given``, they are constants.
+    """
+
+    dy: ChannelTensor
+    x: ChannelTensor
+    dx: ChannelTensor | None
+    weight: Vector | None
+    bias: Vector | None
+    dweight: str | None
+    dbias: str | None
+    activation: str | None = None
+    given: bool = False
+
+    @property
+    def tensors(self) -> tuple[ChannelTensor, ...]:
+        return (self.dy, self.x) if self.dx is None else (self.dy, self.x, self.dx)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: dy and x read once, dx written once."""
+        return len(self.tensors) * self.samples * self.channels * self.points * DTYPES[self.x.dtype].itemsize
+
+    @staticmethod
+    def of(
+        dy: View,
+        x: View,
+        weight: View | None,
+        bias: View | None,
+        dx: View | None,
+        *,
+        channel_axis: int,
+        channels_per_set: int,
+        over_samples: bool,
+        dweight: str | None,
+        dbias: str | None,
+        activation: str | None = None,
+        given: bool = False,
+    ) -> ChannelBackward:
+        sizes, (of_dy, of_x, of_dx) = _channel_tensors((dy, x, dx), channel_axis, over_samples)
+        vectors = _vector(weight), None if activation is None else _vector(bias)
+        return ChannelBackward(
+            *sizes, channels_per_set, of_dy, of_x, of_dx, *vectors, dweight, dbias, activation, given
+        )
+
+
+ChannelProblem = ChannelForward | ChannelBackward
+AnyProblem = Problem | PointwiseProblem | ChannelProblem
 
 
 def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:
@@ -322,6 +490,30 @@ def _pointwise_matrices(
         for view, of_view in zip(present, strides)
     )
     return sizes[:-1] or (1,), sizes[-1:], [None if view is None else next(matrices) for view in views]
+
+
+def _channel_tensors(
+    views: tuple[View | None, ...], channel_axis: int, over_samples: bool
+) -> tuple[tuple[int, int, tuple[int, ...]], list[Any]]:
+    """Samples, channels and point sizes; and a ChannelTensor for each view (None for None)."""
+    present = [view for view in views if view is not None]
+    shape = present[0].shape
+    spatial = [i for i in range(1, len(shape)) if i != channel_axis]
+    dims = [0, *spatial] if over_samples else spatial
+    point_sizes, point_strides = _merge(shape, [view.strides for view in present], dims)
+    samples = 1 if over_samples else shape[0]
+    tensors = iter(
+        ChannelTensor(
+            view.dtype,
+            view.strides[0] if samples > 1 else 0,
+            view.strides[channel_axis] if shape[channel_axis] > 1 else 0,
+            strides,
+            _alignment(view.pointer),
+        )
+        for view, strides in zip(present, point_strides)
+    )
+    sizes = samples, shape[channel_axis], point_sizes
+    return sizes, [None if view is None else next(tensors) for view in views]
 
 
 def _merge(
