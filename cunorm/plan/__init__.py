@@ -11,13 +11,15 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import pointwise, row_block, row_geometry, row_grid, row_split
+from cunorm.plan import channel, pointwise, row_block, row_geometry, row_grid, row_split
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import (
     AnyProblem,
     BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
     ForwardProblem,
     PointwiseBackward,
     PointwiseForward,
@@ -31,12 +33,16 @@ __all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "fitted", "plan", 
 def plan(problem: AnyProblem, device: Device, geometry: RowBlock | None = None) -> Plan:
     """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem.
 
-    A pointwise problem has one plan.
+    Only row problems have more than one plan.
     """
     if isinstance(problem, PointwiseForward):
         return pointwise.plan_forward(problem, device)
     if isinstance(problem, PointwiseBackward):
         return pointwise.plan_backward(problem, device)
+    if isinstance(problem, ChannelForward):
+        return channel.plan_forward(problem, device)
+    if isinstance(problem, ChannelBackward):
+        return channel.plan_backward(problem, device)
     return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
 
 

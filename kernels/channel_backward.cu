@@ -1,0 +1,93 @@
+// The gradient of x of instance, group and batch norm, from finished sums. With xhat = (x - mean) * rstd, dz = dy times
+// the derivative of the activation and g = dz * weight: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), the means
+// over what the statistics were taken over. Where the statistics were GIVEN, they are constants: dx = rstd * g.
+//
+// Reads x and dy, again where they were read for the sums (from L2, where they are still there), and writes dx.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "reduce.cuh"
+#include "channel_tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+
+struct Arguments {
+  const X_TYPE* dy;
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  const Compute* mean;  // [sets]
+  const Compute* rstd;
+  const Compute* means;  // [2][sets]: of g, of g * xhat
+  X_TYPE* dx;
+  long long sets;
+  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels_per_set;
+  long long points;  // a multiple of POINT_VECTOR
+  long long splits;
+  long long points_per_split;  // a multiple of TILE_POINTS
+  long long point_sizes[POINT_DIMS];
+  long long dy_sample_stride;
+  long long dy_channel_stride;
+  long long dy_point_strides[POINT_DIMS];
+  long long x_sample_stride;
+  long long x_channel_stride;
+  long long x_point_strides[POINT_DIMS];
+  long long dx_sample_stride;
+  long long dx_channel_stride;
+  long long dx_point_strides[POINT_DIMS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_backward(const Arguments arguments) {
+  const Chunk chunk = chunk_of_block(gridDim.x - 1 - blockIdx.x, arguments.channels, arguments.points,
+                                     arguments.splits, arguments.points_per_split);
+  wait_for_earlier_launches();
+  if (!chunk.there) return;
+  const X_TYPE* dy =
+      arguments.dy + chunk.sample * arguments.dy_sample_stride + chunk.channel * arguments.dy_channel_stride;
+  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
+  X_TYPE* dx = arguments.dx + chunk.sample * arguments.dx_sample_stride + chunk.channel * arguments.dx_channel_stride;
+
+  Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
+  load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+  // What is the same for all points is put together: but for the rstd in xhat, whose square could leave the range of
+  // float.
+  Compute mean[CHANNEL_VECTOR], rstd[CHANNEL_VECTOR], offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    const long long set = (chunk.sample * arguments.channels + chunk.channel + j) / arguments.channels_per_set;
+    mean[j] = arguments.mean[set];
+    rstd[j] = arguments.rstd[set];
+    offsets[j] = GIVEN ? 0 : -arguments.means[set] * rstd[j];
+    slopes[j] = GIVEN ? 0 : -arguments.means[arguments.sets + set] * rstd[j];
+  }
+
+  Walk walk = walk_over(chunk, arguments.point_sizes);
+  while (walk.point < chunk.end_point) {
+    Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
+    long long targets[UNROLL];
+    bool there[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      there[i] = walk.point < chunk.end_point;
+      if (there[i]) {
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
+        x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+      }
+      targets[i] = walk.offset(arguments.dx_point_strides);
+      walk.advance(arguments.point_sizes);
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (!there[i]) continue;
+      Compute results[VECTOR];
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const int own = channel_of(j);
+        const Gradient gradient = gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean[own], rstd[own],
+                                              weight[own], bias[own]);
+        results[j] = gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
+      }
+      store_global(dx + targets[i], rounded<X_TYPE>(results));
+    }
+  }
+}

@@ -1,0 +1,95 @@
+// Instance, group and batch norm from finished statistics: y = activate((x - mean) * rstd * weight + bias). Reads x,
+// again where it was read for the statistics (from L2, where it is still there), and writes y.
+//
+// Where the statistics are GIVEN (evaluation of a batch norm), they are running_mean and running_var, and this is the
+// only launch.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "reduce.cuh"
+#include "channel_tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  const RUNNING_MEAN_TYPE* running_mean;
+  const RUNNING_VARIANCE_TYPE* running_var;
+  X_TYPE* y;
+  Compute* mean;  // [sets]; results where the statistics are GIVEN, null where they are not asked for
+  const Compute* mean_remainder;  // what the rounding of the mean lost
+  Compute* rstd;
+  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels_per_set;
+  long long points;  // a multiple of POINT_VECTOR
+  long long splits;
+  long long points_per_split;  // a multiple of TILE_POINTS
+  long long point_sizes[POINT_DIMS];
+  long long x_sample_stride;
+  long long x_channel_stride;
+  long long x_point_strides[POINT_DIMS];
+  long long y_sample_stride;
+  long long y_channel_stride;
+  long long y_point_strides[POINT_DIMS];
+  double eps;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_forward(const Arguments arguments) {
+  const Chunk chunk = chunk_of_block(gridDim.x - 1 - blockIdx.x, arguments.channels, arguments.points,
+                                     arguments.splits, arguments.points_per_split);
+  wait_for_earlier_launches();
+  if (!chunk.there) return;
+  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
+  X_TYPE* y = arguments.y + chunk.sample * arguments.y_sample_stride + chunk.channel * arguments.y_channel_stride;
+
+  Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
+  load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+  // y = activate((x - mean) * scale + shift).
+  Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    const long long channel = chunk.channel + j;
+    Compute rstd, remainder = 0;
+    if constexpr (GIVEN) {
+      means[j] = widen(arguments.running_mean[channel]);
+      rstd = reciprocal_sqrt(widen(arguments.running_var[channel]) + static_cast<Compute>(arguments.eps));
+      if (arguments.rstd != nullptr && chunk.split == 0 && point_lane() == 0) {
+        arguments.mean[channel] = means[j];
+        arguments.rstd[channel] = rstd;
+      }
+    } else {
+      const long long set = (chunk.sample * arguments.channels + channel) / arguments.channels_per_set;
+      means[j] = arguments.mean[set];
+      remainder = arguments.mean_remainder[set];
+      rstd = arguments.rstd[set];
+    }
+    scales[j] = HAS_WEIGHT ? rstd * weight[j] : rstd;
+    shifts[j] = (HAS_BIAS ? bias[j] : 0) - remainder * scales[j];
+  }
+
+  Walk walk = walk_over(chunk, arguments.point_sizes);
+  while (walk.point < chunk.end_point) {
+    Vector<X_TYPE, VECTOR> values[UNROLL];
+    long long targets[UNROLL];
+    bool there[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      there[i] = walk.point < chunk.end_point;
+      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+      targets[i] = walk.offset(arguments.y_point_strides);
+      walk.advance(arguments.point_sizes);
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (!there[i]) continue;
+      Compute results[VECTOR];
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const int own = channel_of(j);
+        results[j] = activate((widen(values[i].lane[j]) - means[own]) * scales[own] + shifts[own]);
+      }
+      store_global(y + targets[i], rounded<X_TYPE>(results));
+    }
+  }
+}

@@ -1,0 +1,72 @@
+// Adds up the chunk sums of channel_gradient_sums, in double and in a fixed order: over the samples for dweight and
+// dbias, and over the channels of each set, times their weights, for the two means that dx needs. ITEM_LANES threads
+// take one channel or one set; the channels come first.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+
+struct Arguments {
+  const Compute* sums;  // [samples][splits][2][channels]: of dz, of dz * xhat
+  const WEIGHT_TYPE* weight;
+  Compute* means;  // [2][sets]: of g = dz * weight, of g * xhat
+  DWEIGHT_TYPE* dweight;
+  DBIAS_TYPE* dbias;
+  long long wanted_channels;  // channels, or 0 where neither dweight nor dbias is wanted
+  long long sets;             // or 0 where the means are not
+  long long channels;
+  long long channels_per_set;
+  long long samples;
+  long long splits;
+  long long points;
+};
+
+__device__ __forceinline__ double item_total(double value) {
+#pragma unroll
+  for (int offset = ITEM_LANES / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
+    channel_gradient_merge(const Arguments arguments) {
+  let_next_launch_begin();
+  wait_for_earlier_launches();
+  const long long item = static_cast<long long>(blockIdx.x) * ITEMS_PER_BLOCK + threadIdx.y;
+  const long long set = item - arguments.wanted_channels;
+  const bool is_set = set >= 0;
+  const long long row = 2 * arguments.channels;  // of the sums, a chunk each
+  // A channel has a part in every chunk of every sample; a set all of its channels' in those of one sample.
+  const long long per_chunk = is_set ? arguments.channels_per_set : 1;
+  long long parts = is_set ? arguments.splits * per_chunk : arguments.samples * arguments.splits, first = item;
+  if (is_set) {
+    const long long first_channel = set * per_chunk;
+    first = first_channel / arguments.channels * arguments.splits * row + first_channel % arguments.channels;
+    if (set >= arguments.sets) parts = 0;
+  }
+
+  double sum = 0, product = 0;
+  long long chunk = threadIdx.x / per_chunk, channel = threadIdx.x % per_chunk;
+#pragma unroll 4
+  for (long long part = threadIdx.x; part < parts; part += ITEM_LANES) {
+    const long long place = first + chunk * row + channel;
+    const double weight =
+        HAS_WEIGHT && is_set ? widen(arguments.weight[(set * per_chunk + channel) % arguments.channels]) : 1;
+    sum += weight * arguments.sums[place];
+    product += weight * arguments.sums[place + arguments.channels];
+    channel += ITEM_LANES;
+    while (channel >= per_chunk) {
+      channel -= per_chunk;
+      ++chunk;
+    }
+  }
+  sum = item_total(sum);
+  product = item_total(product);
+
+  if (threadIdx.x > 0) return;
+  if (!is_set) {
+    if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[item]);
+    if constexpr (WANTS_DBIAS) narrow(sum, arguments.dbias[item]);
+  } else if (set < arguments.sets) {
+    const double count = static_cast<double>(arguments.points * per_chunk);
+    arguments.means[set] = static_cast<Compute>(sum / count);
+    arguments.means[arguments.sets + set] = static_cast<Compute>(product / count);
+  }
+}

@@ -1,0 +1,98 @@
+// The sums over one chunk of points of each channel that the gradients need: of dz, which is dy times the derivative of
+// the activation, and of dz * xhat (the first of three launches: channel_gradient_sums, channel_gradient_merge,
+// channel_backward). Reads x and dy once.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "reduce.cuh"
+#include "channel_tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+
+struct Arguments {
+  const X_TYPE* dy;
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  const Compute* mean;  // [sets]
+  const Compute* rstd;
+  Compute* sums;  // [samples][splits][2][channels]: of dz, of dz * xhat
+  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels_per_set;
+  long long points;  // a multiple of POINT_VECTOR
+  long long splits;
+  long long points_per_split;  // a multiple of TILE_POINTS
+  long long point_sizes[POINT_DIMS];
+  long long dy_sample_stride;
+  long long dy_channel_stride;
+  long long dy_point_strides[POINT_DIMS];
+  long long x_sample_stride;
+  long long x_channel_stride;
+  long long x_point_strides[POINT_DIMS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_gradient_sums(const Arguments arguments) {
+  let_next_launch_begin();
+  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  const Chunk chunk =
+      chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
+  // Threads past the last channel go along with nothing to add: the sums need every lane.
+  const long long end = chunk.there ? chunk.end_point : 0;
+  const X_TYPE* dy =
+      arguments.dy + chunk.sample * arguments.dy_sample_stride + chunk.channel * arguments.dy_channel_stride;
+  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
+
+  Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};
+  if (chunk.there) {
+    // The weight counts only for what the activation was given.
+    if constexpr (activation != Activation::none) {
+      load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+    }
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      const long long set = (chunk.sample * arguments.channels + chunk.channel + j) / arguments.channels_per_set;
+      mean[j] = arguments.mean[set];
+      rstd[j] = arguments.rstd[set];
+    }
+  }
+
+  Walk walk = walk_over(chunk, arguments.point_sizes);
+  Compute sums[2 * CHANNEL_VECTOR] = {};
+  while (walk.point < end) {
+    Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
+    bool there[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      there[i] = walk.point < end;
+      if (there[i]) {
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
+        x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+      }
+      walk.advance(arguments.point_sizes);
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (!there[i]) continue;
+      Compute parts[2 * CHANNEL_VECTOR] = {};
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const int own = channel_of(j);
+        const Gradient gradient = gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean[own], rstd[own],
+                                              weight[own], bias[own]);
+        parts[own] += gradient.dz;
+        parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;
+      }
+#pragma unroll
+      for (int j = 0; j < 2 * CHANNEL_VECTOR; ++j) sums[j] += parts[j];
+    }
+  }
+  sum_over_points(sums, scratch);
+
+  if (point_lane() > 0 || !chunk.there) return;
+  Compute* target =
+      arguments.sums + (chunk.sample * arguments.splits + chunk.split) * 2 * arguments.channels + chunk.channel;
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    target[j] = sums[j];
+    target[arguments.channels + j] = sums[CHANNEL_VECTOR + j];
+  }
+}
