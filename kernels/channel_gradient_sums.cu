@@ -30,7 +30,7 @@ struct Arguments {
   long long x_point_strides[POINT_DIMS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_gradient_sums(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_gradient_sums(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =
@@ -72,17 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_gradient_sums(c
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (!there[i]) continue;
-      Compute parts[2 * CHANNEL_VECTOR] = {};
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
+      add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
         const int own = channel_of(j);
         const Gradient gradient = gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean[own], rstd[own],
                                               weight[own], bias[own]);
         parts[own] += gradient.dz;
         parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;
-      }
-#pragma unroll
-      for (int j = 0; j < 2 * CHANNEL_VECTOR; ++j) sums[j] += parts[j];
+      });
     }
   }
   sum_over_points(sums, scratch);

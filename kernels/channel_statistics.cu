@@ -29,7 +29,7 @@ struct Arguments {
   double eps;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_statistics(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_statistics(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =
@@ -63,22 +63,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_statistics(cons
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(tile_points);
 
-  // The sums of the differences from them, then those of their squares. Every vector along the points is summed by
-  // itself first: less rounding, shorter chains.
+  // The sums of the differences from them, then those of their squares.
   Compute sums[2 * CHANNEL_VECTOR] = {};
   while (true) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      Compute parts[2 * CHANNEL_VECTOR] = {};
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
+      forget_widened(values[i]);
+      if (!there[i]) continue;
+      add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
         const int own = channel_of(j);
-        const Compute difference = there[i] ? widen(values[i].lane[j]) - pivots[own] : 0;
+        const Compute difference = widen(values[i].lane[j]) - pivots[own];
         parts[own] += difference;
         parts[CHANNEL_VECTOR + own] += difference * difference;
-      }
-#pragma unroll
-      for (int j = 0; j < 2 * CHANNEL_VECTOR; ++j) sums[j] += parts[j];
+      });
     }
     if (walk.point >= end) break;
     load_tile();

@@ -20,10 +20,39 @@ constexpr int SUM_SCRATCH = ALONG_CHANNELS ? THREADS / 32 * CHANNEL_LANES : (POI
 
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
+  if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
+  // A thread has so many numbers that all threads share the work of adding up what the warps have.
+  constexpr int NUMBERS = COUNT * CHANNEL_LANES;
+  warp_sum<32, CHANNEL_LANES>(values);
+  if (threadIdx.x % 32 < CHANNEL_LANES) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      scratch[threadIdx.x / 32 * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
+#pragma unroll
+    for (int warp = 1; warp < THREADS / 32; ++warp) scratch[i] += scratch[warp * NUMBERS + i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
+}
+
+// Adds what one vector has to a thread's sums: add(j, sums) does so for its j-th element. Along the points, a vector is
+// summed by itself first: less rounding, shorter chains.
+template <int COUNT, typename Add>
+__device__ __forceinline__ void add_vector(Compute (&sums)[COUNT], const Add& add) {
   if constexpr (ALONG_CHANNELS) {
-    lane_sum<THREADS, CHANNEL_LANES>(values, scratch);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) add(j, sums);
   } else {
-    row_sum<POINT_LANES>(values, scratch);
+    Compute parts[COUNT] = {};
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) add(j, parts);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums[i] += parts[i];
   }
 }
 

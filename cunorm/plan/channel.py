@@ -6,7 +6,7 @@ Forward reads x twice, backward x and dy; where the second pass finds them in th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Builder, Constants, Device, Plan, Value
@@ -14,13 +14,10 @@ from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProbl
 
 __all__ = ["plan_backward", "plan_forward"]
 
-_THREADS = 256
 # channel_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
 _TILES_PER_CHUNK = 64
 # A chunk has this many at least where there are as many, since each leaves partial sums.
 _LEAST_TILES = 2
-# Chunks are such that the device has about so many blocks for each that runs at a time.
-_WAVES = 2
 # A run of memory of fewer bytes than this is a warp's; several channels then share a block.
 _SHORT_RUN_BYTES = 512
 # Threads of channel_merge and channel_gradient_merge.
@@ -34,9 +31,11 @@ class _Layout:
     width: int
     along_channels: bool
     channel_lanes: int
+    threads: int
     unroll: int
-    splits: int
-    tiles_per_split: int
+    min_blocks: int
+    splits: int = 1
+    tiles_per_split: int = 1
 
     @property
     def channel_vector(self) -> int:
@@ -44,7 +43,7 @@ class _Layout:
 
     @property
     def tile_points(self) -> int:
-        return _THREADS // self.channel_lanes * (1 if self.along_channels else self.width) * self.unroll
+        return self.threads // self.channel_lanes * (1 if self.along_channels else self.width) * self.unroll
 
     @property
     def points_per_split(self) -> int:
@@ -53,15 +52,16 @@ class _Layout:
     @property
     def block(self) -> tuple[int, int]:
         if self.along_channels:
-            return _THREADS, 1
-        return _THREADS // self.channel_lanes, self.channel_lanes
+            return self.threads, 1
+        return self.threads // self.channel_lanes, self.channel_lanes
 
     def grid(self, problem: ChannelProblem) -> int:
         return problem.samples * self.splits * -(-problem.channels // (self.channel_lanes * self.channel_vector))
 
     def constants(self, problem: ChannelProblem) -> Constants:
         own: Constants = {
-            "THREADS": _THREADS,
+            "THREADS": self.threads,
+            "MIN_BLOCKS": self.min_blocks,
             "VECTOR": self.width,
             "ALONG_CHANNELS": int(self.along_channels),
             "CHANNEL_LANES": self.channel_lanes,
@@ -103,7 +103,23 @@ def _width(problem: ChannelProblem, along_channels: bool) -> int:
     return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
 
 
-def _layout(problem: ChannelProblem, device: Device, unroll: int) -> _Layout:
+@dataclass(frozen=True)
+class _Pass:
+    """How a pass over memory is cut up."""
+
+    threads: int  # of a block
+    unroll: int  # vectors of a tensor that a thread has on their way
+    min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
+    waves: int  # chunks are such that there are about so many blocks for each that runs at a time
+
+
+_STATISTICS = _Pass(256, 4, 4, 2)
+_FORWARD = _Pass(256, 4, 4, 2)
+_GRADIENT_SUMS = _Pass(256, 2, 3, 2)
+_BACKWARD = _Pass(256, 2, 3, 2)
+
+
+def _layout(problem: ChannelProblem, device: Device, of: _Pass) -> _Layout:
     itemsize = DTYPES[problem.x.dtype].itemsize
     by_points, by_channels = _width(problem, False), _width(problem, True)
     x = problem.x
@@ -117,19 +133,20 @@ def _layout(problem: ChannelProblem, device: Device, unroll: int) -> _Layout:
     else:
         width = by_points
         run = problem.point_sizes[-1] * itemsize
-        point_lanes = min(_THREADS, 1 << max(0, -(-problem.points // (width * unroll)) - 1).bit_length())
+        point_lanes = min(of.threads, 1 << max(0, -(-problem.points // (width * of.unroll)) - 1).bit_length())
         if run < _SHORT_RUN_BYTES:
             point_lanes = min(point_lanes, 32)
-        lanes = _THREADS // point_lanes
+        lanes = of.threads // point_lanes
         while lanes > 1 and lanes >= 2 * problem.channels:
             lanes //= 2
-    layout = _Layout(width, along_channels, lanes, unroll, 1, 1)
+    min_blocks = 1 if itemsize == 8 else of.min_blocks
+    layout = _Layout(width, along_channels, lanes, of.threads, of.unroll, min_blocks)
     tiles = max(1, -(-problem.points // layout.tile_points))
     blocks = tiles * layout.grid(problem)
-    wanted = _WAVES * device.multiprocessors * min(1024, device.threads_per_multiprocessor) // _THREADS
+    wanted = of.waves * device.multiprocessors * min(1024, device.threads_per_multiprocessor) // of.threads
     tiles_per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, blocks // wanted)))
     splits = -(-tiles // tiles_per_split)
-    return _Layout(width, along_channels, lanes, unroll, splits, -(-tiles // splits))
+    return replace(layout, splits=splits, tiles_per_split=-(-tiles // splits))
 
 
 def _affine_constants(
@@ -159,7 +176,7 @@ def plan_forward(problem: ChannelForward, device: Device) -> Plan:
     if problem.samples * problem.channels == 0:
         return builder.finished("empty")
     given = problem.running is not None and problem.running.given
-    layout = _layout(problem, device, 4)
+    layout = _layout(problem, device, _FORWARD)
     itemsize = compute_itemsize(problem)
     statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
     if not given:
@@ -167,7 +184,7 @@ def plan_forward(problem: ChannelForward, device: Device) -> Plan:
             statistics["mean"] = builder.reserve("set_mean", problem.sets, itemsize)
             statistics["rstd"] = builder.reserve("set_rstd", problem.sets, itemsize)
         statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.sets, itemsize)
-        _plan_statistics(problem, layout, statistics, builder)
+        _plan_statistics(problem, device, statistics, builder)
     elif not problem.stats:
         statistics = dict.fromkeys(statistics, 0)
     if problem.y is not None and (problem.points > 0 or given):
@@ -192,9 +209,10 @@ def plan_forward(problem: ChannelForward, device: Device) -> Plan:
 
 
 def _plan_statistics(
-    problem: ChannelForward, layout: _Layout, statistics: dict[str, Value], builder: Builder
+    problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder
 ) -> None:
     """The launches that leave the statistics of every set, and update running ones."""
+    layout = _layout(problem, device, _STATISTICS)
     splits = layout.splits if problem.points > 0 else 0
     wants_variance = problem.y is None
     # A set that is one chunk has its statistics at once; one without points what merging nothing gives.
@@ -256,7 +274,7 @@ def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
     wants_sums = problem.dweight is not None or problem.dbias is not None
     if problem.channels == 0 or (problem.dx is None and not wants_sums):
         return builder.finished("empty")
-    layout = _layout(problem, device, 2)
+    layout = _layout(problem, device, _GRADIENT_SUMS)
     affine = _affine_constants(problem.weight, problem.bias, problem.activation, layout)
     splits = layout.splits if problem.points * problem.samples > 0 else 0
     inputs: dict[str, Value] = {name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd")}
@@ -304,6 +322,7 @@ def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
             },
         )
     if problem.dx is not None and splits > 0:
+        layout = _layout(problem, device, _BACKWARD)
         builder.launch(
             "channel_backward",
             layout.constants(problem) | affine | {"GIVEN": int(problem.given)},
