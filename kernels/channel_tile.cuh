@@ -10,34 +10,51 @@ constexpr int POINT_LANES = THREADS / CHANNEL_LANES;
 constexpr int TILE_CHANNELS = CHANNEL_LANES * CHANNEL_VECTOR;
 constexpr int TILE_POINTS = POINT_LANES * POINT_VECTOR * UNROLL;
 
+__device__ __forceinline__ int thread_in_block() {
+  return ALONG_CHANNELS ? threadIdx.x : threadIdx.y * POINT_LANES + threadIdx.x;
+}
 __device__ __forceinline__ int channel_lane() { return ALONG_CHANNELS ? threadIdx.x % CHANNEL_LANES : threadIdx.y; }
 __device__ __forceinline__ int point_lane() { return ALONG_CHANNELS ? threadIdx.x / CHANNEL_LANES : threadIdx.x; }
 // Which of a thread's channels the j-th element of a vector belongs to.
 __device__ __forceinline__ int channel_of(int j) { return ALONG_CHANNELS ? j : 0; }
 
 // The sums of COUNT numbers over the threads that hold the same channels. Scratch: SUM_SCRATCH * COUNT values.
-constexpr int SUM_SCRATCH = ALONG_CHANNELS ? THREADS / 32 * CHANNEL_LANES : (POINT_LANES + 31) / 32 * CHANNEL_LANES;
+//
+// Along the channels a thread has so many numbers that all threads share the work of adding them up: first by warps,
+// where lanes fit into a warp evenly, then by SUM_ROWS rows of shared memory, for each number SUM_SHARES threads.
+constexpr bool SUMS_BY_WARPS = CHANNEL_LANES <= 32 && 32 % CHANNEL_LANES == 0;
+constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : POINT_LANES;
+constexpr int SUM_SCRATCH = CHANNEL_LANES * (ALONG_CHANNELS ? SUM_ROWS : (POINT_LANES + 31) / 32);
 
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
   if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
-  // A thread has so many numbers that all threads share the work of adding up what the warps have.
   constexpr int NUMBERS = COUNT * CHANNEL_LANES;
-  warp_sum<32, CHANNEL_LANES>(values);
-  if (threadIdx.x % 32 < CHANNEL_LANES) {
+  constexpr int SUM_SHARES = SUM_ROWS > 16 && THREADS >= 2 * NUMBERS ? (THREADS >= 4 * NUMBERS ? 4 : 2) : 1;
+  if constexpr (SUMS_BY_WARPS) warp_sum<32, CHANNEL_LANES>(values);
+  if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
+    const int row = threadIdx.x / (SUMS_BY_WARPS ? 32 : CHANNEL_LANES);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      scratch[threadIdx.x / 32 * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
+    for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < SUM_SHARES * NUMBERS; i += THREADS) {
+    Compute sum = scratch[i];
+#pragma unroll 8
+    for (int place = i + SUM_SHARES * NUMBERS; place < SUM_ROWS * NUMBERS; place += SUM_SHARES * NUMBERS) {
+      sum += scratch[place];
+    }
+    scratch[i] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
+#pragma unroll
+    for (int share = 1; share < SUM_SHARES; ++share) {
+      values[i] += scratch[share * NUMBERS + i * CHANNEL_LANES + channel_lane()];
     }
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
-#pragma unroll
-    for (int warp = 1; warp < THREADS / 32; ++warp) scratch[i] += scratch[warp * NUMBERS + i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
 }
 
 // Adds what one vector has to a thread's sums: add(j, sums) does so for its j-th element. Along the points, a vector is
@@ -60,26 +77,35 @@ __device__ __forceinline__ void add_vector(Compute (&sums)[COUNT], const Add& ad
 struct Chunk {
   long long sample;
   long long split;
-  long long channel;  // the first of this thread
-  bool there;         // whether it is
+  long long first_channel;  // of the block
+  long long channel;        // the first of this thread
+  bool there;               // whether it is
   long long first_point;
   long long end_point;  // one past the last
 
   __device__ __forceinline__ long long points() const { return end_point - first_point; }
 };
 
-__device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channels, long long points, long long splits,
-                                                long long points_per_split) {
+// The split-th chunk of tile_of_sample, which counts the tiles of channels of all samples.
+__device__ __forceinline__ Chunk chunk_at(unsigned tile_of_sample, unsigned split, long long channels,
+                                          long long points, long long points_per_split) {
   const unsigned tiles = static_cast<unsigned>((channels + TILE_CHANNELS - 1) / TILE_CHANNELS);
-  const unsigned rest = block / tiles, split = rest % static_cast<unsigned>(splits);
   Chunk chunk;
-  chunk.sample = rest / static_cast<unsigned>(splits);
+  chunk.sample = tile_of_sample / tiles;
   chunk.split = split;
-  chunk.channel = static_cast<long long>(block % tiles) * TILE_CHANNELS + channel_lane() * CHANNEL_VECTOR;
+  chunk.first_channel = static_cast<long long>(tile_of_sample % tiles) * TILE_CHANNELS;
+  chunk.channel = chunk.first_channel + channel_lane() * CHANNEL_VECTOR;
   chunk.there = chunk.channel < channels;
   chunk.first_point = split * points_per_split;
   chunk.end_point = min(chunk.first_point + points_per_split, points);
   return chunk;
+}
+
+__device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channels, long long points, long long splits,
+                                                long long points_per_split) {
+  const unsigned tiles = static_cast<unsigned>((channels + TILE_CHANNELS - 1) / TILE_CHANNELS), rest = block / tiles;
+  const unsigned split = rest % static_cast<unsigned>(splits), sample = rest / static_cast<unsigned>(splits);
+  return chunk_at(sample * tiles + block % tiles, split, channels, points, points_per_split);
 }
 
 // A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that could

@@ -19,12 +19,13 @@ __device__ __forceinline__ int rank_in_row() {
 #endif
 }
 
-// What the blocks of a row tell each other: COUNT numbers each, twice, so that a block may still read one exchange when
-// another has gone on to the next. `arrived` are mbarriers, which count the bytes that came.
-template <int COUNT>
+// What the blocks of a row tell each other: COUNT numbers each; twice, so that a block may still read one exchange when
+// another has gone on to the next, or once where there is but one. `arrived` are mbarriers, which count the bytes that
+// came.
+template <int COUNT, int TURNS = 2>
 struct Exchange {
-  Compute numbers[2][BLOCKS_PER_ROW][COUNT];
-  unsigned long long arrived[2];
+  Compute numbers[TURNS][BLOCKS_PER_ROW][COUNT];
+  unsigned long long arrived[TURNS];
 };
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -47,11 +48,11 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 }
 
 // To be called once, before the first exchange.
-template <int COUNT>
-__device__ __forceinline__ void begin_exchanges(Exchange<COUNT>& exchange) {
+template <int COUNT, int TURNS>
+__device__ __forceinline__ void begin_exchanges(Exchange<COUNT, TURNS>& exchange) {
 #if BLOCKS_PER_ROW > 1 && !defined(CUNORM_EMULATOR)
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    for (int i = 0; i < TURNS; ++i) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&exchange.arrived[i])) : "memory");
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -60,57 +61,88 @@ __device__ __forceinline__ void begin_exchanges(Exchange<COUNT>& exchange) {
   cluster_barrier();  // before it another block may not have started
 }
 
-// Every block of the row gives COUNT numbers, the same in all its threads, and gets those of all, by rank. `turn`
-// counts the exchanges. A barrier of the cluster would also wait for all that was stored before, and empty the cache.
-// So would a wait that acquires at the cluster's scope, which what st.async brings does not need.
-template <int COUNT>
-__device__ __forceinline__ const Compute (&exchange_in_row(Exchange<COUNT>& exchange, int turn,
-                                                           const Compute (&numbers)[COUNT]))[BLOCKS_PER_ROW][COUNT] {
-  const int slot = turn % 2, rank = rank_in_row();
-  const unsigned other = threadIdx.x;
+// Writes a number to a place in the shared memory of another of the row's blocks, which learns of it by `arrived`.
+__device__ __forceinline__ void send(Compute number, const Compute* place, const unsigned long long* arrived,
+                                     unsigned other) {
 #if BLOCKS_PER_ROW == 1
-  (void)other, (void)rank, (void)numbers;
+  (void)number, (void)place, (void)arrived, (void)other;
 #elif defined(CUNORM_EMULATOR)
-  for (int i = 0; other < BLOCKS_PER_ROW && i < COUNT; ++i) {
-    void* there = cunorm_emulator::cluster_map(&exchange.numbers[slot][rank][i], other, cunorm_emulator::Site::here());
-    *static_cast<Compute*>(there) = numbers[i];
-  }
-  cluster_barrier();
+  (void)arrived;
+  *static_cast<Compute*>(cunorm_emulator::cluster_map(const_cast<Compute*>(place), other,
+                                                      cunorm_emulator::Site::here())) = number;
 #else
-  const unsigned arrived = shared_address(&exchange.arrived[slot]);
-  if (other == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
-                 "n"(sizeof(Compute) * BLOCKS_PER_ROW * COUNT)
+  unsigned there, arrived_there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(arrived_there) : "r"(shared_address(arrived)), "r"(other));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(other));
+  if constexpr (sizeof(Compute) == 4) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+                 "r"(__float_as_uint(static_cast<float>(number))), "r"(arrived_there)
+                 : "memory");
+  } else {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(there),
+                 "l"(__double_as_longlong(static_cast<double>(number))), "r"(arrived_there)
                  : "memory");
   }
-  if (other < BLOCKS_PER_ROW) {
-    unsigned arrived_there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(arrived_there) : "r"(arrived), "r"(other));
-    for (int i = 0; i < COUNT; ++i) {
-      unsigned there;
-      asm("mapa.shared::cluster.u32 %0, %1, %2;"
-          : "=r"(there)
-          : "r"(shared_address(&exchange.numbers[slot][rank][i])), "r"(other));
-      if constexpr (sizeof(Compute) == 4) {
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
-                     "r"(__float_as_uint(static_cast<float>(numbers[i]))), "r"(arrived_there)
-                     : "memory");
-      } else {
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(there),
-                     "l"(__double_as_longlong(static_cast<double>(numbers[i]))), "r"(arrived_there)
-                     : "memory");
-      }
-    }
-  }
+#endif
+}
+
+// How many bytes are to come to this block in an exchange; one thread says so.
+__device__ __forceinline__ void expect(const unsigned long long* arrived, int bytes) {
+#if BLOCKS_PER_ROW == 1 || defined(CUNORM_EMULATOR)
+  (void)arrived, (void)bytes;
+#else
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Waits for them. A barrier of the cluster would also wait for all that was stored before, and empty the cache. So would
+// a wait that acquires at the cluster's scope, which what st.async brings does not need.
+__device__ __forceinline__ void await(const unsigned long long* arrived, unsigned phase) {
+#if BLOCKS_PER_ROW == 1 || defined(CUNORM_EMULATOR)
+  (void)arrived, (void)phase;
+  cluster_barrier();
+#else
   unsigned done = 0;
   while (!done) {
     asm volatile(
         "{\n .reg .pred complete;\n mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
         " selp.u32 %0, 1, 0, complete;\n}"
         : "=r"(done)
-        : "r"(arrived), "r"(turn / 2 % 2)
+        : "r"(shared_address(arrived)), "r"(phase)
         : "memory");
   }
 #endif
+}
+
+// Every block of the row gives COUNT numbers, the same in all its threads, and gets those of all, by rank. `turn`
+// counts the exchanges.
+template <int COUNT>
+__device__ __forceinline__ const Compute (&exchange_in_row(Exchange<COUNT>& exchange, int turn,
+                                                           const Compute (&numbers)[COUNT]))[BLOCKS_PER_ROW][COUNT] {
+  const int slot = turn % 2, rank = rank_in_row();
+  const unsigned other = threadIdx.x;
+  if (other == 0) expect(&exchange.arrived[slot], sizeof(Compute) * BLOCKS_PER_ROW * COUNT);
+  if (other < BLOCKS_PER_ROW) {
+    for (int i = 0; i < COUNT; ++i) {
+      send(numbers[i], &exchange.numbers[slot][rank][i], &exchange.arrived[slot], other);
+    }
+  }
+  await(&exchange.arrived[slot], turn / 2 % 2);
   return exchange.numbers[slot];
+}
+
+// The same for the one exchange there is, of numbers that the block has in shared memory, where all its threads have
+// seen them: they share the work. `thread` counts them, up to THREADS_.
+template <int THREADS_, int COUNT>
+__device__ __forceinline__ const Compute (&exchange_shared(Exchange<COUNT, 1>& exchange, const Compute (&own)[COUNT],
+                                                           int thread))[BLOCKS_PER_ROW][COUNT] {
+  if constexpr (BLOCKS_PER_ROW == 1) return reinterpret_cast<const Compute(&)[BLOCKS_PER_ROW][COUNT]>(own);
+  const int rank = rank_in_row();
+  if (thread == 0) expect(exchange.arrived, sizeof(Compute) * BLOCKS_PER_ROW * COUNT);
+  for (int i = thread; i < BLOCKS_PER_ROW * COUNT; i += THREADS_) {
+    send(own[i % COUNT], &exchange.numbers[0][rank][i % COUNT], exchange.arrived, i / COUNT);
+  }
+  await(exchange.arrived, 0);
+  return exchange.numbers[0];
 }

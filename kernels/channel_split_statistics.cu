@@ -1,5 +1,5 @@
-// Mean and squared deviation of one chunk of points of each channel (the first of three launches: channel_statistics,
-// channel_merge, channel_forward); where a chunk is all that a mean is taken over (ONE_CHUNK), mean and rstd, and
+// Mean and squared deviation of one chunk of points of each channel (the first of three launches: channel_split_statistics,
+// channel_split_merge, channel_split_forward); where a chunk is all that a mean is taken over (ONE_CHUNK), mean and rstd, and
 // nothing is to be merged. Reads x once.
 //
 // The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has no more
@@ -29,7 +29,7 @@ struct Arguments {
   double eps;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_statistics(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_statistics(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =

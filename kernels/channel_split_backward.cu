@@ -37,7 +37,7 @@ struct Arguments {
   long long dx_point_strides[POINT_DIMS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_backward(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_backward(const Arguments arguments) {
   const Chunk chunk = chunk_of_block(gridDim.x - 1 - blockIdx.x, arguments.channels, arguments.points,
                                      arguments.splits, arguments.points_per_split);
   wait_for_earlier_launches();

@@ -1,4 +1,4 @@
-// Adds up the chunk sums of channel_gradient_sums, in double and in a fixed order: over the samples for dweight and
+// Adds up the chunk sums of channel_split_gradient_sums, in double and in a fixed order: over the samples for dweight and
 // dbias, and over the channels of each set, times their weights, for the two means that dx needs. ITEM_LANES threads
 // take one channel or one set; the channels come first.
 #include "types.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ double item_total(double value) {
 }
 
 extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
-    channel_gradient_merge(const Arguments arguments) {
+    channel_split_gradient_merge(const Arguments arguments) {
   let_next_launch_begin();
   wait_for_earlier_launches();
   const long long item = static_cast<long long>(blockIdx.x) * ITEMS_PER_BLOCK + threadIdx.y;

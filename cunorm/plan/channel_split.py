@@ -1,0 +1,253 @@
+"""Channel norms in any layout: sums over chunks of points, a small launch that merges them, and a last pass.
+
+Forward reads x twice, backward x and dy; where the second pass finds them in the cache, that costs little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cunorm.plan.channel_tiles import (
+    Tiles,
+    affine_constants,
+    direction,
+    pass_arguments,
+    running_arguments,
+    running_constants,
+)
+from cunorm.plan.constants import compute_itemsize, dtype_constants
+from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+
+__all__ = ["plan_backward", "plan_forward"]
+
+# channel_split_statistics relies on it: what cancels in a squared deviation is bounded by the chunk's number of tiles.
+_TILES_PER_CHUNK = 64
+# A chunk has this many at least where there are as many, since each leaves partial sums.
+_LEAST_TILES = 2
+# A run of memory of fewer bytes than this is a warp's; several channels then share a block.
+_SHORT_RUN_BYTES = 512
+# Threads of the kernels that merge.
+_MERGE_THREADS = 128
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """How a pass over memory is cut up."""
+
+    threads: int  # of a block
+    unroll: int  # vectors of a tensor that a thread has on their way
+    min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
+    waves: int  # chunks are such that there are about so many blocks for each that runs at a time
+
+
+_STATISTICS = _Pass(128, 8, 5, 4)
+_FORWARD = _Pass(128, 8, 5, 8)
+_GRADIENT_SUMS = _Pass(128, 4, 5, 4)
+_BACKWARD = _Pass(128, 4, 5, 8)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A pass over a problem."""
+
+    tiles: Tiles
+    unroll: int
+    splits: int
+    points_per_split: int
+
+    def grid(self, problem: ChannelProblem) -> int:
+        return self.tiles.count(problem) * self.splits
+
+    def constants(self, problem: ChannelProblem) -> Constants:
+        return self.tiles.constants(problem) | {"UNROLL": self.unroll}
+
+    @property
+    def arguments(self) -> dict[str, Value]:
+        return {"splits": self.splits, "points_per_split": self.points_per_split}
+
+
+def _layout(problem: ChannelProblem, device: Device, of: _Pass) -> _Layout:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    along_channels, width = direction(problem)
+    if along_channels:
+        vectors = -(-problem.channels // width)
+        # The fewer lanes are idle the better; then the more channels lie side by side.
+        lanes = min((32, 16, 8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
+    else:
+        point_lanes = min(of.threads, 1 << max(0, -(-problem.points // (width * of.unroll)) - 1).bit_length())
+        if problem.point_sizes[-1] * itemsize < _SHORT_RUN_BYTES:
+            point_lanes = min(point_lanes, 32)
+        lanes = of.threads // point_lanes
+        while lanes > 1 and lanes >= 2 * problem.channels:
+            lanes //= 2
+    tiles = Tiles(width, along_channels, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
+    tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
+    count = max(1, -(-problem.points // tile_points))
+    wanted = of.waves * device.multiprocessors * min(1024, device.threads_per_multiprocessor) // of.threads
+    per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, count * tiles.count(problem) // wanted)))
+    splits = -(-count // per_split)
+    return _Layout(tiles, of.unroll, splits, -(-count // splits) * tile_points)
+
+
+def _merge_block(parts: int) -> tuple[int, int]:
+    """How many threads add up so many parts, and how many do so in a block."""
+    lanes = 1 if parts <= 4 else 32
+    return lanes, _MERGE_THREADS // lanes
+
+
+def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> str:
+    given = problem.running is not None and problem.running.given
+    layout = _layout(problem, device, _FORWARD)
+    itemsize = compute_itemsize(problem)
+    statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
+    if not given:
+        if not problem.stats:
+            statistics["mean"] = builder.reserve("set_mean", problem.sets, itemsize)
+            statistics["rstd"] = builder.reserve("set_rstd", problem.sets, itemsize)
+        statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.sets, itemsize)
+        _plan_statistics(problem, device, statistics, builder)
+    elif not problem.stats:
+        statistics = dict.fromkeys(statistics, 0)
+    if problem.y is not None and (problem.points > 0 or given):
+        builder.launch(
+            "channel_split_forward",
+            layout.constants(problem)
+            | affine_constants(problem, layout.tiles)
+            | {"GIVEN": int(given)}
+            | running_constants(problem),
+            layout.grid(problem),
+            layout.tiles.block,
+            {
+                **{name: name for name in ("x", "weight", "bias", "y")},
+                **running_arguments(problem),
+                **statistics,
+                **layout.arguments,
+                **pass_arguments(problem, x=problem.x, y=problem.y),
+                "eps": problem.eps,
+            },
+        )
+    return "channel_split"
+
+
+def _plan_statistics(
+    problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder
+) -> None:
+    """The launches that leave the statistics of every set, and update running ones."""
+    layout = _layout(problem, device, _STATISTICS)
+    splits = layout.splits if problem.points > 0 else 0
+    wants_variance = problem.y is None
+    # A set that is one chunk has its statistics at once; one without points what merging nothing gives.
+    one_chunk = splits * problem.channels_per_set == 1 and problem.running is None and not wants_variance
+    chunks: dict[str, Value] = {"chunk_means": 0, "chunk_deviations": 0}
+    if not one_chunk:
+        chunks = {name: builder.reserve(name, problem.samples * splits * problem.channels, 8) for name in chunks}
+    if splits > 0:
+        builder.launch(
+            "channel_split_statistics",
+            layout.constants(problem) | {"ONE_CHUNK": int(one_chunk)},
+            layout.grid(problem),
+            layout.tiles.block,
+            {
+                "x": "x",
+                **chunks,
+                **(statistics if one_chunk else dict.fromkeys(statistics, 0)),
+                **layout.arguments,
+                **pass_arguments(problem, x=problem.x),
+                "eps": problem.eps,
+            },
+        )
+    if one_chunk:
+        return
+    lanes, sets = _merge_block(splits * problem.channels_per_set)
+    builder.launch(
+        "channel_split_merge",
+        dtype_constants(problem)
+        | {"SET_LANES": lanes, "SETS_PER_BLOCK": sets, "WANTS_VARIANCE": int(wants_variance)}
+        | running_constants(problem),
+        -(-problem.sets // sets),
+        (lanes, sets),
+        {
+            **chunks,
+            **statistics,
+            **running_arguments(problem),
+            "sets": problem.sets,
+            "channels": problem.channels,
+            "channels_per_set": problem.channels_per_set,
+            "points": problem.points,
+            "splits": splits,
+            "points_per_split": layout.points_per_split,
+            "eps": problem.eps,
+        },
+    )
+
+
+def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -> str:
+    layout = _layout(problem, device, _GRADIENT_SUMS)
+    affine = affine_constants(problem, layout.tiles)
+    splits = layout.splits if problem.points * problem.samples > 0 else 0
+    inputs: dict[str, Value] = {name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd")}
+    wants_sums = problem.dweight is not None or problem.dbias is not None
+    wants_means = problem.dx is not None and not problem.given and splits > 0
+    means: Value = 0
+    if wants_means:
+        means = builder.reserve("means", 2 * problem.sets, compute_itemsize(problem))
+    if wants_means or wants_sums:
+        count = problem.samples * splits * 2 * problem.channels
+        sums = builder.reserve("sums", count, compute_itemsize(problem))
+        if splits > 0:
+            builder.launch(
+                "channel_split_gradient_sums",
+                layout.constants(problem) | affine,
+                layout.grid(problem),
+                layout.tiles.block,
+                {
+                    **inputs,
+                    "sums": sums,
+                    **layout.arguments,
+                    **pass_arguments(problem, dy=problem.dy, x=problem.x),
+                },
+            )
+        wanted_channels, sets = problem.channels * wants_sums, problem.sets * wants_means
+        lanes, items = _merge_block(splits * max(problem.samples * wants_sums, problem.channels_per_set * wants_means))
+        dtypes = {"dweight": problem.dweight, "dbias": problem.dbias}
+        builder.launch(
+            "channel_split_gradient_merge",
+            dtype_constants(problem)
+            | {"ITEM_LANES": lanes, "ITEMS_PER_BLOCK": items}
+            | {name: affine[name] for name in ("HAS_WEIGHT", "WEIGHT_TYPE")}
+            | {f"WANTS_{name.upper()}": int(dtype is not None) for name, dtype in dtypes.items()}
+            | {f"{name.upper()}_TYPE": DTYPES[dtype or "float32"].cuda for name, dtype in dtypes.items()},
+            -(-(wanted_channels + sets) // items),
+            (lanes, items),
+            {
+                "sums": sums,
+                "weight": "weight",
+                "means": means,
+                **{name: name if dtype is not None else 0 for name, dtype in dtypes.items()},
+                "wanted_channels": wanted_channels,
+                "sets": sets,
+                "channels": problem.channels,
+                "channels_per_set": problem.channels_per_set,
+                "samples": problem.samples,
+                "splits": splits,
+                "points": problem.points,
+            },
+        )
+    if problem.dx is not None and splits > 0:
+        layout = _layout(problem, device, _BACKWARD)
+        builder.launch(
+            "channel_split_backward",
+            layout.constants(problem) | affine | {"GIVEN": int(problem.given)},
+            layout.grid(problem),
+            layout.tiles.block,
+            {
+                **inputs,
+                "means": means,
+                "dx": "dx",
+                "sets": problem.sets,
+                **layout.arguments,
+                **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
+            },
+        )
+    return "channel_split"

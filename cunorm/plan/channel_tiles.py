@@ -1,0 +1,127 @@
+"""How channel_* lay samples, channels and points over blocks and threads, and what their kernels have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cunorm.plan.constants import dtype_constants, vector_constants
+from cunorm.plan.launches import Constants, Value
+from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
+
+__all__ = ["Tiles", "affine_constants", "direction", "pass_arguments", "running_arguments", "running_constants"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Channels by points of a block (see kernels/channel_tile.cuh)."""
+
+    width: int  # elements of a vector
+    along_channels: bool
+    channel_lanes: int
+    threads: int
+    min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
+
+    @property
+    def channel_vector(self) -> int:
+        return self.width if self.along_channels else 1
+
+    @property
+    def point_vector(self) -> int:
+        return 1 if self.along_channels else self.width
+
+    @property
+    def point_lanes(self) -> int:
+        return self.threads // self.channel_lanes
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return self.channel_lanes * self.channel_vector
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (self.threads, 1) if self.along_channels else (self.point_lanes, self.channel_lanes)
+
+    def count(self, problem: ChannelProblem) -> int:
+        """Tiles of channels, of all samples."""
+        return problem.samples * -(-problem.channels // self.channels)
+
+    def constants(self, problem: ChannelProblem) -> Constants:
+        own: Constants = {
+            "THREADS": self.threads,
+            "MIN_BLOCKS": self.min_blocks,
+            "VECTOR": self.width,
+            "ALONG_CHANNELS": int(self.along_channels),
+            "CHANNEL_LANES": self.channel_lanes,
+            "POINT_DIMS": len(problem.point_sizes),
+        }
+        return dtype_constants(problem) | own
+
+
+def direction(problem: ChannelProblem) -> tuple[bool, int]:
+    """Whether vectors lie along the channels, and their elements: the way that has the longer ones."""
+    by_points, by_channels = _width(problem, False), _width(problem, True)
+    x = problem.x
+    across = x.channel_stride == 1 and (x.point_strides[-1] != 1 or problem.points == 1)
+    if by_channels > by_points or (by_channels == by_points and across):
+        return True, by_channels
+    return False, by_points
+
+
+def _width(problem: ChannelProblem, along_channels: bool) -> int:
+    """Elements that a thread moves at once, if they lie along the channels or along the points."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    strides: list[int] = []
+    for tensor in problem.tensors:
+        along = tensor.channel_stride if along_channels else tensor.point_strides[-1]
+        others = tensor.point_strides if along_channels else (tensor.channel_stride, *tensor.point_strides[:-1])
+        size = problem.channels if along_channels else problem.point_sizes[-1]
+        if along != 1 and size > 1:
+            return 1
+        strides += (tensor.sample_stride, *others, size)
+    elements = math.gcd(16 // itemsize, *strides)
+    return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
+
+
+def pass_arguments(problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:
+    """Sizes, and the strides of each tensor."""
+    arguments: dict[str, Value] = {
+        "channels": problem.channels,
+        "channels_per_set": problem.channels_per_set,
+        "points": problem.points,
+        "point_sizes": problem.point_sizes,
+    }
+    for name, tensor in tensors.items():
+        arguments[f"{name}_sample_stride"] = tensor.sample_stride
+        arguments[f"{name}_channel_stride"] = tensor.channel_stride
+        arguments[f"{name}_point_strides"] = tensor.point_strides
+    return arguments
+
+
+def affine_constants(problem: ChannelProblem, tiles: Tiles) -> Constants:
+    constants: Constants = {"CENTERED": 1, "WEIGHT_OFFSET": 0, "ACTIVATION": problem.activation or "none"}
+    vectors: dict[str, Vector | None] = {"WEIGHT": problem.weight, "BIAS": problem.bias}
+    for name, vector in vectors.items():
+        constants |= vector_constants(name, vector, tiles.channel_vector)
+    return constants
+
+
+def running_constants(problem: ChannelForward) -> Constants:
+    running = problem.running
+    return {
+        "UPDATES_RUNNING": int(running is not None and not running.given),
+        "UNBIASED": int(running is not None and running.unbiased),
+        "RUNNING_MEAN_TYPE": DTYPES[running.mean.dtype].cuda if running else "float",
+        "RUNNING_VARIANCE_TYPE": DTYPES[running.variance.dtype].cuda if running else "float",
+    }
+
+
+def running_arguments(problem: ChannelForward) -> dict[str, Value]:
+    running = problem.running
+    return {
+        "running_mean": "running_mean" if running else 0,
+        "running_var": "running_var" if running else 0,
+        "kept": running.kept if running else 0.0,
+        "taken": running.taken if running else 0.0,
+    }

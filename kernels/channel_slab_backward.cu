@@ -1,0 +1,169 @@
+// Gradients of instance, group and batch norm for slabs that fit into the shared memory of a block, or of the blocks of
+// a cluster. With xhat = (x - mean) * rstd, dz = dy times the derivative of the activation and g = dz * weight:
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), the means over what the statistics were taken over,
+//   dweight = sum over samples and points of dz * xhat,  dbias = that of dz.
+//
+// Moves x and dy once in and dx once out. Every slab leaves what its sample has of dweight and dbias, which column_sums
+// adds up in a fixed order.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "reduce.cuh"
+#include "cluster.cuh"
+#include "copy_async.cuh"
+#include "channel_tile.cuh"
+#include "channel_slab.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+#include "channel_merge.cuh"
+
+struct Arguments {
+  const X_TYPE* dy;
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  const Compute* mean;  // [sets]
+  const Compute* rstd;
+  X_TYPE* dx;
+  DWEIGHT_TYPE* dweight;  // [samples][channels]: parts of them, or finished ones where there is one sample
+  DBIAS_TYPE* dbias;
+  long long channels;          // a multiple of CHANNEL_VECTOR
+  long long channels_per_set;  // divides channels and TILE_CHANNELS
+  long long points;            // a multiple of POINT_VECTOR
+  long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
+  long long point_sizes[POINT_DIMS];
+  long long dy_sample_stride;
+  long long dy_channel_stride;
+  long long dy_point_strides[POINT_DIMS];
+  long long x_sample_stride;
+  long long x_channel_stride;
+  long long x_point_strides[POINT_DIMS];
+  long long dx_sample_stride;
+  long long dx_channel_stride;
+  long long dx_point_strides[POINT_DIMS];
+};
+
+// Of a set: the means of g and of g * xhat.
+struct SetMeans {
+  Compute g;
+  Compute product;
+};
+
+extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
+    channel_slab_backward(const Arguments arguments) {
+  let_next_launch_begin();
+  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute own[2 * TILE_CHANNELS];  // sums of dz, of dz * xhat
+  __shared__ Exchange<2 * TILE_CHANNELS, 1> exchange;
+  __shared__ Compute totals[2 * TILE_CHANNELS];  // of all blocks, times the weight
+  __shared__ SetMeans sets[TILE_CHANNELS];
+  extern __shared__ __align__(16) X_TYPE staged[];
+
+  const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
+  // Threads past the last channel go along with nothing to add: the sums need every lane.
+  const long long end = part.there ? part.end_point : 0;
+  const X_TYPE* dy =
+      arguments.dy + part.sample * arguments.dy_sample_stride + part.channel * arguments.dy_channel_stride;
+  const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
+  const Walk begin = walk_over(part, arguments.point_sizes);
+  const int count = own_vectors(begin, end);
+  const Slots dy_slots = {staged}, x_slots = {staged + VECTORS * THREADS * VECTOR};
+  fill_slots(begin, end, arguments.point_sizes, [&](int i, const Walk& walk) {
+    dy_slots.fill(i, dy + walk.offset(arguments.dy_point_strides));
+    x_slots.fill(i, x + walk.offset(arguments.x_point_strides));
+  });
+  begin_exchanges(exchange);
+  const int channels_per_set = static_cast<int>(arguments.channels_per_set);
+  const long long first_set = (part.sample * arguments.channels + part.first_channel) / channels_per_set;
+  Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};
+  if (part.there) {
+    load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      const long long set = first_set + (channel_lane() * CHANNEL_VECTOR + j) / channels_per_set;
+      mean[j] = arguments.mean[set];
+      rstd[j] = arguments.rstd[set];
+    }
+  }
+
+  // Reduce.
+  Compute sums[2 * CHANNEL_VECTOR] = {};
+  as_they_arrive<0, VECTORS>(count, [&](int i) {
+    const Vector<X_TYPE, VECTOR> dy_values = dy_slots.get(i), x_values = x_slots.get(i);
+    add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
+      const int channel = channel_of(j);
+      const Gradient gradient = gradient_of(x_values.lane[j], dy_values.lane[j], mean[channel], rstd[channel],
+                                            weight[channel], bias[channel]);
+      parts[channel] += gradient.dz;
+      parts[CHANNEL_VECTOR + channel] += gradient.dz * gradient.xhat;
+    });
+  });
+  sum_over_points(sums, scratch);
+  if (point_lane() == 0) {
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      own[channel_lane() * CHANNEL_VECTOR + j] = sums[j];
+      own[TILE_CHANNELS + channel_lane() * CHANNEL_VECTOR + j] = sums[CHANNEL_VECTOR + j];
+    }
+  }
+  __syncthreads();
+  const Compute(&everyones)[BLOCKS_PER_ROW][2 * TILE_CHANNELS] =
+      exchange_shared<THREADS>(exchange, own, thread_in_block());
+
+  // The sums of each channel, which its sample adds to dweight and dbias; with its weight they are of g.
+  for (int i = thread_in_block(); i < 2 * TILE_CHANNELS; i += THREADS) {
+    const long long channel = part.first_channel + i % TILE_CHANNELS;
+    totals[i] = 0;
+    if (channel >= arguments.channels) continue;
+    double sum = 0;
+#pragma unroll
+    for (int block = 0; block < BLOCKS_PER_ROW; ++block) sum += everyones[block][i];
+    if (rank_in_row() == 0) {
+      const long long place = part.sample * arguments.channels + channel;
+      if (WANTS_DBIAS && i < TILE_CHANNELS) narrow(sum, arguments.dbias[place]);
+      if (WANTS_DWEIGHT && i >= TILE_CHANNELS) narrow(sum, arguments.dweight[place]);
+    }
+    if constexpr (HAS_WEIGHT) sum *= widen(arguments.weight[channel]);
+    totals[i] = static_cast<Compute>(sum);
+  }
+  if constexpr (!WANTS_DX) return;
+  __syncthreads();
+  const double count_of_set = static_cast<double>(arguments.points * channels_per_set);
+  const int lane = thread_in_block() % 32;
+  for (int set = thread_in_block() / 32; set < TILE_CHANNELS / channels_per_set; set += THREADS / 32) {
+    double sum = 0, product = 0;
+    for (int i = lane; i < channels_per_set; i += 32) {
+      sum += totals[set * channels_per_set + i];
+      product += totals[TILE_CHANNELS + set * channels_per_set + i];
+    }
+    sum = total_over<32>(sum) / count_of_set;
+    product = total_over<32>(product) / count_of_set;
+    if (lane == 0) sets[set] = {static_cast<Compute>(sum), static_cast<Compute>(product)};
+  }
+  __syncthreads();
+
+  // Finish and store. What is the same for all points is put together: but for the rstd in xhat, whose square could
+  // leave the range of float.
+  Compute offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    const SetMeans means = sets[(channel_lane() * CHANNEL_VECTOR + j) / channels_per_set];
+    offsets[j] = -means.g * rstd[j];
+    slopes[j] = -means.product * rstd[j];
+  }
+  X_TYPE* dx = arguments.dx + part.sample * arguments.dx_sample_stride + part.channel * arguments.dx_channel_stride;
+  Walk walk = begin;
+#pragma unroll 2
+  for (int i = 0; i < count; ++i) {
+    const Vector<X_TYPE, VECTOR> dy_values = dy_slots.get(i), x_values = x_slots.get(i);
+    Compute results[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const int channel = channel_of(j);
+      const Gradient gradient = gradient_of(x_values.lane[j], dy_values.lane[j], mean[channel], rstd[channel],
+                                            weight[channel], bias[channel]);
+      results[j] = gradient.g * rstd[channel] + (gradient.xhat * slopes[channel] + offsets[channel]);
+    }
+    store_global(dx + walk.offset(arguments.dx_point_strides), rounded<X_TYPE>(results));
+    walk.advance(arguments.point_sizes);
+  }
+}

@@ -1,0 +1,165 @@
+// Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster: y =
+// activate((x - mean) * rstd * weight + bias), moving x once in and y once out.
+//
+// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel: PIVOT
+// of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are. The blocks of a slab
+// tell each other the statistics of their parts, and each merges all into those of the slab's sets of channels.
+#include "types.cuh"
+#include "reduce.cuh"
+#include "cluster.cuh"
+#include "copy_async.cuh"
+#include "channel_tile.cuh"
+#include "channel_slab.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+#include "split_statistics.cuh"
+#include "channel_merge.cuh"
+#include "channel_running.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  X_TYPE* y;
+  Compute* mean;  // [sets]; null where the statistics are not asked for; so is rstd
+  Compute* rstd;
+  RUNNING_MEAN_TYPE* running_mean;
+  RUNNING_VARIANCE_TYPE* running_var;
+  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels_per_set;  // divides channels and TILE_CHANNELS
+  long long points;            // a multiple of POINT_VECTOR
+  long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
+  long long point_sizes[POINT_DIMS];
+  long long x_sample_stride;
+  long long x_channel_stride;
+  long long x_point_strides[POINT_DIMS];
+  long long y_sample_stride;
+  long long y_channel_stride;
+  long long y_point_strides[POINT_DIMS];
+  double eps;
+  double kept;
+  double taken;
+};
+
+constexpr int PIVOT = (VECTORS + 3) / 4;
+
+extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
+    channel_slab_forward(const Arguments arguments) {
+  __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute own[3 * TILE_CHANNELS];  // mean, its remainder, squared deviation
+  __shared__ Exchange<3 * TILE_CHANNELS, 1> exchange;
+  __shared__ RowStatistics sets[TILE_CHANNELS];
+  extern __shared__ __align__(16) X_TYPE staged[];
+
+  const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
+  // Threads past the last channel go along with nothing to add: the sums need every lane.
+  const long long end = part.there ? part.end_point : 0;
+  const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
+  const Walk begin = walk_over(part, arguments.point_sizes);
+  const int count = own_vectors(begin, end);
+  const Slots slots = {staged};
+  fill_slots(begin, end, arguments.point_sizes,
+             [&](int i, const Walk& walk) { slots.fill(i, x + walk.offset(arguments.x_point_strides)); });
+  begin_exchanges(exchange);
+  Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
+  if (part.there) {
+    load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
+  }
+
+  // The pivots.
+  Compute pivots[CHANNEL_VECTOR] = {};
+  as_they_arrive<0, PIVOT>(count, [&](int i) {
+    const Vector<X_TYPE, VECTOR> values = slots.get(i);
+    add_vector(pivots, [&](int j, Compute (&parts)[CHANNEL_VECTOR]) { parts[channel_of(j)] += widen(values.lane[j]); });
+  });
+  sum_over_points(pivots, scratch);
+  const long long pivot_points = min(part.points(), static_cast<long long>(PIVOT) * POINT_LANES * POINT_VECTOR);
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(pivot_points);
+
+  // The sums of the differences from them, then those of their squares.
+  Compute sums[2 * CHANNEL_VECTOR] = {};
+  const auto add = [&](int i) {
+    const Vector<X_TYPE, VECTOR> values = slots.get(i);
+    add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
+      const int channel = channel_of(j);
+      const Compute difference = widen(values.lane[j]) - pivots[channel];
+      parts[channel] += difference;
+      parts[CHANNEL_VECTOR + channel] += difference * difference;
+    });
+  };
+#pragma unroll 4
+  for (int i = 0; i < PIVOT; ++i) {
+    if (i < count) add(i);
+  }
+  as_they_arrive<PIVOT, VECTORS>(count, add);
+  sum_over_points(sums, scratch + CHANNEL_VECTOR * SUM_SCRATCH);
+
+  // Statistics of the part, then of the sets.
+  if (point_lane() == 0) {
+    const Compute points = static_cast<Compute>(part.points());
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      Compute* numbers = own + channel_lane() * CHANNEL_VECTOR + j;
+      const Compute shift = sums[j] / points;
+      numbers[0] = pivots[j];
+      numbers[TILE_CHANNELS] = shift;
+      numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];
+    }
+  }
+  __syncthreads();
+  const Compute(&everyones)[BLOCKS_PER_ROW][3 * TILE_CHANNELS] =
+      exchange_shared<THREADS>(exchange, own, thread_in_block());
+  const int channels_per_set = static_cast<int>(arguments.channels_per_set), lane = thread_in_block() % 32;
+  const double count_of_set = static_cast<double>(arguments.points * channels_per_set);
+  for (int set = thread_in_block() / 32; set < TILE_CHANNELS / channels_per_set; set += THREADS / 32) {
+    const Moments moments = merged<32>(count_of_set, [&](auto use) {
+      for (int i = lane; i < BLOCKS_PER_ROW * channels_per_set; i += 32) {
+        const int block = i / channels_per_set, channel = set * channels_per_set + i % channels_per_set;
+        const long long left = arguments.points - block * arguments.points_per_block;
+        const Compute* numbers = everyones[block] + channel;
+        use(static_cast<double>(min(left, arguments.points_per_block)),
+            static_cast<double>(numbers[0]) + numbers[TILE_CHANNELS], static_cast<double>(numbers[2 * TILE_CHANNELS]));
+      }
+    });
+    const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);
+    if (lane > 0) continue;
+    sets[set] = statistics;
+    const long long first_channel = part.first_channel + set * channels_per_set;
+    if (rank_in_row() > 0 || first_channel >= arguments.channels) continue;
+    const long long place = (part.sample * arguments.channels + first_channel) / channels_per_set;
+    if (arguments.rstd != nullptr) {
+      arguments.mean[place] = statistics.mean;
+      arguments.rstd[place] = statistics.rstd;
+    }
+    if constexpr (UPDATES_RUNNING) {
+      RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count_of_set, arguments.running_mean[place],
+                                                           arguments.running_var[place]);
+    }
+  }
+  __syncthreads();
+
+  // Finish and store: y = activate((x - mean) * scale + shift).
+  Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    const RowStatistics statistics = sets[(channel_lane() * CHANNEL_VECTOR + j) / channels_per_set];
+    means[j] = statistics.mean;
+    scales[j] = HAS_WEIGHT ? statistics.rstd * weight[j] : statistics.rstd;
+    shifts[j] = (HAS_BIAS ? bias[j] : 0) - statistics.mean_remainder * scales[j];
+  }
+  X_TYPE* y = arguments.y + part.sample * arguments.y_sample_stride + part.channel * arguments.y_channel_stride;
+  Walk walk = begin;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const Vector<X_TYPE, VECTOR> values = slots.get(i);
+    Compute results[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const int channel = channel_of(j);
+      results[j] = activate((widen(values.lane[j]) - means[channel]) * scales[channel] + shifts[channel]);
+    }
+    store_global(y + walk.offset(arguments.y_point_strides), rounded<X_TYPE>(results));
+    walk.advance(arguments.point_sizes);
+  }
+}

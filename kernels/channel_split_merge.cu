@@ -1,0 +1,70 @@
+// Merges the chunk statistics of channel_split_statistics into the mean and rstd of each set of channels: SET_LANES threads a
+// set. Set s has the channels from s * channels_per_set on, counted over all samples. A set without points has NaN for
+// both, as np.mean has. Where running statistics are to be updated, they are those of single channels.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "channel_merge.cuh"
+#include "channel_running.cuh"
+#include "split_statistics.cuh"
+
+struct Arguments {
+  const double* chunk_means;       // [samples][splits][channels]
+  const double* chunk_deviations;  // likewise
+  Compute* mean;                   // [sets]
+  Compute* mean_remainder;
+  Compute* rstd;  // the variance, where WANTS_VARIANCE
+  RUNNING_MEAN_TYPE* running_mean;
+  RUNNING_VARIANCE_TYPE* running_var;
+  long long sets;
+  long long channels;
+  long long channels_per_set;
+  long long points;
+  long long splits;
+  long long points_per_split;
+  double eps;
+  double kept;
+  double taken;
+};
+
+extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) channel_split_merge(const Arguments arguments) {
+  let_next_launch_begin();
+  wait_for_earlier_launches();
+  const long long set = static_cast<long long>(blockIdx.x) * SETS_PER_BLOCK + threadIdx.y;
+  const long long parts = set < arguments.sets ? arguments.splits * arguments.channels_per_set : 0;
+  const long long first_channel = set * arguments.channels_per_set;
+  const long long sample = first_channel / arguments.channels;
+  const long long first = sample * arguments.splits * arguments.channels + first_channel % arguments.channels;
+
+  // The thread's parts are among the channels of the first chunk, then those of the next.
+  const auto for_each_part = [&](auto use) {
+    long long split = threadIdx.x / arguments.channels_per_set, channel = threadIdx.x % arguments.channels_per_set;
+#pragma unroll 4
+    for (long long part = threadIdx.x; part < parts; part += SET_LANES) {
+      const long long left = arguments.points - split * arguments.points_per_split;
+      const long long place = first + split * arguments.channels + channel;
+      use(static_cast<double>(min(left, arguments.points_per_split)), arguments.chunk_means[place],
+          arguments.chunk_deviations[place]);
+      channel += SET_LANES;
+      while (channel >= arguments.channels_per_set) {
+        channel -= arguments.channels_per_set;
+        ++split;
+      }
+    }
+  };
+  const double count = static_cast<double>(arguments.points * arguments.channels_per_set);
+  const Moments moments = merged<SET_LANES>(count, for_each_part);
+
+  if (threadIdx.x > 0 || set >= arguments.sets) return;
+  const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);
+  arguments.mean[set] = statistics.mean;
+  if constexpr (WANTS_VARIANCE) {
+    arguments.rstd[set] = static_cast<Compute>(moments.variance);
+  } else {
+    arguments.mean_remainder[set] = statistics.mean_remainder;
+    arguments.rstd[set] = statistics.rstd;
+  }
+  if constexpr (UPDATES_RUNNING) {
+    RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[set],
+                                                         arguments.running_var[set]);
+  }
+}
