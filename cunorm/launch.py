@@ -21,7 +21,7 @@ from cunorm.plan import Device, Launch, Plan
 __all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "compiled_function", "cupy", "device", "gpu_name"]
 
 _FIRST_CAPABILITY = (7, 5)
-_SHARED_BYTES_WITHOUT_ASKING = 28 * 1024  # 48 KB less the most that a kernel declares itself
+_SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
 _CLUSTER_WITHOUT_ASKING = 8
 # Of the driver's enumerations CUfunction_attribute and CUlaunchAttributeID.
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
@@ -153,7 +153,8 @@ def compiled_function(
             function = cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel)
             # One text is one function, whatever shared memory it is launched with: never ask for less than before.
             with _asking:
-                if shared_bytes > max(_SHARED_BYTES_WITHOUT_ASKING, function.max_dynamic_shared_size_bytes):
+                unasked = _SHARED_BYTES_WITHOUT_ASKING - function.shared_size_bytes
+                if shared_bytes > max(unasked, function.max_dynamic_shared_size_bytes):
                     function.max_dynamic_shared_size_bytes = shared_bytes
             if cluster > _CLUSTER_WITHOUT_ASKING:
                 cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)

@@ -14,14 +14,15 @@ struct Moments {
 };
 
 // for_each_part(use) calls use(count, mean, deviation) for each of the thread's parts; they have `count` numbers in all.
+// The means are taken from a pivot, one of them, so that nothing cancels that a double does not hold.
 template <int LANES, typename ForEach>
-__device__ __forceinline__ Moments merged(double count, const ForEach& for_each_part) {
+__device__ __forceinline__ Moments merged(double count, double pivot, const ForEach& for_each_part) {
   double sum = 0, deviation = 0;
-  for_each_part([&](double points, double mean, double) { sum += points * mean; });
-  const double mean = total_over<LANES>(sum) / count;
-  for_each_part([&](double points, double mean_of_part, double deviation_of_part) {
-    const double difference = mean_of_part - mean;
+  for_each_part([&](double points, double mean, double deviation_of_part) {
+    const double difference = mean - pivot;
+    sum += points * difference;
     deviation += deviation_of_part + points * difference * difference;
   });
-  return {mean, total_over<LANES>(deviation) / count};
+  const double shift = total_over<LANES>(sum) / count;
+  return {pivot + shift, total_over<LANES>(deviation) / count - shift * shift};
 }

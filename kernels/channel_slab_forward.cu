@@ -45,7 +45,7 @@ constexpr int PIVOT = (VECTORS + 3) / 4;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
-  __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
   __shared__ Compute own[3 * TILE_CHANNELS];  // mean, its remainder, squared deviation
   __shared__ Exchange<3 * TILE_CHANNELS, 1> exchange;
   __shared__ RowStatistics sets[TILE_CHANNELS];
@@ -93,7 +93,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     if (i < count) add(i);
   }
   as_they_arrive<PIVOT, VECTORS>(count, add);
-  sum_over_points(sums, scratch + CHANNEL_VECTOR * SUM_SCRATCH);
+  __syncthreads();  // the scratch was read
+  sum_over_points(sums, scratch);
 
   // Statistics of the part, then of the sets.
   if (point_lane() == 0) {
@@ -113,7 +114,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const int channels_per_set = static_cast<int>(arguments.channels_per_set), lane = thread_in_block() % 32;
   const double count_of_set = static_cast<double>(arguments.points * channels_per_set);
   for (int set = thread_in_block() / 32; set < TILE_CHANNELS / channels_per_set; set += THREADS / 32) {
-    const Moments moments = merged<32>(count_of_set, [&](auto use) {
+    const Moments moments = merged<32>(count_of_set, everyones[0][set * channels_per_set], [&](auto use) {
       for (int i = lane; i < BLOCKS_PER_ROW * channels_per_set; i += 32) {
         const int block = i / channels_per_set, channel = set * channels_per_set + i % channels_per_set;
         const long long left = arguments.points - block * arguments.points_per_block;

@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) chan
     }
   };
   const double count = static_cast<double>(arguments.points * arguments.channels_per_set);
-  const Moments moments = merged<SET_LANES>(count, for_each_part);
+  const double pivot = parts > 0 ? arguments.chunk_means[first] : 0;
+  const Moments moments = merged<SET_LANES>(count, pivot, for_each_part);
 
   if (threadIdx.x > 0 || set >= arguments.sets) return;
   const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);

@@ -303,7 +303,7 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
 
 def test_no_launch_takes_shared_memory_from_another_of_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has one function for one text, whose limit is that of the launch that needs most."""
-    function = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, kernel=None)
+    function = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, shared_size_bytes=1024, kernel=None)
     module = SimpleNamespace(get_function=lambda name: function)
     cuda = SimpleNamespace(
         Device=lambda index: contextlib.nullcontext(), compiler=SimpleNamespace(CompileException=CompileException)

@@ -48,14 +48,14 @@ class Slab:
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
-        numbers = 3 if isinstance(problem, ChannelForward) else 2
+        forward = isinstance(problem, ChannelForward)
         tiles = self.tiles
         lanes = tiles.channel_lanes
         rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
         scratch = lanes * (rows if tiles.along_channels else -(-tiles.point_lanes // 32))
         exchanged = self.blocks_per_slab if self.blocks_per_slab > 1 else 1
-        per_channel = (2 + exchanged) * numbers + 3
-        return (tiles.channel_vector * numbers * scratch + per_channel * tiles.channels) * compute_itemsize(problem) + 64
+        per_channel = (exchanged + 1) * 3 + 3 if forward else (exchanged + 2) * 2 + 2
+        return (2 * tiles.channel_vector * scratch + per_channel * tiles.channels) * compute_itemsize(problem) + 64
 
     def constants(self, problem: ChannelProblem) -> Constants:
         own: Constants = {"UNROLL": 1, "VECTORS": self.vectors, "BLOCKS_PER_ROW": self.blocks_per_slab}

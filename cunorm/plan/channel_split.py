@@ -72,8 +72,8 @@ def _layout(problem: ChannelProblem, device: Device, of: _Pass) -> _Layout:
     along_channels, width = direction(problem)
     if along_channels:
         vectors = -(-problem.channels // width)
-        # The fewer lanes are idle the better; then the more channels lie side by side.
-        lanes = min((32, 16, 8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
+        # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
+        lanes = min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
     else:
         point_lanes = min(of.threads, 1 << max(0, -(-problem.points // (width * of.unroll)) - 1).bit_length())
         if problem.point_sizes[-1] * itemsize < _SHORT_RUN_BYTES:
