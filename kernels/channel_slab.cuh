@@ -4,6 +4,8 @@
 // A thread's vectors lie in shared memory, in slots that no other thread looks at: a slot is filled by cp.async, read
 // where it is summed, and read again where it is finished.
 
+constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
+
 // A block's part of a slab.
 __device__ __forceinline__ Chunk part_of_block(long long channels, long long points, long long points_per_block) {
   return chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), channels, points, points_per_block);

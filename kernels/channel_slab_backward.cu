@@ -27,7 +27,6 @@ struct Arguments {
   DWEIGHT_TYPE* dweight;  // [samples][channels]: parts of them, or finished ones where there is one sample
   DBIAS_TYPE* dbias;
   long long channels;          // a multiple of CHANNEL_VECTOR
-  long long channels_per_set;  // divides channels and TILE_CHANNELS
   long long points;            // a multiple of POINT_VECTOR
   long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
   long long point_sizes[POINT_DIMS];
@@ -55,7 +54,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Compute own[2 * TILE_CHANNELS];  // sums of dz, of dz * xhat
   __shared__ Exchange<2 * TILE_CHANNELS, 1> exchange;
   __shared__ Compute totals[2 * TILE_CHANNELS];  // of all blocks, times the weight
-  __shared__ SetMeans sets[TILE_CHANNELS];
+  __shared__ SetMeans sets[TILE_SETS];
   extern __shared__ __align__(16) X_TYPE staged[];
 
   const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
@@ -72,14 +71,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     x_slots.fill(i, x + walk.offset(arguments.x_point_strides));
   });
   begin_exchanges(exchange);
-  const int channels_per_set = static_cast<int>(arguments.channels_per_set);
-  const long long first_set = (part.sample * arguments.channels + part.first_channel) / channels_per_set;
+  const long long first_set = (part.sample * arguments.channels + part.first_channel) / CHANNELS_PER_SET;
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};
   if (part.there) {
     load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + (channel_lane() * CHANNEL_VECTOR + j) / channels_per_set;
+      const long long set = first_set + (channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET;
       mean[j] = arguments.mean[set];
       rstd[j] = arguments.rstd[set];
     }
@@ -127,17 +125,21 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   if constexpr (!WANTS_DX) return;
   __syncthreads();
-  const double count_of_set = static_cast<double>(arguments.points * channels_per_set);
-  const int lane = thread_in_block() % 32;
-  for (int set = thread_in_block() / 32; set < TILE_CHANNELS / channels_per_set; set += THREADS / 32) {
-    double sum = 0, product = 0;
-    for (int i = lane; i < channels_per_set; i += 32) {
-      sum += totals[set * channels_per_set + i];
-      product += totals[TILE_CHANNELS + set * channels_per_set + i];
+  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
+  const int lane = thread_in_block() % SET_LANES;
+#pragma unroll
+  for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+    const int set = first + thread_in_block() / SET_LANES;
+    const bool there = set < TILE_SETS;
+    double of_set[2] = {0, 0};
+    for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
+      of_set[0] += totals[set * CHANNELS_PER_SET + i];
+      of_set[1] += totals[TILE_CHANNELS + set * CHANNELS_PER_SET + i];
     }
-    sum = total_over<32>(sum) / count_of_set;
-    product = total_over<32>(product) / count_of_set;
-    if (lane == 0) sets[set] = {static_cast<Compute>(sum), static_cast<Compute>(product)};
+    total_over<SET_LANES>(of_set, nullptr);
+    if (there && lane == 0) {
+      sets[set] = {static_cast<Compute>(of_set[0] / set_count), static_cast<Compute>(of_set[1] / set_count)};
+    }
   }
   __syncthreads();
 
@@ -146,7 +148,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   Compute offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const SetMeans means = sets[(channel_lane() * CHANNEL_VECTOR + j) / channels_per_set];
+    const SetMeans means = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
     offsets[j] = -means.g * rstd[j];
     slopes[j] = -means.product * rstd[j];
   }

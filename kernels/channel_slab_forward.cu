@@ -12,7 +12,6 @@
 #include "channel_slab.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
-#include "split_statistics.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 
@@ -25,8 +24,7 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long channels;  // a multiple of CHANNEL_VECTOR
-  long long channels_per_set;  // divides channels and TILE_CHANNELS
+  long long channels;          // a multiple of CHANNEL_VECTOR
   long long points;            // a multiple of POINT_VECTOR
   long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
   long long point_sizes[POINT_DIMS];
@@ -43,12 +41,20 @@ struct Arguments {
 
 constexpr int PIVOT = (VECTORS + 3) / 4;
 
+// A set's mean is the sum of two numbers: its rounding alone would show in y where a set lies far from zero.
+struct SetStatistics {
+  Compute mean;
+  Compute mean_remainder;
+  Compute rstd;
+};
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
   __shared__ Compute own[3 * TILE_CHANNELS];  // mean, its remainder, squared deviation
   __shared__ Exchange<3 * TILE_CHANNELS, 1> exchange;
-  __shared__ RowStatistics sets[TILE_CHANNELS];
+  __shared__ SetStatistics sets[TILE_SETS];
+  __shared__ Moments moments[UPDATES_RUNNING ? TILE_SETS : 1];
   extern __shared__ __align__(16) X_TYPE staged[];
 
   const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
@@ -111,32 +117,27 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   const Compute(&everyones)[BLOCKS_PER_ROW][3 * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
-  const int channels_per_set = static_cast<int>(arguments.channels_per_set), lane = thread_in_block() % 32;
-  const double count_of_set = static_cast<double>(arguments.points * channels_per_set);
-  for (int set = thread_in_block() / 32; set < TILE_CHANNELS / channels_per_set; set += THREADS / 32) {
-    const Moments moments = merged<32>(count_of_set, everyones[0][set * channels_per_set], [&](auto use) {
-      for (int i = lane; i < BLOCKS_PER_ROW * channels_per_set; i += 32) {
-        const int block = i / channels_per_set, channel = set * channels_per_set + i % channels_per_set;
+  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
+  const int lane = thread_in_block() % SET_LANES;
+#pragma unroll
+  for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+    const int set = first + thread_in_block() / SET_LANES;
+    const bool there = set < TILE_SETS;
+    const int first_channel = there ? set * CHANNELS_PER_SET : 0;
+    const Moments of_set = merged<SET_LANES>(set_count, everyones[0][first_channel], nullptr, [&](auto use) {
+      for (int i = lane; i < BLOCKS_PER_ROW * CHANNELS_PER_SET; i += SET_LANES) {
+        const int block = i / CHANNELS_PER_SET;
         const long long left = arguments.points - block * arguments.points_per_block;
-        const Compute* numbers = everyones[block] + channel;
+        const Compute* numbers = everyones[block] + first_channel + i % CHANNELS_PER_SET;
         use(static_cast<double>(min(left, arguments.points_per_block)),
             static_cast<double>(numbers[0]) + numbers[TILE_CHANNELS], static_cast<double>(numbers[2 * TILE_CHANNELS]));
       }
     });
-    const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);
-    if (lane > 0) continue;
-    sets[set] = statistics;
-    const long long first_channel = part.first_channel + set * channels_per_set;
-    if (rank_in_row() > 0 || first_channel >= arguments.channels) continue;
-    const long long place = (part.sample * arguments.channels + first_channel) / channels_per_set;
-    if (arguments.rstd != nullptr) {
-      arguments.mean[place] = statistics.mean;
-      arguments.rstd[place] = statistics.rstd;
-    }
-    if constexpr (UPDATES_RUNNING) {
-      RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count_of_set, arguments.running_mean[place],
-                                                           arguments.running_var[place]);
-    }
+    if (!there || lane > 0) continue;
+    const Compute mean = static_cast<Compute>(of_set.mean);
+    sets[set] = {mean, static_cast<Compute>(of_set.mean - mean),
+                 reciprocal_sqrt(static_cast<Compute>(of_set.variance + arguments.eps))};
+    if constexpr (UPDATES_RUNNING) moments[set] = of_set;
   }
   __syncthreads();
 
@@ -144,7 +145,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const RowStatistics statistics = sets[(channel_lane() * CHANNEL_VECTOR + j) / channels_per_set];
+    const SetStatistics statistics = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
     means[j] = statistics.mean;
     scales[j] = HAS_WEIGHT ? statistics.rstd * weight[j] : statistics.rstd;
     shifts[j] = (HAS_BIAS ? bias[j] : 0) - statistics.mean_remainder * scales[j];
@@ -162,5 +163,21 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     store_global(y + walk.offset(arguments.y_point_strides), rounded<X_TYPE>(results));
     walk.advance(arguments.point_sizes);
+  }
+
+  // What else is wanted of the statistics, when all else is on its way.
+  if (rank_in_row() > 0) return;
+  for (int set = thread_in_block(); set < TILE_SETS; set += THREADS) {
+    const long long channel = part.first_channel + set * CHANNELS_PER_SET;
+    if (channel >= arguments.channels) return;
+    const long long place = (part.sample * arguments.channels + channel) / CHANNELS_PER_SET;
+    if (arguments.rstd != nullptr) {
+      arguments.mean[place] = sets[set].mean;
+      arguments.rstd[place] = sets[set].rstd;
+    }
+    if constexpr (UPDATES_RUNNING) {
+      RunningUpdate{arguments.kept, arguments.taken}.apply(moments[set], set_count, arguments.running_mean[place],
+                                                           arguments.running_var[place]);
+    }
   }
 }

@@ -3,6 +3,7 @@
 // take one channel or one set; the channels come first.
 #include "types.cuh"
 #include "dependent_launch.cuh"
+#include "channel_merge.cuh"
 
 struct Arguments {
   const Compute* sums;  // [samples][splits][2][channels]: of dz, of dz * xhat
@@ -19,15 +20,10 @@ struct Arguments {
   long long points;
 };
 
-__device__ __forceinline__ double item_total(double value) {
-#pragma unroll
-  for (int offset = ITEM_LANES / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  return value;
-}
-
 extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
     channel_split_gradient_merge(const Arguments arguments) {
   let_next_launch_begin();
+  __shared__ double scratch[2 * ((ITEM_LANES + 31) / 32)];
   wait_for_earlier_launches();
   const long long item = static_cast<long long>(blockIdx.x) * ITEMS_PER_BLOCK + threadIdx.y;
   const long long set = item - arguments.wanted_channels;
@@ -42,31 +38,37 @@ extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
     if (set >= arguments.sets) parts = 0;
   }
 
-  double sum = 0, product = 0;
-  long long chunk = threadIdx.x / per_chunk, channel = threadIdx.x % per_chunk;
-#pragma unroll 4
-  for (long long part = threadIdx.x; part < parts; part += ITEM_LANES) {
+  double sums[2] = {0, 0};
+  const auto add = [&](long long chunk, long long channel) {
     const long long place = first + chunk * row + channel;
     const double weight =
         HAS_WEIGHT && is_set ? widen(arguments.weight[(set * per_chunk + channel) % arguments.channels]) : 1;
-    sum += weight * arguments.sums[place];
-    product += weight * arguments.sums[place + arguments.channels];
-    channel += ITEM_LANES;
-    while (channel >= per_chunk) {
-      channel -= per_chunk;
-      ++chunk;
+    sums[0] += weight * arguments.sums[place];
+    sums[1] += weight * arguments.sums[place + arguments.channels];
+  };
+  if (per_chunk == 1) {
+#pragma unroll 4
+    for (long long part = threadIdx.x; part < parts; part += ITEM_LANES) add(part, 0);
+  } else {
+    long long chunk = threadIdx.x / per_chunk, channel = threadIdx.x % per_chunk;
+    for (long long part = threadIdx.x; part < parts; part += ITEM_LANES) {
+      add(chunk, channel);
+      channel += ITEM_LANES;
+      while (channel >= per_chunk) {
+        channel -= per_chunk;
+        ++chunk;
+      }
     }
   }
-  sum = item_total(sum);
-  product = item_total(product);
+  total_over<ITEM_LANES>(sums, scratch);
 
   if (threadIdx.x > 0) return;
   if (!is_set) {
-    if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[item]);
-    if constexpr (WANTS_DBIAS) narrow(sum, arguments.dbias[item]);
+    if constexpr (WANTS_DWEIGHT) narrow(sums[1], arguments.dweight[item]);
+    if constexpr (WANTS_DBIAS) narrow(sums[0], arguments.dbias[item]);
   } else if (set < arguments.sets) {
     const double count = static_cast<double>(arguments.points * per_chunk);
-    arguments.means[set] = static_cast<Compute>(sum / count);
-    arguments.means[arguments.sets + set] = static_cast<Compute>(product / count);
+    arguments.means[set] = static_cast<Compute>(sums[0] / count);
+    arguments.means[arguments.sets + set] = static_cast<Compute>(sums[1] / count);
   }
 }

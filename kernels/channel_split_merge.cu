@@ -28,6 +28,7 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) channel_split_merge(const Arguments arguments) {
   let_next_launch_begin();
+  __shared__ double scratch[2 * ((SET_LANES + 31) / 32)];
   wait_for_earlier_launches();
   const long long set = static_cast<long long>(blockIdx.x) * SETS_PER_BLOCK + threadIdx.y;
   const long long parts = set < arguments.sets ? arguments.splits * arguments.channels_per_set : 0;
@@ -37,13 +38,20 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) chan
 
   // The thread's parts are among the channels of the first chunk, then those of the next.
   const auto for_each_part = [&](auto use) {
-    long long split = threadIdx.x / arguments.channels_per_set, channel = threadIdx.x % arguments.channels_per_set;
-#pragma unroll 4
-    for (long long part = threadIdx.x; part < parts; part += SET_LANES) {
+    const auto use_part = [&](long long split, long long channel) {
       const long long left = arguments.points - split * arguments.points_per_split;
       const long long place = first + split * arguments.channels + channel;
       use(static_cast<double>(min(left, arguments.points_per_split)), arguments.chunk_means[place],
           arguments.chunk_deviations[place]);
+    };
+    if (arguments.channels_per_set == 1) {
+#pragma unroll 4
+      for (long long split = threadIdx.x; split < parts; split += SET_LANES) use_part(split, 0);
+      return;
+    }
+    long long split = threadIdx.x / arguments.channels_per_set, channel = threadIdx.x % arguments.channels_per_set;
+    for (long long part = threadIdx.x; part < parts; part += SET_LANES) {
+      use_part(split, channel);
       channel += SET_LANES;
       while (channel >= arguments.channels_per_set) {
         channel -= arguments.channels_per_set;
@@ -53,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) chan
   };
   const double count = static_cast<double>(arguments.points * arguments.channels_per_set);
   const double pivot = parts > 0 ? arguments.chunk_means[first] : 0;
-  const Moments moments = merged<SET_LANES>(count, pivot, for_each_part);
+  const Moments moments = merged<SET_LANES>(count, pivot, scratch, for_each_part);
 
   if (threadIdx.x > 0 || set >= arguments.sets) return;
   const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);

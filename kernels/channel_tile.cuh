@@ -21,9 +21,13 @@ __device__ __forceinline__ int channel_of(int j) { return ALONG_CHANNELS ? j : 0
 // The sums of COUNT numbers over the threads that hold the same channels. Scratch: SUM_SCRATCH * COUNT values.
 //
 // Along the channels a thread has so many numbers that all threads share the work of adding them up: first by warps,
-// where lanes fit into a warp evenly, then by SUM_ROWS rows of shared memory, for each number SUM_SHARES threads.
+// where lanes fit into a warp evenly, else by halves as long as there are many rows; then by SUM_ROWS rows of shared
+// memory, for each number SUM_SHARES threads.
 constexpr bool SUMS_BY_WARPS = CHANNEL_LANES <= 32 && 32 % CHANNEL_LANES == 0;
-constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : POINT_LANES;
+
+constexpr int folded(int rows) { return rows > 40 ? folded((rows + 1) / 2) : rows; }
+
+constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : folded(POINT_LANES);
 constexpr int SUM_SCRATCH = CHANNEL_LANES * (ALONG_CHANNELS ? SUM_ROWS : (POINT_LANES + 31) / 32);
 
 template <int COUNT>
@@ -31,11 +35,31 @@ __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Comput
   if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
   constexpr int NUMBERS = COUNT * CHANNEL_LANES;
   constexpr int SUM_SHARES = SUM_ROWS > 16 && THREADS >= 2 * NUMBERS ? (THREADS >= 4 * NUMBERS ? 4 : 2) : 1;
+  const int row = threadIdx.x / (SUMS_BY_WARPS ? 32 : CHANNEL_LANES);
+  const auto number = [&](int in_row, int i) -> Compute& {
+    return scratch[in_row * NUMBERS + i * CHANNEL_LANES + channel_lane()];
+  };
   if constexpr (SUMS_BY_WARPS) warp_sum<32, CHANNEL_LANES>(values);
-  if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
-    const int row = threadIdx.x / (SUMS_BY_WARPS ? 32 : CHANNEL_LANES);
+  if constexpr (!SUMS_BY_WARPS) {
+    // The last SUM_ROWS of the rows give their numbers to those before them.
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
+    for (int rows = POINT_LANES; rows > SUM_ROWS; rows -= min(SUM_ROWS, rows - SUM_ROWS)) {
+      const int kept = rows - min(SUM_ROWS, rows - SUM_ROWS);
+      if (row >= kept && row < rows) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) number(row - kept, i) = values[i];
+      }
+      __syncthreads();
+      if (row < rows - kept) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[i] += number(row, i);
+      }
+      __syncthreads();
+    }
+  }
+  if (SUMS_BY_WARPS ? threadIdx.x % 32 < CHANNEL_LANES : row < SUM_ROWS) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) number(row, i) = values[i];
   }
   __syncthreads();
   for (int i = threadIdx.x; i < SUM_SHARES * NUMBERS; i += THREADS) {
@@ -49,11 +73,9 @@ __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Comput
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
+    values[i] = number(0, i);
 #pragma unroll
-    for (int share = 1; share < SUM_SHARES; ++share) {
-      values[i] += scratch[share * NUMBERS + i * CHANNEL_LANES + channel_lane()];
-    }
+    for (int share = 1; share < SUM_SHARES; ++share) values[i] += number(share, i);
   }
 }
 

@@ -22,7 +22,7 @@ from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProbl
 __all__ = ["Slab", "backward_geometry", "candidates", "forward_geometry", "plan_backward", "plan_forward"]
 
 # Vectors of a thread.
-_MOST_VECTORS = 32
+_MOST_VECTORS = 64
 # What the runtime keeps of shared memory for each block.
 _RESERVED_BYTES = 1024
 # Static shared memory that a kernel may have.
@@ -52,13 +52,24 @@ class Slab:
         tiles = self.tiles
         lanes = tiles.channel_lanes
         rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
+        while rows > 40:
+            rows = (rows + 1) // 2
         scratch = lanes * (rows if tiles.along_channels else -(-tiles.point_lanes // 32))
         exchanged = self.blocks_per_slab if self.blocks_per_slab > 1 else 1
         per_channel = (exchanged + 1) * 3 + 3 if forward else (exchanged + 2) * 2 + 2
+        per_channel += 4 if forward else 0  # where running statistics are updated, in double
         return (2 * tiles.channel_vector * scratch + per_channel * tiles.channels) * compute_itemsize(problem) + 64
 
     def constants(self, problem: ChannelProblem) -> Constants:
-        own: Constants = {"UNROLL": 1, "VECTORS": self.vectors, "BLOCKS_PER_ROW": self.blocks_per_slab}
+        # How many threads merge what a set has, a number of each channel: of every block, forward.
+        parts = problem.channels_per_set * (self.blocks_per_slab if isinstance(problem, ChannelForward) else 1)
+        own: Constants = {
+            "UNROLL": 1,
+            "VECTORS": self.vectors,
+            "BLOCKS_PER_ROW": self.blocks_per_slab,
+            "CHANNELS_PER_SET": problem.channels_per_set,
+            "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
+        }
         return self.tiles.constants(problem) | own
 
     def resident(self, problem: ChannelProblem, device: Device) -> int:
@@ -76,12 +87,14 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
         return
     vectors_of_channels = -(-problem.channels // width)
     period = problem.channels_per_set
-    for threads in (128, 256, 512):
+    for threads in (128, 256, 384, 512):
         if along_channels:
             step = math.lcm(period, width) // width
             all_lanes = [lanes for lanes in range(step, vectors_of_channels, step)] + [vectors_of_channels]
             all_lanes = [lanes for lanes in all_lanes if lanes <= threads // 4 and lanes * width <= 256]
         else:
+            if threads & threads - 1:
+                continue  # sums along the points want a power of two
             all_lanes = [1 << i for i in range(6) if (1 << i) % period == 0 and (1 << i) < 2 * problem.channels]
         for lanes in all_lanes:
             # Whole warps; a power of two along the points.

@@ -27,8 +27,8 @@ _TILES_PER_CHUNK = 64
 _LEAST_TILES = 2
 # A run of memory of fewer bytes than this is a warp's; several channels then share a block.
 _SHORT_RUN_BYTES = 512
-# Threads of the kernels that merge.
-_MERGE_THREADS = 128
+# Threads of a block of the kernels that merge.
+_MERGE_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class _Pass:
     waves: int  # chunks are such that there are about so many blocks for each that runs at a time
 
 
-_STATISTICS = _Pass(128, 8, 5, 4)
-_FORWARD = _Pass(128, 8, 5, 8)
-_GRADIENT_SUMS = _Pass(128, 4, 5, 4)
-_BACKWARD = _Pass(128, 4, 5, 8)
+# By whether vectors lie along the channels: there the blocks are larger, since each leaves sums for all of its channels.
+_STATISTICS = {False: _Pass(128, 8, 5, 4), True: _Pass(256, 4, 4, 2)}
+_FORWARD = {False: _Pass(128, 8, 5, 8), True: _Pass(256, 8, 2, 8)}
+_GRADIENT_SUMS = {False: _Pass(128, 4, 5, 4), True: _Pass(256, 4, 2, 2)}
+_BACKWARD = {False: _Pass(128, 4, 5, 8), True: _Pass(256, 4, 2, 8)}
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ class _Layout:
         return {"splits": self.splits, "points_per_split": self.points_per_split}
 
 
-def _layout(problem: ChannelProblem, device: Device, of: _Pass) -> _Layout:
+def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
     itemsize = DTYPES[problem.x.dtype].itemsize
     along_channels, width = direction(problem)
+    of = passes[along_channels]
     if along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
@@ -92,7 +94,7 @@ def _layout(problem: ChannelProblem, device: Device, of: _Pass) -> _Layout:
 
 def _merge_block(parts: int) -> tuple[int, int]:
     """How many threads add up so many parts, and how many do so in a block."""
-    lanes = 1 if parts <= 4 else 32
+    lanes = 1 if parts <= 4 else 32 if parts <= 256 else _MERGE_THREADS
     return lanes, _MERGE_THREADS // lanes
 
 
