@@ -143,7 +143,7 @@ class DlpackAdapter(Adapter):
         return self._from_dlpack(_Bfloat16(result) if result.dtype.name == "bfloat16" else result)
 
     def _keep_while_running(self, wait: bool = False) -> None:
-        """Hold what the kernels read. ``wait`` for them if they write to x's library, which does not know our stream."""
+        """Hold what the kernels read. ``wait`` for them if they write in place, as x's library will not."""
         if self._device[0] == "cpu":
             return
         cupy = launch.cupy()
