@@ -694,8 +694,9 @@ def _prepare_forward(
     for name, view in zip(("running_mean", "running_var"), running):
         check_vector(view, name, (sizes.channels,), x)
     if op.name == "batch_norm" and op.training and sizes.values_per_channel < 2:
-        found = f"x has {sizes.values_per_channel} values per channel (shape {x.shape})"
-        raise ValueError(f"{found}; in training there must be more than one")
+        found = "one value" if sizes.values_per_channel else "no values"
+        must = "in training there must be more than one"
+        raise ValueError(f"x has {found} per channel (shape {x.shape}); {must}")
     if out is not None:
         check_out(out, sizes.like_x, x)
     y = None if op.statistics_alone else sizes.like_x
