@@ -380,6 +380,17 @@ def test_merged_statistics_are_those_of_the_whole(sizes: tuple[int, ...], dtype:
             np.testing.assert_allclose(result, value, rtol=1e-13 if dtype == "float64" else 1e-6)
 
 
+def test_a_batch_in_parts_is_normalized_as_the_whole() -> None:
+    """As the README says: each part with the merged statistics, as if they were running ones."""
+    x, weight, bias = data(1, (7, 4, 6), "float64"), data(2, (4,)), data(3, (4,))
+    parts = np.split(x, [3])
+    means, variances = zip(*map(cunorm.batch_norm_stats, parts))
+    mean, var = cunorm.merge_batch_norm_stats(means, variances, [18, 24])
+    options = {"running_mean": mean, "running_var": var, "training": False}
+    y = np.concatenate([cunorm.batch_norm(part, weight, bias, **options) for part in parts])
+    np.testing.assert_allclose(y, cunorm.batch_norm(x, weight, bias, training=True), rtol=1e-12, atol=1e-12)
+
+
 def test_merging_keeps_small_variances_beside_large_means() -> None:
     x = (data(1, (8, 3, 50), "float64", outliers=False) * 1e-3 + 100).astype(np.float32)
     means, variances = zip(*(cunorm.batch_norm_stats(part) for part in np.split(x, 4)))
