@@ -38,10 +38,11 @@ _captured: list[list[Any]] = []
 class DlpackAdapter(Adapter):
     """The adapter; and, made with x, one call: the exported tensors have to live as long as it runs."""
 
-    def __init__(self, x: Any = None) -> None:
+    def __init__(self, x: Any = None, written: tuple[str, ...] = ()) -> None:
         if x is None:
             return
         self._x = x
+        self._written = written
         self._exports: list[Any] = []
         self._pointers: dict[int, int] = {}
         self._views: dict[tuple[int, bool], View] = {}
@@ -60,7 +61,7 @@ class DlpackAdapter(Adapter):
 
     def view(self, tensor: Any, name: str) -> View:
         # Exported once a call, though the first call of a kind looks at its tensors twice.
-        key = id(tensor), name == "out"
+        key = id(tensor), name in self._written
         if key not in self._views:
             self._views[key] = self._export_view(tensor, name)
         return self._views[key]
@@ -71,8 +72,8 @@ class DlpackAdapter(Adapter):
             raise TypeError(f"{name} is a {theirs}; beside an x of type {ours} it must come from the same library")
         device = _device(tensor, name)
         try:
-            # Only a versioned export can be of read-only memory: which an input may be and out may not.
-            exported = tvm_ffi.from_dlpack(_export(tensor, device, versioned=name != "out"))
+            # Only a versioned export can be of read-only memory: which an input may be, and what is written may not.
+            exported = tvm_ffi.from_dlpack(_export(tensor, device, versioned=name not in self._written))
         except BufferError as error:
             raise ValueError(f"{name} cannot be exported through DLPack: {error}") from error
         self._exports.append(exported)
@@ -97,10 +98,21 @@ class DlpackAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return self._memory.stream(device)
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
-        call = DlpackAdapter(x)
-        y, *others = execute.forward(call, op, x, residual, weight, bias, out, stats)
-        call._keep_while_running(wait=out is not None)
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
+        updated = bool(running) and op.updates_running
+        call = DlpackAdapter(x, ("out", "running_mean", "running_var") if updated else ("out",))
+        y, *others = execute.forward(call, op, x, residual, weight, bias, out, stats, running)
+        call._keep_while_running(wait=updated or out is not None)
         residual_out, mean, rstd = map(call._own, others)
         return y if out is not None else call._own(y), residual_out, mean, rstd
 
@@ -131,7 +143,7 @@ class DlpackAdapter(Adapter):
         return self._from_dlpack(_Bfloat16(result) if result.dtype.name == "bfloat16" else result)
 
     def _keep_while_running(self, wait: bool = False) -> None:
-        """Hold what the kernels read. ``wait`` for them if they write ``out``: its library does not know our stream."""
+        """Hold what the kernels read. ``wait`` for them if they write in place, as x's library will not."""
         if self._device[0] == "cpu":
             return
         cupy = launch.cupy()

@@ -50,11 +50,27 @@ class JaxAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         raise NotImplementedError("XLA passes its stream to a custom call")
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for JAX arrays: they are immutable")
-        options = (stats, execute.generation)
-        results: Results = _checked(_apply, op, options, x=x, residual=residual, weight=weight, bias=bias)
+        if running and op.updates_running:
+            raise TypeError(
+                "running_mean and running_var cannot be updated in place for JAX arrays: they are immutable; leave "
+                "them out, and update them with the mean and variance (1 / rstd**2 - eps) of return_stats=True"
+            )
+        arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+        arrays |= zip(("running_mean", "running_var"), running)
+        results: Results = _checked(_apply, op, (stats, execute.generation), **arrays)
         return results
 
     def backward(
@@ -110,8 +126,18 @@ def _names(devices: set[Any]) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(op: Op, options: tuple[Any, ...], x: Any, residual: Any, weight: Any, bias: Any) -> Results:
-    return _differentiable(op, options[0], x, residual, weight, bias)
+def _apply(
+    op: Op,
+    options: tuple[Any, ...],
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+) -> Results:
+    running = () if running_mean is None else (running_mean, running_var)
+    return _differentiable(op, options[0], x, residual, weight, bias, running)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -131,21 +157,24 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any) -> Results:
-    return _results(op, (x, residual, weight, bias), stats)
+def _differentiable(
+    op: Op, stats: bool, x: Any, residual: Any, weight: Any, bias: Any, running: tuple[Any, ...]
+) -> Results:
+    return _results(op, (x, residual, weight, bias, *running), stats)
 
 
-def _forward_rule(op: Op, stats: bool, *primals: Any) -> tuple[Results, Any]:
+def _forward_rule(op: Op, stats: bool, *arguments: Any) -> tuple[Results, Any]:
+    *primals, running = arguments
     x, residual, weight, bias = (None if primal is None else primal.value for primal in primals)
-    y, residual_out, mean, rstd = _results(op, (x, residual, weight, bias), True)
+    y, residual_out, mean, rstd = _results(op, (x, residual, weight, bias, *(item.value for item in running)), True)
     # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
     wanted = tuple(() if primal is not None and primal.perturbed else None for primal in primals)
     kept = (x if residual is None else residual_out, weight, bias, mean, rstd, wanted)
     return (y, residual_out, mean if stats else None, rstd if stats else None), kept
 
 
-def _backward_rule(op: Op, stats: bool, residuals: Any, cotangents: Results) -> Results:
-    # The statistics are constants to differentiation, so their cotangents do not count.
+def _backward_rule(op: Op, stats: bool, residuals: Any, cotangents: Results) -> tuple[Any, ...]:
+    # The statistics are constants to differentiation, so their cotangents do not count, and running ones have none.
     x, weight, bias, mean, rstd, wanted = residuals
     dy, dresidual_out = (None if isinstance(item, SymbolicZero) else item for item in cotangents[:2])
     wants_x, wants_residual, wants_weight, wants_bias = (item is not None for item in wanted)
@@ -155,7 +184,7 @@ def _backward_rule(op: Op, stats: bool, residuals: Any, cotangents: Results) -> 
         mask = (wants_x or wants_residual, wants_weight, wants_bias)
         arrays = (dy, dresidual_out, x, weight, bias if op.keeps_bias else None, mean, rstd)
         dx, dweight, dbias = _gradients(op, arrays, mask, None if bias is None else bias.dtype.name)
-    return dx if wants_x else None, dx if wants_residual else None, dweight, dbias
+    return dx if wants_x else None, dx if wants_residual else None, dweight, dbias, None
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -248,8 +277,17 @@ class _Call:
         ]
         prepare: Any = self.op.prepare_backward
         if self.direction == "forward":
-            prepare = functools.partial(self.op.prepare_forward, out=None)
+            running: Any = tuple(views[4:])
+            prepare, views = functools.partial(self.op.prepare_forward, out=None, running=running), views[:4]
         return prepare(*views, **dict(self.options))  # type: ignore[no-any-return]
+
+    def places(self, prepared: Prepared) -> tuple[int | None, ...]:
+        """Of each operand in the order that ``prepared`` takes, which of the custom call's operands it is, if any."""
+        numbers = iter(range(len(self.inputs) + len(prepared.outputs)))
+        places = [None if item is None else next(numbers) for item in (*self.inputs, *prepared.outputs)]
+        if self.direction == "forward":  # the result stands before the running statistics
+            places.insert(4, places.pop(len(self.inputs)))
+        return tuple(places)
 
 
 _calls: dict[str, _Call] = {}
@@ -274,10 +312,9 @@ def _run_call(key: str, generation: int, *arguments: Any) -> None:
     given = [tensor.data_ptr() for tensor in tensors]
     device = ("cpu", 0) if kind == _DLPACK_CPU else ("cuda", index)
     alignments = tuple([pointer & 15 for pointer in given])
-    prepared, present = _prepare(key, generation, device, alignments if any(alignments) else _ALIGNED)
-    rest = iter(given)
-    pointers = [next(rest) if there else 0 for there in present]
-    workspace = next(rest, 0)
+    prepared, places = _prepare(key, generation, device, alignments if any(alignments) else _ALIGNED)
+    pointers = [0 if place is None else given[place] for place in places]
+    workspace = given[-1] if len(given) > sum(place is not None for place in places) else 0
     if prepared.workspace_bytes and (not workspace or tensors[-1].shape[0] < prepared.workspace_bytes):
         raise RuntimeError(
             f"CUDA device {index} needs more workspace for this than was reserved by the process that compiled it, for "
@@ -289,8 +326,8 @@ def _run_call(key: str, generation: int, *arguments: Any) -> None:
 @functools.cache
 def _prepare(
     key: str, generation: int, device: tuple[str, int], given_alignments: tuple[int, ...]
-) -> tuple[Prepared, tuple[bool, ...]]:
-    """A call on a device, and which of its operands there are. Kept for good, since the workspace was reserved for it.
+) -> tuple[Prepared, tuple[int | None, ...]]:
+    """A call on a device, and where its operands are. Kept for good, since the workspace was reserved for it.
 
     ``generation`` is of when it was traced, which keeps apart what was traced before and after tuning.
     """
@@ -303,4 +340,4 @@ def _prepare(
     rest = iter(given_alignments)
     alignments = [0 if given is None else next(rest, 0) for given in call.inputs]
     prepared = call.prepare(device, alignments)
-    return prepared, tuple(item is not None for item in (*call.inputs, *prepared.outputs))
+    return prepared, call.places(prepared)

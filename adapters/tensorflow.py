@@ -101,16 +101,33 @@ class TensorFlowAdapter(Adapter):
             with launch.cupy().cuda.Device(device):  # the handle of a default stream means that of the current device
                 launch.cupy().cuda.runtime.streamSynchronize(handle)
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for TensorFlow tensors: they are immutable")
-        tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias)
+        if running and op.updates_running:
+            raise TypeError(
+                "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable; "
+                "leave them out, and update them with the mean and variance (1 / rstd**2 - eps) of return_stats=True"
+            )
+        running_mean, running_var = running or (None, None)
+        statistics = {"running_mean": running_mean, "running_var": running_var}
+        tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias, **statistics)
         computed: list[Any] = []
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def recorded(*given: Any) -> Any:
-            x, residual, weight, bias = _scatter(given, tensors)
-            results = _forward(op, x, residual, weight, bias)
+            x, residual, weight, bias, *_ = inputs = _scatter(given, tensors)
+            results = _forward(op, *inputs)
             _, residual_out, mean, rstd = computed[:] = results
             total = x if residual is None else residual_out
             mask = (True, weight is not None, bias is not None)
@@ -123,7 +140,8 @@ class TensorFlowAdapter(Adapter):
                 dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
                 kept = (total, weight, bias if op.keeps_bias else None, mean, rstd)
                 dx, dweight, dbias = _backward(op, dy, dresidual_out, *kept, mask, bias_dtype)
-                return _gather((dx, None if residual is None else dx, dweight, dbias))
+                gradients = _gather((dx, None if residual is None else dx, dweight, dbias))
+                return gradients + [None] * len(running)
 
             return _gather(results), gradient
 
@@ -180,13 +198,21 @@ def _scatter(given: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def _forward(op: Op, *inputs: Any) -> Results:
-    def prepare(x: View, residual: View | None, weight: View | None, bias: View | None) -> Prepared:
-        return op.prepare_forward(x, residual, weight, bias, None, True)
+    def prepare(
+        x: View,
+        residual: View | None,
+        weight: View | None,
+        bias: View | None,
+        running_mean: View | None,
+        running_var: View | None,
+    ) -> Prepared:
+        running = tuple(_gather((running_mean, running_var)))
+        return op.prepare_forward(x, residual, weight, bias, None, True, running)
 
-    def run(x: Any, residual: Any, weight: Any, bias: Any) -> Results:
+    def run(x: Any, residual: Any, weight: Any, bias: Any, *running: Any) -> Results:
         call = TensorFlowAdapter()
         try:
-            return execute.forward(call, op, x, residual, weight, bias, None, True)
+            return execute.forward(call, op, x, residual, weight, bias, None, True, tuple(_gather(running)))
         finally:
             call.wait()
 

@@ -7,6 +7,7 @@ import importlib
 import weakref
 from typing import Any
 
+import channel_cases
 import numpy as np
 import pytest
 from cases import NORM_TOLERANCE, Case, data, dtype_of, gelu_in_float64, relative_error
@@ -254,3 +255,54 @@ def test_gelu(device: str, dtype: str, approximate: str) -> None:
     assert to_numpy(plain).shape == x.shape and to_numpy(given[0]).tobytes() == x.tobytes()
     standard = [Standard(array) for array in (x, bias)]
     assert type(cunorm.gelu(standard[0], bias=standard[1])) is Standard
+
+
+# ---- Instance, group and batch norm, on the CPU.
+
+
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE))
+@pytest.mark.parametrize("layout", ["contiguous", "other order"])
+@pytest.mark.parametrize("name", channel_cases.NAMES)
+def test_channel_norms(name: str, layout: str, dtype: str) -> None:
+    shape = channel_cases.Shape(name, (3, 6, 4, 5), "NCHW", 2 if name == "group_norm" else None, layout)
+    case = shape.case(dtype, activation="silu")
+    given: Any = {place: Bare(array) for place, array in case.tensors.items()}
+    y, mean, rstd = getattr(cunorm, name)(**given, **case.options, return_stats=True)
+    assert y.strides == case.x.strides
+    channel_cases.assert_forward(case, channel_cases.Results(y, mean, rstd))
+    dy = data(4, case.x.shape, dtype)
+    backward = getattr(cunorm, f"{name}_backward")
+    gradients = backward(Bare(dy), **given, mean=mean, rstd=rstd, **case.options)
+    channel_cases.assert_gradients(case, gradients, dy)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics(training: bool) -> None:
+    shape = channel_cases.Shape("batch_norm", (3, 6, 4, 5))
+    case = shape.case("float32", running_dtype="float32", training=training)
+    assert case.running is not None
+    running = [Bare(case.running.mean.copy()), Bare(case.running.var.copy())]
+    statistics = {"running_mean": running[0], "running_var": running[1]}
+    given: Any = {place: Bare(array) for place, array in case.tensors.items()}
+    results = cunorm.batch_norm(**given, **statistics, training=training, return_stats=True)
+    channel_cases.assert_forward(case, channel_cases.Results(*results, *(item.array for item in running)))
+
+
+def test_running_statistics_that_are_read_only() -> None:
+    """They may be, in evaluation."""
+    x, mean, var = data(1, (3, 6, 4)), np.zeros(6, np.float32), np.ones(6, np.float32)
+    expected = cunorm.batch_norm(x, running_mean=mean, running_var=var, training=False)
+    mean.flags.writeable = False
+    given: Any = {"running_mean": Versioned(mean), "running_var": Versioned(var)}
+    np.testing.assert_array_equal(cunorm.batch_norm(Versioned(x), **given, training=False), expected)
+    with pytest.raises(ValueError, match="running_mean cannot be exported through DLPack"):
+        cunorm.batch_norm(Versioned(x), **given, training=True)
+    assert not mean.any() and (var == 1).all()
+
+
+def test_batch_norm_stats() -> None:
+    x = data(1, (3, 6, 4))
+    expected = cunorm.batch_norm_stats(x)
+    for result, value in zip(cunorm.batch_norm_stats(Bare(x)), expected):
+        np.testing.assert_array_equal(result, value)
+    assert [type(result) for result in cunorm.batch_norm_stats(Standard(x))] == [Standard] * 2

@@ -6,7 +6,7 @@ On NumPy arrays and PyTorch CPU tensors; what is special to a framework is in it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,25 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_refused, forbid_computing, values
 
 import cunorm
-from cunorm import adapters, execute, launch, ops, reference
+from cunorm import adapters, execute, launch, ops
 from cunorm.problem import View
 
 SHAPE = (4, 6, 8)
 NAN = float("nan")
-
-
-def as_numpy_array(values: Any, dtype: str = "float32") -> Any:
-    return np.asarray(values).astype(execute.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
-
-
-def as_torch_tensor(values: Any, dtype: str = "float32") -> Any:
-    return torch.asarray(np.asarray(values)).to(getattr(torch, dtype))
-
-
-MAKERS = {"numpy": as_numpy_array, "torch": as_torch_tensor}
-Make = Callable[..., Any]
 
 
 @pytest.fixture(params=list(MAKERS))
@@ -40,43 +29,16 @@ def make(request: pytest.FixtureRequest) -> Make:
     return MAKERS[request.param]
 
 
-def values(*shape: int) -> Any:
-    return np.random.default_rng(0).standard_normal(shape)
-
-
-def bytes_of(tensor: Any) -> bytes:
-    if isinstance(tensor, torch.Tensor):
-        tensor = tensor.contiguous().view(torch.uint8).numpy() if tensor.dim() else np.array(tensor.item())
-    return bytes(np.ascontiguousarray(tensor).tobytes())
-
-
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever would compute something fails the test."""
-
-    def ran(*_: Any, **__: Any) -> None:
-        pytest.fail("something was computed")
-
-    monkeypatch.setattr(reference, "row_norm", ran)
-    monkeypatch.setattr(reference, "row_norm_backward", ran)
-    monkeypatch.setattr(launch.Call, "__call__", ran)
+    forbid_computing(monkeypatch)
     yield
 
 
 def refused(error: type[Exception], message: str, *arguments: Any, **options: Any) -> None:
     """``layer_norm`` raises ``error``, exactly, with the whole of ``message`` in its text, and changes no argument."""
-    _refused(cunorm.layer_norm, error, message, arguments, options)
-
-
-def _refused(function: Any, error: type[Exception], message: str, arguments: Any, options: Any) -> None:
-    tensors = [item for item in (*arguments, *options.values()) if isinstance(item, np.ndarray | torch.Tensor)]
-    tensors = [item for item in tensors if not (isinstance(item, torch.Tensor) and item.is_meta)]
-    before = [bytes_of(tensor) for tensor in tensors]
-    with pytest.raises(error) as raised:
-        function(*arguments, **options)
-    assert type(raised.value) is error
-    assert message in str(raised.value)
-    assert [bytes_of(tensor) for tensor in tensors] == before
+    assert_refused(cunorm.layer_norm, error, message, arguments, options)
 
 
 def test_nothing_runs_is_seen(make: Make) -> None:
@@ -112,7 +74,7 @@ def test_axis_of_another_type(make: Make, axis: Any) -> None:
     message = f"axis must be an int or a sequence of ints; got {axis!r}"
     refused(TypeError, message, make(values(*SHAPE)), axis=axis)
     x, mean = make(values(*SHAPE)), make(values(4, 6))
-    _refused(cunorm.layer_norm_backward, TypeError, message, (x, x, None, mean, mean), {"axis": axis})
+    assert_refused(cunorm.layer_norm_backward, TypeError, message, (x, x, None, mean, mean), {"axis": axis})
 
 
 def test_x_without_dimensions(make: Make) -> None:
@@ -140,11 +102,11 @@ FORWARD = [cunorm.layer_norm, cunorm.rms_norm]
 @pytest.mark.parametrize("activation", ["ReLU", "tanh", "", "gelu "])
 def test_activation_that_is_not_known(make: Make, function: Any, activation: str) -> None:
     message = f"activation is {activation!r}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
-    _refused(function, ValueError, message, (make(values(*SHAPE)),), {"activation": activation})
+    assert_refused(function, ValueError, message, (make(values(*SHAPE)),), {"activation": activation})
     _, arguments = _gradient_arguments(make)
     gradient_refused(ValueError, message, arguments, activation=activation)
     del arguments["mean"]
-    _refused(cunorm.rms_norm_backward, ValueError, message, (), arguments | {"activation": activation})
+    assert_refused(cunorm.rms_norm_backward, ValueError, message, (), arguments | {"activation": activation})
 
 
 @pytest.mark.parametrize("function", FORWARD)
@@ -152,28 +114,28 @@ def test_activation_that_is_not_known(make: Make, function: Any, activation: str
 def test_activation_of_another_type(make: Make, function: Any, activation: Any) -> None:
     kind = type(activation).__qualname__
     message = f"activation is a {kind}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
-    _refused(function, TypeError, message, (make(values(*SHAPE)),), {"activation": activation})
+    assert_refused(function, TypeError, message, (make(values(*SHAPE)),), {"activation": activation})
 
 
 @pytest.mark.parametrize("weight_offset", [NAN, float("inf"), np.float32("-inf")])
 def test_weight_offset_out_of_range(make: Make, weight_offset: Any) -> None:
     message = f"weight_offset must be finite; got {float(weight_offset)}"
     arguments = (make(values(*SHAPE)), make(np.ones(8)))
-    _refused(cunorm.rms_norm, ValueError, message, arguments, {"weight_offset": weight_offset})
+    assert_refused(cunorm.rms_norm, ValueError, message, arguments, {"weight_offset": weight_offset})
 
 
 @pytest.mark.parametrize("weight_offset", ["1", None, 1j, [1.0], np.array([1.0])])
 def test_weight_offset_of_another_type(make: Make, weight_offset: Any) -> None:
     message = f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number"
     arguments = (make(values(*SHAPE)), make(np.ones(8)))
-    _refused(cunorm.rms_norm, TypeError, message, arguments, {"weight_offset": weight_offset})
+    assert_refused(cunorm.rms_norm, TypeError, message, arguments, {"weight_offset": weight_offset})
 
 
 def test_weight_offset_without_a_weight(make: Make) -> None:
     message = "weight_offset is 1.0 and weight is None; without a weight it must be 0"
     x, rstd = make(values(*SHAPE)), make(np.ones((4, 6)))
-    _refused(cunorm.rms_norm, ValueError, message, (x,), {"weight_offset": 1})
-    _refused(cunorm.rms_norm_backward, ValueError, message, (x, x, None, rstd), {"weight_offset": 1.0})
+    assert_refused(cunorm.rms_norm, ValueError, message, (x,), {"weight_offset": 1})
+    assert_refused(cunorm.rms_norm_backward, ValueError, message, (x, x, None, rstd), {"weight_offset": 1.0})
 
 
 # ---- Types and dtypes.
@@ -185,7 +147,7 @@ def test_x_that_is_no_tensor(x: Any) -> None:
     message = f"x is a {kind}; it must be a NumPy, CuPy, PyTorch, JAX or TensorFlow tensor, or have __dlpack__"
     refused(TypeError, message, x)
     mean = np.ones(2, np.float32)
-    _refused(cunorm.layer_norm_backward, TypeError, message, (mean, x, None, mean, mean), {})
+    assert_refused(cunorm.layer_norm_backward, TypeError, message, (mean, x, None, mean, mean), {})
 
 
 WRONG_DTYPES = ["int32", "int64", "uint8", "bool", "complex64", "complex128"]
@@ -253,14 +215,14 @@ def test_gradients_need_every_tensor(make: Make, name: str) -> None:
     gradient_refused(TypeError, message, arguments | {name: None})
     if name != "mean":
         del arguments["mean"]
-        _refused(cunorm.rms_norm_backward, TypeError, message, (), arguments | {name: None})
+        assert_refused(cunorm.rms_norm_backward, TypeError, message, (), arguments | {name: None})
 
 
 @pytest.mark.parametrize("name", ["residual", "weight"])
 def test_tensors_of_another_framework_for_rms_norm(name: str) -> None:
     other = as_torch_tensor(values(*(SHAPE if name == "residual" else SHAPE[-1:])))
     message = f"{name} is a Tensor; beside a NumPy x it must be a NumPy array"
-    _refused(cunorm.rms_norm, TypeError, message, (as_numpy_array(values(*SHAPE)),), {name: other})
+    assert_refused(cunorm.rms_norm, TypeError, message, (as_numpy_array(values(*SHAPE)),), {name: other})
 
 
 # ---- Shapes and strides.
@@ -270,14 +232,14 @@ def test_tensors_of_another_framework_for_rms_norm(name: str) -> None:
 @pytest.mark.parametrize("shape", [(4, 6, 7), (8,), (1, 6, 8), (192,), (1, 4, 6, 8), ()])
 def test_shape_of_residual(make: Make, function: Any, shape: Any) -> None:
     message = f"residual has shape {shape}; for x of shape (4, 6, 8) it must be (4, 6, 8)"
-    _refused(function, ValueError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(shape))})
+    assert_refused(function, ValueError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(shape))})
 
 
 @pytest.mark.parametrize("function", FORWARD)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32"])
 def test_dtype_of_residual(make: Make, function: Any, dtype: str) -> None:
     message = f"residual has dtype {dtype}; for x of dtype float32 it must be float32"
-    _refused(function, TypeError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(SHAPE), dtype)})
+    assert_refused(function, TypeError, message, (make(values(*SHAPE)),), {"residual": make(np.ones(SHAPE), dtype)})
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -358,7 +320,7 @@ def _gradient_arguments(make: Make) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 
 def gradient_refused(error: type[Exception], message: str, arguments: dict[str, Any], **options: Any) -> None:
-    _refused(cunorm.layer_norm_backward, error, message, (), arguments | options)
+    assert_refused(cunorm.layer_norm_backward, error, message, (), arguments | options)
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 7), (24, 8), (4, 6, 8, 1), (8,)])
@@ -519,8 +481,8 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         "a tensor on a CUDA device needs CuPy, which is not installed: "
         'pip install "cunorm[cuda12x]" (or cuda13x, by the CUDA version of the driver)'
     )
-    _refused(launch.cupy, RuntimeError, message, (), {})
-    _refused(launch.device, RuntimeError, message, (0,), {})
+    assert_refused(launch.cupy, RuntimeError, message, (), {})
+    assert_refused(launch.device, RuntimeError, message, (0,), {})
     _elsewhere(monkeypatch, as_torch_tensor, {"x": ("cuda", 0)})
     refused(RuntimeError, message, torch.ones(SHAPE))
 
@@ -570,5 +532,5 @@ def test_this_machine_without_a_driver() -> None:
     if cupy.cuda.runtime.driverGetVersion() > 0:
         pytest.skip("needs a machine without an NVIDIA driver")
     message = "(the NVIDIA driver is missing; this CuPy needs CUDA 1"
-    _refused(launch.device, RuntimeError, "CUDA device 0 cannot be used: ", (0,), {})
-    _refused(launch.device, RuntimeError, message, (0,), {})
+    assert_refused(launch.device, RuntimeError, "CUDA device 0 cannot be used: ", (0,), {})
+    assert_refused(launch.device, RuntimeError, message, (0,), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import channel_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -578,3 +580,85 @@ def test_gelu_under_transformations() -> None:
     assert masks == [(False, False, True)]
     with pytest.raises(TypeError, match="out cannot be given for JAX arrays: they are immutable"):
         cunorm.gelu(x, out=x)
+
+
+# ---- Instance, group and batch norm, on the CPU.
+
+
+def channel_case(name: str, dtype: str, training: bool = True, activation: str | None = None) -> channel_cases.Case:
+    shape = channel_cases.Shape(name, (3, 6, 4, 5), "NCHW", 2 if name == "group_norm" else None)
+    return shape.case(dtype, running_dtype=None if training else dtype, training=training, activation=activation)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(("name", "training"), [*((name, True) for name in channel_cases.NAMES), ("batch_norm", False)])
+def test_channel_norms(name: str, training: bool, activation: str | None, dtype: str, jit: bool) -> None:
+    case = channel_case(name, dtype, training, activation)
+    dy = data(4, case.x.shape, dtype)
+    given = [jnp.asarray(array) for array in case.tensors.values()]
+    running = {}
+    if case.running is not None:
+        running = {"running_mean": jnp.asarray(case.running.mean), "running_var": jnp.asarray(case.running.var)}
+
+    def forward(x: Any, weight: Any, bias: Any, running: Any) -> Any:
+        return getattr(cunorm, name)(x, weight=weight, bias=bias, **case.options, **running, return_stats=True)
+
+    def gradient(dy: Any, *inputs: Any) -> Any:
+        return jax.vjp(lambda *inputs: forward(*inputs)[0], *inputs)[1](dy)
+
+    y, mean, rstd = map(np.asarray, (jax.jit(forward) if jit else forward)(*given, running))
+    statistics = () if case.running is None else case.running[:2]
+    channel_cases.assert_forward(case, channel_cases.Results(y, mean, rstd, *statistics))
+    *gradients, constant = (jax.jit(gradient) if jit else gradient)(jnp.asarray(dy), *given, running)
+    assert not any(value.any() for value in constant.values())
+    channel_cases.assert_gradients(case, tuple(map(np.asarray, gradients)), dy)
+    backward = getattr(cunorm, f"{name}_backward")
+    kept = case.backward(channel_cases.Results(y, mean, rstd), dy).tensors
+    arrays = {place: None if array is None else jnp.asarray(array) for place, array in kept.items()}
+    same = backward(**arrays, **case.options)
+    for ours, value in zip(gradients, same):
+        np.testing.assert_array_equal(ours, value)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_running_statistics_cannot_be_updated(jit: bool) -> None:
+    x, mean, var = jnp.ones((3, 4, 5)), jnp.zeros(4), jnp.ones(4)
+
+    def norm(x: Any, mean: Any, var: Any) -> Any:
+        return cunorm.batch_norm(x, running_mean=mean, running_var=var, training=True)
+
+    message = "running_mean and running_var cannot be updated in place for JAX arrays: they are immutable; leave them "
+    with pytest.raises(TypeError, match=re.escape(message)):
+        (jax.jit(norm) if jit else norm)(x, mean, var)
+    with pytest.raises(TypeError, match="running_var is a ndarray; beside a JAX x it must be a JAX array"):
+        cunorm.batch_norm(x, running_mean=mean, running_var=np.ones(4, np.float32), training=False)
+    with pytest.raises(ValueError, match=r"running_var has shape \(5,\)"):
+        cunorm.batch_norm(x, running_mean=mean, running_var=jnp.ones(5), training=False)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_merged_statistics(jit: bool) -> None:
+    x = jnp.asarray(data(1, (6, 4, 5)))
+    expected = np.asarray(x, np.float64).mean((0, 2)), np.asarray(x, np.float64).var((0, 2))
+
+    def merged(*parts: Any) -> Any:
+        means, variances = zip(*map(cunorm.batch_norm_stats, parts))
+        counts = [part.shape[0] * part.shape[2] for part in parts]
+        stacked = jnp.stack(means), jnp.stack(variances), jnp.asarray(counts, jnp.float32)
+        return cunorm.merge_batch_norm_stats(means, variances, counts), cunorm.merge_batch_norm_stats(*stacked)
+
+    for results in (jax.jit(merged) if jit else merged)(x[:1], x[1:3], x[3:]):
+        for result, value in zip(results, expected):
+            assert result.dtype == jnp.float32
+            np.testing.assert_allclose(result, value, rtol=1e-5)
+
+
+def test_vmap_of_channel_norms() -> None:
+    x, mean, var = jnp.asarray(data(1, (2, 3, 4, 5))), jnp.zeros(4), jnp.ones(4)
+    for name, options in (("group_norm", {"num_groups": 2}), ("batch_norm", {"training": True})):
+        norm = functools.partial(getattr(cunorm, name), **options)
+        np.testing.assert_array_equal(jax.vmap(norm)(x), jnp.stack([norm(x[0]), norm(x[1])]))
+    evaluated = jax.vmap(lambda x: cunorm.batch_norm(x, running_mean=mean, running_var=var, training=False))(x)
+    np.testing.assert_allclose(evaluated, x / np.sqrt(np.float32(1 + 1e-5)), rtol=1e-6)

@@ -233,7 +233,7 @@ def test_readme_example(block: str) -> None:
     results = [names[name] for name in ("y", "dx", "dweight", "dbias") if name in names]
     results += [names["x"].grad, names["weight"].grad] if framework[1] == "torch" else []
     assert results
-    assert all(tuple(result.shape) in ((8, 1024), (1024,)) for result in results)
+    assert all(result.shape in (names["x"].shape, names["weight"].shape) for result in results)
 
 
 def test_readme_names_every_public_function_and_command() -> None:

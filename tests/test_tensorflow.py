@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import channel_cases
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -402,3 +403,99 @@ def test_gelu(device: str, function: bool, dtype: str, approximate: str, biased:
     assert given[0].numpy().tobytes() == x.tobytes()
     with pytest.raises(TypeError, match="out cannot be given for TensorFlow tensors: they are immutable"):
         cunorm.gelu(given[0], out=given[0])
+
+
+# ---- Instance, group and batch norm, on the CPU.
+
+
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(("name", "training"), [*((name, True) for name in channel_cases.NAMES), ("batch_norm", False)])
+def test_channel_norms(name: str, training: bool, activation: str | None, dtype: str, function: bool) -> None:
+    shape = channel_cases.Shape(name, (3, 4, 5, 6), "NHWC", 2 if name == "group_norm" else None)
+    running_dtype = None if training else dtype
+    case = shape.case(dtype, running_dtype=running_dtype, training=training, activation=activation)
+    dy = data(4, case.x.shape, dtype)
+    running = {}
+    if case.running is not None:
+        running = {"running_mean": tensor(case.running.mean), "running_var": tf.Variable(case.running.var)}
+
+    def norm_and_gradients(x: Any, weight: Any, bias: Any, dy: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch((x, weight, bias))
+            results = getattr(cunorm, name)(x, weight=weight, bias=bias, **case.options, **running, return_stats=True)
+        return results, tape.gradient(results[0], (x, weight, bias), output_gradients=dy)
+
+    run = tf.function(norm_and_gradients) if function else norm_and_gradients
+    results, gradients = run(*map(tensor, case.tensors.values()), tensor(dy))
+    y, mean, rstd = (result.numpy() for result in results)
+    statistics = () if case.running is None else case.running[:2]
+    channel_cases.assert_forward(case, channel_cases.Results(y, mean, rstd, *statistics))
+    channel_cases.assert_gradients(case, tuple(gradient.numpy() for gradient in gradients), dy)
+    backward = getattr(cunorm, f"{name}_backward")
+    kept = case.backward(channel_cases.Results(y, mean, rstd), dy).tensors
+    same = backward(**{place: tensor(array) for place, array in kept.items()}, **case.options)
+    for ours, value in zip(gradients, same):
+        # TensorFlow's threads treat subnormals as zero.
+        np.testing.assert_allclose(ours.numpy().astype(float), value.numpy().astype(float), rtol=0, atol=1e-37)
+
+
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("kind", [tf.constant, tf.Variable])
+def test_running_statistics_cannot_be_updated(kind: Any, function: bool) -> None:
+    x, running = tf.ones((3, 4, 5)), {"running_mean": kind(tf.zeros(4)), "running_var": kind(tf.ones(4))}
+
+    def norm(x: Any) -> Any:
+        return cunorm.batch_norm(x, **running, training=True)
+
+    message = "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable"
+    with pytest.raises(TypeError, match=message):
+        (tf.function(norm) if function else norm)(x)
+    with pytest.raises(TypeError, match="running_var is a ndarray; beside a TensorFlow x it must be a TensorFlow"):
+        cunorm.batch_norm(x, running_mean=tf.zeros(4), running_var=np.ones(4, np.float32), training=False)
+
+
+def test_channel_norms_of_a_batch_that_is_not_known() -> None:
+    x = data(1, (3, 5, 6))
+    shapes = []
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 6))])
+    def norms(x: Any) -> Any:
+        results = [
+            cunorm.instance_norm(x, data_format="NWC", return_stats=True),
+            cunorm.group_norm(x, 3, data_format="NWC", return_stats=True),
+            cunorm.batch_norm(x, data_format="NWC", training=True, return_stats=True),
+        ]
+        shapes.extend([[tuple(result.shape) for result in every] for every in results])
+        return results
+
+    instance, group, batch = norms(tensor(x))
+    statistics = [(None, 6), (None, 3), (6,)]
+    assert shapes == [[(None, None, 6), statistic, statistic] for statistic in statistics]
+    for results, expected in (
+        (instance, cunorm.instance_norm(x, data_format="NWC", return_stats=True)),
+        (group, cunorm.group_norm(x, 3, data_format="NWC", return_stats=True)),
+        (batch, cunorm.batch_norm(x, data_format="NWC", training=True, return_stats=True)),
+    ):
+        for result, value in zip(results, expected):
+            np.testing.assert_array_equal(result, value)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="in training there must be more than one"):
+        norms(tensor(x[:1, :1]))
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_merged_statistics(function: bool) -> None:
+    x = data(1, (6, 4, 5))
+    expected = x.astype(np.float64).mean((0, 2)), x.astype(np.float64).var((0, 2))
+
+    def merged(*parts: Any) -> Any:
+        means, variances = zip(*map(cunorm.batch_norm_stats, parts))
+        counts = [part.shape[0] * part.shape[2] for part in parts]
+        stacked = tf.stack(means), tf.stack(variances), tf.constant(counts, tf.float32)
+        return cunorm.merge_batch_norm_stats(means, variances, counts), cunorm.merge_batch_norm_stats(*stacked)
+
+    for results in (tf.function(merged) if function else merged)(*map(tensor, (x[:1], x[1:3], x[3:]))):
+        for result, value in zip(results, expected):
+            assert result.dtype == tf.float32
+            np.testing.assert_allclose(result, value, rtol=1e-5)

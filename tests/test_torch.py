@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -361,3 +362,118 @@ def test_gelu_of_what_needs_no_gradient(device: str) -> None:
     assert cunorm.gelu(x, bias=bias.detach(), out=out) is out and bool(torch.isfinite(out).all())
     with pytest.raises(ValueError, match="out cannot be given where gradients are recorded"):
         cunorm.gelu(x, bias=bias, out=out)
+
+
+# ---- Instance, group and batch norm, on the CPU.
+
+CHANNEL_NORMS: dict[str, Any] = {
+    "instance": cunorm.instance_norm,
+    "group": functools.partial(cunorm.group_norm, num_groups=2),
+    "batch": functools.partial(cunorm.batch_norm, training=True),
+}
+
+
+def channel_tensors(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    x, weight, bias, _ = tensors((3, 4, 5), (4,), dtype, "cpu")
+    return {"x": x, "weight": weight, "bias": bias}
+
+
+def running_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {"running_mean": torch.full((4,), 0.25, dtype=dtype), "running_var": torch.full((4,), 2.0, dtype=dtype)}
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("needed", ["x", "weight", "bias", "x weight", "weight bias", "x weight bias"])
+@pytest.mark.parametrize("name", [*CHANNEL_NORMS, "evaluation"])
+def test_gradients_of_any_of_the_tensors_of_a_channel_norm(name: str, needed: str, activation: str | None) -> None:
+    function = CHANNEL_NORMS.get(name) or functools.partial(cunorm.batch_norm, training=False, **running_tensors())
+    given = channel_tensors()
+    wanted = [given[place].requires_grad_() for place in needed.split()]
+
+    def norm(*changed: torch.Tensor) -> Any:
+        return function(**given | dict(zip(needed.split(), changed)), activation=activation)
+
+    assert torch.autograd.gradcheck(norm, wanted)
+    norm(*wanted).sum().backward()
+    assert [place for place, tensor in given.items() if tensor.grad is not None] == needed.split()
+
+
+@pytest.mark.parametrize("name", list(CHANNEL_NORMS))
+def test_statistics_of_a_channel_norm_are_constants_to_autograd(name: str) -> None:
+    given = channel_tensors()
+    y, mean, rstd = CHANNEL_NORMS[name](**given | {"x": given["x"].requires_grad_()}, return_stats=True)
+    assert y.requires_grad and not mean.requires_grad and not rstd.requires_grad
+    if name == "batch":
+        statistics = cunorm.batch_norm_stats(given["x"])
+        assert not any(statistic.requires_grad for statistic in statistics)
+        torch.testing.assert_close(statistics, (mean, rstd.pow(-2) - 1e-5))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autograd_sees_that_running_statistics_are_updated(recorded: bool) -> None:
+    given, running = channel_tensors(torch.float32), running_tensors()
+    given["x"].requires_grad_(recorded)
+    versions = [tensor._version for tensor in running.values()]
+    cunorm.batch_norm(**given, **running, training=False)
+    assert [tensor._version for tensor in running.values()] == versions
+    used = running["running_mean"] * torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        kept = running["running_mean"] + 0
+    cunorm.batch_norm(**given, **running, training=True)
+    assert [tensor._version for tensor in running.values()] == [version + 1 for version in versions]
+    assert not torch.equal(kept, running["running_mean"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.sum().backward()
+
+
+def test_running_statistics_in_inference_mode() -> None:
+    given, running, expected = channel_tensors(), running_tensors(), running_tensors()
+    y = cunorm.batch_norm(**given, **expected, training=True)
+    with torch.inference_mode():
+        same = cunorm.batch_norm(**given, **running, training=True)
+        made_here = running_tensors()
+        cunorm.batch_norm(**given, **made_here, training=True)
+    assert torch.equal(same, y)
+    for place, tensor in expected.items():
+        assert torch.equal(running[place], tensor) and torch.equal(made_here[place], tensor)
+
+
+def test_running_statistics_may_change_before_the_gradient() -> None:
+    given, running = channel_tensors(), running_tensors(torch.float64)
+    x, dy = given["x"].requires_grad_(), torch.ones(3, 4, 5, dtype=torch.float64)
+    y = cunorm.batch_norm(**given, **running, training=False)
+    rstd = (running["running_var"] + 1e-5).rsqrt()
+    running["running_var"].fill_(100.0)
+    y.backward(dy)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, (given["weight"] * rstd)[:, None].expand(3, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_batch_norm_in_place_of_a_layer(dtype: torch.dtype) -> None:
+    """With the layer's own parameters and buffers, in training and in evaluation."""
+    layer, expected = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4, dtype=torch.float64)
+    buffers = {"running_mean": layer.running_mean, "running_var": layer.running_var}
+    for training in (True, True, False):
+        x, dy = (t.to(dtype) for t in (channel_tensors()["x"], torch.randn(3, 4, 5, dtype=torch.float64)))
+        exact = x.double().requires_grad_()
+        expected.train(training)(exact).backward(dy.double())
+        y = cunorm.batch_norm(x.requires_grad_(), layer.weight, layer.bias, **buffers, training=training)
+        y.backward(dy)
+        assert y.dtype == dtype and x.grad is not None and exact.grad is not None
+        assert relative_error(x.grad, exact.grad) <= 2 * TOLERANCE[dtype]
+        for ours, theirs in ((layer.running_mean, expected.running_mean), (layer.running_var, expected.running_var)):
+            assert ours is not None and theirs is not None
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+    for ours, theirs in ((layer.weight.grad, expected.weight.grad), (layer.bias.grad, expected.bias.grad)):
+        assert ours is not None and theirs is not None and relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(CHANNEL_NORMS))
+def test_channel_norms_do_not_build_a_graph_without_need(name: str) -> None:
+    given = channel_tensors()
+    assert CHANNEL_NORMS[name](**given).grad_fn is None
+    with torch.no_grad():
+        assert CHANNEL_NORMS[name](**given | {"x": given["x"].requires_grad_()}).grad_fn is None
+    with pytest.raises(ValueError, match="out cannot be given where gradients are recorded"):
+        CHANNEL_NORMS[name](**given, out=torch.empty(3, 4, 5, dtype=torch.float64))
