@@ -52,7 +52,7 @@ class NumpyAdapter(Adapter):
     ) -> Results:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out is read-only")
-        if op.updates_running:
+        if running and op.updates_running:
             for name, tensor in zip(("running_mean", "running_var"), running):
                 if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
                     raise ValueError(f"{name} is read-only; in training it is updated in place")

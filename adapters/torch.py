@@ -124,7 +124,7 @@ class TorchAdapter(Adapter):
         results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
         if out is not None:
             _written(out)
-        if op.updates_running:
+        if running and op.updates_running:
             _written(*running)
         return results
 
@@ -151,7 +151,7 @@ class _Recorded(torch.autograd.Function):
         ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool, running: tuple[Any, ...]
     ) -> Any:
         y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True, running)
-        if op.updates_running:
+        if running and op.updates_running:
             _written(*running)
         ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
         kept = x if residual_out is None else residual_out
