@@ -1,21 +1,23 @@
-// How channel_slab_* hold a slab: some channels of a sample with all their points, as many blocks as it takes a part of
-// the points each (a cluster, where there are several; what cluster.cuh calls a row is a slab here).
+// How channel_slab_* and channel_grid_* hold a slab: some channels of a sample with all their points, of which several
+// blocks may have a part each.
 //
 // A thread's vectors lie in shared memory, in slots that no other thread looks at: a slot is filled by cp.async, read
-// where it is summed, and read again where it is finished.
-
+// where it is summed, and read again where it is finished. Its VECTORS vectors of one part begin at slot `first` of
+// SLOTS; where there are more slots than vectors, those of its next part are on their way.
 constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
+// Vectors of a thread that give the pivot.
+constexpr int PIVOT = (VECTORS + 3) / 4;
 
-// A block's part of a slab.
-__device__ __forceinline__ Chunk part_of_block(long long channels, long long points, long long points_per_block) {
-  return chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), channels, points, points_per_block);
-}
-
-// A tensor's slots.
 struct Slots {
   X_TYPE* memory;
+  int first;
 
-  __device__ __forceinline__ X_TYPE* at(int i) const { return memory + (i * THREADS + thread_in_block()) * VECTOR; }
+  // That of the thread's i-th vector.
+  __device__ __forceinline__ X_TYPE* at(int i) const {
+    int slot = first + i;
+    if (SLOTS > VECTORS && slot >= SLOTS) slot -= SLOTS;
+    return memory + (slot * THREADS + thread_in_block()) * VECTOR;
+  }
 
   __device__ __forceinline__ void fill(int i, const X_TYPE* source) const {
     if constexpr (VECTOR * sizeof(X_TYPE) >= 4) {
@@ -28,25 +30,14 @@ struct Slots {
   __device__ __forceinline__ Vector<X_TYPE, VECTOR> get(int i) const { return load<X_TYPE, VECTOR>(at(i)); }
 };
 
-// Calls fill(i, walk) for each of the thread's vectors, every one a group of copies of its own.
-template <typename Fill>
-__device__ __forceinline__ void fill_slots(Walk walk, long long end, const long long (&sizes)[POINT_DIMS],
-                                           const Fill& fill) {
-#pragma unroll 4
-  for (int i = 0; i < VECTORS; ++i) {
-    if (walk.point < end) fill(i, walk);
-    copy_async_commit();
-    walk.advance(sizes);
-  }
-}
-
-// Calls use(i) for those of the thread's vectors from FIRST to LAST that there are, each when it has arrived. An empty
-// group of copies is added for each that was waited for, so that as many are under way as before.
+// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, each when it has arrived.
+// Every slot is filled in a group of copies of its own. An empty group is added for each that was waited for, so that
+// there are always as many behind it.
 template <int FIRST, int LAST, typename Use>
 __device__ __forceinline__ void as_they_arrive(int count, const Use& use) {
 #pragma unroll 4
   for (int i = FIRST; i < LAST; ++i) {
-    copy_async_wait<VECTORS - 1>();
+    copy_async_wait<SLOTS - 1>();
     if (i < count) use(i);
     copy_async_commit();
   }

@@ -15,6 +15,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "channel_merge.cuh"
+#include "channel_slab_sums.cuh"
 
 struct Arguments {
   const X_TYPE* dy;
@@ -26,7 +27,7 @@ struct Arguments {
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [samples][channels]: parts of them, or finished ones where there is one sample
   DBIAS_TYPE* dbias;
-  long long channels;          // a multiple of CHANNEL_VECTOR
+  long long channels;          // a multiple of CHANNEL_VECTOR, and of CHANNELS_PER_SET
   long long points;            // a multiple of POINT_VECTOR
   long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
   long long point_sizes[POINT_DIMS];
@@ -41,23 +42,18 @@ struct Arguments {
   long long dx_point_strides[POINT_DIMS];
 };
 
-// Of a set: the means of g and of g * xhat.
-struct SetMeans {
-  Compute g;
-  Compute product;
-};
-
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_backward(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
-  __shared__ Compute own[2 * TILE_CHANNELS];  // sums of dz, of dz * xhat
-  __shared__ Exchange<2 * TILE_CHANNELS, 1> exchange;
+  __shared__ Compute own[NUMBERS * TILE_CHANNELS];
+  __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ Compute totals[2 * TILE_CHANNELS];  // of all blocks, times the weight
   __shared__ SetMeans sets[TILE_SETS];
   extern __shared__ __align__(16) X_TYPE staged[];
 
-  const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
+  const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
+                              arguments.points_per_block);
   // Threads past the last channel go along with nothing to add: the sums need every lane.
   const long long end = part.there ? part.end_point : 0;
   const X_TYPE* dy =
@@ -65,46 +61,23 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = own_vectors(begin, end);
-  const Slots dy_slots = {staged}, x_slots = {staged + VECTORS * THREADS * VECTOR};
-  fill_slots(begin, end, arguments.point_sizes, [&](int i, const Walk& walk) {
-    dy_slots.fill(i, dy + walk.offset(arguments.dy_point_strides));
-    x_slots.fill(i, x + walk.offset(arguments.x_point_strides));
-  });
+  const Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * THREADS * VECTOR, 0};
+  Walk walk = begin;
+#pragma unroll 2
+  for (int i = 0; i < VECTORS; ++i) {
+    if (i < count) {
+      dy_slots.fill(i, dy + walk.offset(arguments.dy_point_strides));
+      x_slots.fill(i, x + walk.offset(arguments.x_point_strides));
+    }
+    copy_async_commit();
+    walk.advance(arguments.point_sizes);
+  }
   begin_exchanges(exchange);
-  const long long first_set = (part.sample * arguments.channels + part.first_channel) / CHANNELS_PER_SET;
-  Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};
-  if (part.there) {
-    load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
-#pragma unroll
-    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + (channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET;
-      mean[j] = arguments.mean[set];
-      rstd[j] = arguments.rstd[set];
-    }
-  }
+  Own thread = {};
+  thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
 
-  // Reduce.
-  Compute sums[2 * CHANNEL_VECTOR] = {};
-  as_they_arrive<0, VECTORS>(count, [&](int i) {
-    const Vector<X_TYPE, VECTOR> dy_values = dy_slots.get(i), x_values = x_slots.get(i);
-    add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
-      const int channel = channel_of(j);
-      const Gradient gradient = gradient_of(x_values.lane[j], dy_values.lane[j], mean[channel], rstd[channel],
-                                            weight[channel], bias[channel]);
-      parts[channel] += gradient.dz;
-      parts[CHANNEL_VECTOR + channel] += gradient.dz * gradient.xhat;
-    });
-  });
-  sum_over_points(sums, scratch);
-  if (point_lane() == 0) {
-#pragma unroll
-    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      own[channel_lane() * CHANNEL_VECTOR + j] = sums[j];
-      own[TILE_CHANNELS + channel_lane() * CHANNEL_VECTOR + j] = sums[CHANNEL_VECTOR + j];
-    }
-  }
-  __syncthreads();
-  const Compute(&everyones)[BLOCKS_PER_ROW][2 * TILE_CHANNELS] =
+  sum_part(dy_slots, x_slots, thread, count, scratch, own);
+  const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
 
   // The sums of each channel, which its sample adds to dweight and dbias; with its weight they are of g.
@@ -143,29 +116,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   __syncthreads();
 
-  // Finish and store. What is the same for all points is put together: but for the rstd in xhat, whose square could
-  // leave the range of float.
-  Compute offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
-#pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const SetMeans means = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
-    offsets[j] = -means.g * rstd[j];
-    slopes[j] = -means.product * rstd[j];
-  }
+  // Finish and store.
+  const Finish finish(sets, thread);
   X_TYPE* dx = arguments.dx + part.sample * arguments.dx_sample_stride + part.channel * arguments.dx_channel_stride;
-  Walk walk = begin;
+  walk = begin;
 #pragma unroll 2
   for (int i = 0; i < count; ++i) {
-    const Vector<X_TYPE, VECTOR> dy_values = dy_slots.get(i), x_values = x_slots.get(i);
-    Compute results[VECTOR];
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      const int channel = channel_of(j);
-      const Gradient gradient = gradient_of(x_values.lane[j], dy_values.lane[j], mean[channel], rstd[channel],
-                                            weight[channel], bias[channel]);
-      results[j] = gradient.g * rstd[channel] + (gradient.xhat * slopes[channel] + offsets[channel]);
-    }
-    store_global(dx + walk.offset(arguments.dx_point_strides), rounded<X_TYPE>(results));
+    store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
     walk.advance(arguments.point_sizes);
   }
 }

@@ -1,9 +1,7 @@
-// Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster: y =
-// activate((x - mean) * rstd * weight + bias), moving x once in and y once out.
-//
-// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel: PIVOT
-// of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are. The blocks of a slab
-// tell each other the statistics of their parts, and each merges all into those of the slab's sets of channels.
+// Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster
+// (what cluster.cuh calls a row is a slab here): y = activate((x - mean) * rstd * weight + bias), moving x once in and y
+// once out. The blocks of a slab tell each other the statistics of their parts, and each merges all into those of the
+// slab's sets of channels.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
@@ -14,6 +12,7 @@
 #include "affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
+#include "channel_slab_statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -24,7 +23,7 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long channels;          // a multiple of CHANNEL_VECTOR
+  long long channels;          // a multiple of CHANNEL_VECTOR, and of CHANNELS_PER_SET
   long long points;            // a multiple of POINT_VECTOR
   long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
   long long point_sizes[POINT_DIMS];
@@ -39,83 +38,39 @@ struct Arguments {
   double taken;
 };
 
-constexpr int PIVOT = (VECTORS + 3) / 4;
-
-// A set's mean is the sum of two numbers: its rounding alone would show in y where a set lies far from zero.
-struct SetStatistics {
-  Compute mean;
-  Compute mean_remainder;
-  Compute rstd;
-};
-
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
-  __shared__ Compute own[3 * TILE_CHANNELS];  // mean, its remainder, squared deviation
-  __shared__ Exchange<3 * TILE_CHANNELS, 1> exchange;
+  __shared__ Compute own[NUMBERS * TILE_CHANNELS];
+  __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ SetStatistics sets[TILE_SETS];
   __shared__ Moments moments[UPDATES_RUNNING ? TILE_SETS : 1];
   extern __shared__ __align__(16) X_TYPE staged[];
 
-  const Chunk part = part_of_block(arguments.channels, arguments.points, arguments.points_per_block);
+  const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
+                              arguments.points_per_block);
   // Threads past the last channel go along with nothing to add: the sums need every lane.
   const long long end = part.there ? part.end_point : 0;
   const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = own_vectors(begin, end);
-  const Slots slots = {staged};
-  fill_slots(begin, end, arguments.point_sizes,
-             [&](int i, const Walk& walk) { slots.fill(i, x + walk.offset(arguments.x_point_strides)); });
+  const Slots slots = {staged, 0};
+  Walk walk = begin;
+#pragma unroll 4
+  for (int i = 0; i < VECTORS; ++i) {
+    if (i < count) slots.fill(i, x + walk.offset(arguments.x_point_strides));
+    copy_async_commit();
+    walk.advance(arguments.point_sizes);
+  }
   begin_exchanges(exchange);
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
   if (part.there) {
     load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
   }
 
-  // The pivots.
-  Compute pivots[CHANNEL_VECTOR] = {};
-  as_they_arrive<0, PIVOT>(count, [&](int i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(i);
-    add_vector(pivots, [&](int j, Compute (&parts)[CHANNEL_VECTOR]) { parts[channel_of(j)] += widen(values.lane[j]); });
-  });
-  sum_over_points(pivots, scratch);
-  const long long pivot_points = min(part.points(), static_cast<long long>(PIVOT) * POINT_LANES * POINT_VECTOR);
-#pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(pivot_points);
-
-  // The sums of the differences from them, then those of their squares.
-  Compute sums[2 * CHANNEL_VECTOR] = {};
-  const auto add = [&](int i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(i);
-    add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
-      const int channel = channel_of(j);
-      const Compute difference = widen(values.lane[j]) - pivots[channel];
-      parts[channel] += difference;
-      parts[CHANNEL_VECTOR + channel] += difference * difference;
-    });
-  };
-#pragma unroll 4
-  for (int i = 0; i < PIVOT; ++i) {
-    if (i < count) add(i);
-  }
-  as_they_arrive<PIVOT, VECTORS>(count, add);
-  __syncthreads();  // the scratch was read
-  sum_over_points(sums, scratch);
-
   // Statistics of the part, then of the sets.
-  if (point_lane() == 0) {
-    const Compute points = static_cast<Compute>(part.points());
-#pragma unroll
-    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      Compute* numbers = own + channel_lane() * CHANNEL_VECTOR + j;
-      const Compute shift = sums[j] / points;
-      numbers[0] = pivots[j];
-      numbers[TILE_CHANNELS] = shift;
-      numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];
-    }
-  }
-  __syncthreads();
-  const Compute(&everyones)[BLOCKS_PER_ROW][3 * TILE_CHANNELS] =
+  sum_part(part, slots, count, scratch, own);
+  const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
   const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
@@ -134,34 +89,18 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
       }
     });
     if (!there || lane > 0) continue;
-    const Compute mean = static_cast<Compute>(of_set.mean);
-    sets[set] = {mean, static_cast<Compute>(of_set.mean - mean),
-                 reciprocal_sqrt(static_cast<Compute>(of_set.variance + arguments.eps))};
+    sets[set] = set_statistics_of(of_set, arguments.eps);
     if constexpr (UPDATES_RUNNING) moments[set] = of_set;
   }
   __syncthreads();
 
-  // Finish and store: y = activate((x - mean) * scale + shift).
-  Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
-#pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const SetStatistics statistics = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
-    means[j] = statistics.mean;
-    scales[j] = HAS_WEIGHT ? statistics.rstd * weight[j] : statistics.rstd;
-    shifts[j] = (HAS_BIAS ? bias[j] : 0) - statistics.mean_remainder * scales[j];
-  }
+  // Finish and store.
+  const Finish finish(sets, weight, bias);
   X_TYPE* y = arguments.y + part.sample * arguments.y_sample_stride + part.channel * arguments.y_channel_stride;
-  Walk walk = begin;
+  walk = begin;
 #pragma unroll 4
   for (int i = 0; i < count; ++i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(i);
-    Compute results[VECTOR];
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      const int channel = channel_of(j);
-      results[j] = activate((widen(values.lane[j]) - means[channel]) * scales[channel] + shifts[channel]);
-    }
-    store_global(y + walk.offset(arguments.y_point_strides), rounded<X_TYPE>(results));
+    store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
     walk.advance(arguments.point_sizes);
   }
 

@@ -19,6 +19,7 @@
 // Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"
 #include "dependent_launch.cuh"
+#include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
 #include "row_cut.cuh"
@@ -52,7 +53,6 @@ constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
 constexpr int PIVOT_VECTORS = RESIDENT > 4 ? (RESIDENT + 3) / 4 : RESIDENT;
 // Vectors that are finished together, so that their weights are all under way before the first is waited for.
 constexpr int TOGETHER = VECTOR == 4 && (HELD == 0 || !PEELED) ? 2 : 1;
-constexpr int WORDS = sizeof(Compute) / 4;  // of a number
 static_assert(!HAS_RESIDUAL || HELD == 0, "a vector in registers has no room for a residual on its way");
 
 // ---- Where a block and a thread are.
@@ -126,40 +126,6 @@ __device__ __forceinline__ void prefetch_to_cache(const X_TYPE* global, unsigned
 }
 
 // ---- Statistics.
-
-__device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }
-__device__ __forceinline__ unsigned bits_of(double number, int word) {
-  return static_cast<unsigned>(static_cast<unsigned long long>(__double_as_longlong(number)) >> 32 * word);
-}
-__device__ __forceinline__ float number_of(const unsigned (&bits)[1]) { return __uint_as_float(bits[0]); }
-__device__ __forceinline__ double number_of(const unsigned (&bits)[2]) {
-  return __longlong_as_double(static_cast<long long>(static_cast<unsigned long long>(bits[1]) << 32 | bits[0]));
-}
-
-// 64 bits that all blocks see, whole: old or new.
-__device__ __forceinline__ void store_word(long long* word, unsigned tag, unsigned bits) {
-  const unsigned long long value = static_cast<unsigned long long>(tag) << 32 | bits;
-#ifdef CUNORM_EMULATOR
-  cunorm_emulator::yield();
-  *word = static_cast<long long>(value);
-#else
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-#endif
-}
-
-// The bits of a word, when its tag has come.
-__device__ __forceinline__ unsigned await_word(const long long* word, unsigned tag) {
-  unsigned long long value;
-  do {
-#ifdef CUNORM_EMULATOR
-    cunorm_emulator::yield();
-    value = static_cast<unsigned long long>(*word);
-#else
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-#endif
-  } while (value >> 32 != tag);
-  return static_cast<unsigned>(value);
-}
 
 // What the blocks of a group tell each other: three numbers each, twice, so that a block may still read one turn's when
 // another has gone on to the next. Further it cannot go, for it then needs this one's numbers.
