@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,8 @@ from cunorm.plan.channel_tiles import (
     pass_arguments,
     running_arguments,
     running_constants,
+    static_bytes,
+    tile_lanes,
 )
 from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import compute_itemsize
@@ -48,17 +49,12 @@ class Slab:
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
-        forward = isinstance(problem, ChannelForward)
-        tiles = self.tiles
-        lanes = tiles.channel_lanes
-        rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
-        while rows > 40:
-            rows = (rows + 1) // 2
-        scratch = lanes * (rows if tiles.along_channels else -(-tiles.point_lanes // 32))
         exchanged = self.blocks_per_slab if self.blocks_per_slab > 1 else 1
-        per_channel = (exchanged + 1) * 3 + 3 if forward else (exchanged + 2) * 2 + 2
-        per_channel += 4 if forward else 0  # where running statistics are updated, in double
-        return (2 * tiles.channel_vector * scratch + per_channel * tiles.channels) * compute_itemsize(problem) + 64
+        if isinstance(problem, ChannelForward):  # the last four are running statistics in double
+            per_channel = (exchanged + 1) * 3 + 3 + 4
+        else:
+            per_channel = (exchanged + 2) * 2 + 2
+        return static_bytes(problem, self.tiles, per_channel * self.tiles.channels)
 
     def constants(self, problem: ChannelProblem) -> Constants:
         # How many threads merge what a set has, a number of each channel: of every block, forward.
@@ -83,33 +79,20 @@ class Slab:
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
     """Every way to lay the slabs of a problem over blocks."""
     itemsize = DTYPES[problem.x.dtype].itemsize
-    along_channels, width = direction(problem)
     if problem.points == 0 or problem.samples * problem.channels == 0:
         return
-    vectors_of_channels = -(-problem.channels // width)
-    period = problem.channels_per_set
-    for threads in (128, 256, 384, 512):
-        if along_channels:
-            step = math.lcm(period, width) // width
-            all_lanes = [lanes for lanes in range(step, vectors_of_channels, step)] + [vectors_of_channels]
-            all_lanes = [lanes for lanes in all_lanes if lanes <= threads // 4 and lanes * width <= 256]
-        else:
-            if threads & threads - 1:
-                continue  # sums along the points want a power of two
-            all_lanes = [1 << i for i in range(6) if (1 << i) % period == 0 and (1 << i) < 2 * problem.channels]
-        for lanes in all_lanes:
-            # Whole warps; a power of two along the points.
-            unit = 32 // math.gcd(32, lanes)
-            point_lanes = threads // lanes // unit * unit if along_channels else threads // lanes
-            if point_lanes < 1:
-                continue
-            tiles = Tiles(width, along_channels, lanes, lanes * point_lanes, 1)
+    along_channels, width = direction(problem)
+    for most_threads in (128, 256, 384, 512):
+        if not along_channels and most_threads & most_threads - 1:
+            continue
+        for lanes, threads in tile_lanes(problem, along_channels, width, most_threads):
+            tiles = Tiles(width, along_channels, lanes, threads, 1)
             for blocks in (1, 2, 4, 8, 16):
                 if not device.groups(blocks):
                     break
                 point_vectors = -(-problem.points // tiles.point_vector)
                 per_block = -(-point_vectors // blocks)
-                vectors = -(-per_block // point_lanes)
+                vectors = -(-per_block // tiles.point_lanes)
                 if vectors > _MOST_VECTORS or -(-point_vectors // per_block) < blocks:
                     continue
                 slab = Slab(tiles, blocks, per_block * tiles.point_vector, vectors)

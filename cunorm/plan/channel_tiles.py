@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cunorm.plan.constants import dtype_constants, vector_constants
+from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
 
-__all__ = ["Tiles", "affine_constants", "direction", "pass_arguments", "running_arguments", "running_constants"]
+__all__ = [
+    "Tiles",
+    "affine_constants",
+    "direction",
+    "pass_arguments",
+    "running_arguments",
+    "running_constants",
+    "static_bytes",
+    "tile_lanes",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,36 @@ def _width(problem: ChannelProblem, along_channels: bool) -> int:
         strides += (tensor.sample_stride, *others, size)
     elements = math.gcd(16 // itemsize, *strides)
     return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
+
+
+def tile_lanes(
+    problem: ChannelProblem, along_channels: bool, width: int, most_threads: int
+) -> Iterator[tuple[int, int]]:
+    """Channel lanes of tiles of whole sets, and how many threads they make: whole warps, up to so many."""
+    period = problem.channels_per_set
+    if not along_channels:
+        # Sums along the points want a power of two of threads, here of both kinds.
+        for lanes in (1 << i for i in range(6)):
+            if lanes % period == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
+                yield lanes, most_threads
+        return
+    vectors = -(-problem.channels // width)
+    step = math.lcm(period, width) // width
+    for lanes in (*range(step, vectors, step), vectors):
+        unit = 32 // math.gcd(32, lanes)
+        point_lanes = most_threads // lanes // unit * unit
+        if point_lanes > 0:
+            yield lanes, lanes * point_lanes
+
+
+def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
+    """Shared memory that a kernel declares: for sums over the points of a tile, and so many numbers."""
+    lanes = tiles.channel_lanes
+    rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
+    while 32 % lanes and rows > 40:
+        rows = (rows + 1) // 2
+    scratch = lanes * (rows if tiles.along_channels else -(-tiles.point_lanes // 32))
+    return (2 * tiles.channel_vector * scratch + numbers) * compute_itemsize(problem) + 64
 
 
 def pass_arguments(problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:
