@@ -157,12 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     const Finish finish(sets, thread);
     X_TYPE* dx = arguments.dx + part.sample * arguments.dx_sample_stride + part.channel * arguments.dx_channel_stride;
 #pragma unroll 1
-    for (int i = 0; i < VECTORS; ++i) {
-      if (i < count) {
-        store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+    for (int first = 0; first < VECTORS; first += 2) {
+#pragma unroll
+      for (int i = first; i < first + 2; ++i) {
+        if (i < count) store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+        walk.advance(arguments.point_sizes);
       }
-      walk.advance(arguments.point_sizes);
       fill_next();
+      if (first + 1 < VECTORS) fill_next();
     }
     dy_slots.first = x_slots.first = (dy_slots.first + VECTORS) % SLOTS;
   }

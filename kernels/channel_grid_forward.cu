@@ -164,11 +164,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     // Finish and store; and fill again what was stored.
     const Finish finish(sets, weight, bias);
     X_TYPE* y = arguments.y + part.sample * arguments.y_sample_stride + part.channel * arguments.y_channel_stride;
-#pragma unroll 2
-    for (int i = 0; i < VECTORS; ++i) {
-      if (i < count) store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
-      walk.advance(arguments.point_sizes);
+#pragma unroll 1
+    for (int first = 0; first < VECTORS; first += 2) {
+#pragma unroll
+      for (int i = first; i < first + 2; ++i) {
+        if (i < count) store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
+        walk.advance(arguments.point_sizes);
+      }
       fill_next();
+      if (first + 1 < VECTORS) fill_next();
     }
     slots.first = (slots.first + VECTORS) % SLOTS;
   }

@@ -8,6 +8,11 @@ constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
 // Vectors of a thread that give the pivot.
 constexpr int PIVOT = (VECTORS + 3) / 4;
 
+template <int VALUE>
+struct Size {
+  static constexpr int value = VALUE;
+};
+
 struct Slots {
   X_TYPE* memory;
   int first;
@@ -30,17 +35,26 @@ struct Slots {
   __device__ __forceinline__ Vector<X_TYPE, VECTOR> get(int i) const { return load<X_TYPE, VECTOR>(at(i)); }
 };
 
-// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, each when it has arrived.
-// Every slot is filled in a group of copies of its own. An empty group is added for each that was waited for, so that
-// there are always as many behind it.
+// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, when they have arrived: a few
+// at a time, so that the reads of the next need not wait for the work on the last. Every slot is filled in a group of
+// copies of its own. An empty group is added for each that was waited for, so that there are always as many behind it.
+constexpr int AT_A_TIME = 4;
+
 template <int FIRST, int LAST, typename Use>
 __device__ __forceinline__ void as_they_arrive(int count, const Use& use) {
-#pragma unroll 4
-  for (int i = FIRST; i < LAST; ++i) {
-    copy_async_wait<SLOTS - 1>();
-    if (i < count) use(i);
-    copy_async_commit();
-  }
+  constexpr int WHOLE = (LAST - FIRST) / AT_A_TIME * AT_A_TIME, REST = LAST - FIRST - WHOLE;
+  const auto take = [&](int first, auto size) {
+    copy_async_wait<(SLOTS > size.value ? SLOTS - size.value : 0)>();
+#pragma unroll
+    for (int i = first; i < first + size.value; ++i) {
+      if (i < count) use(i);
+    }
+#pragma unroll
+    for (int i = 0; i < size.value; ++i) copy_async_commit();
+  };
+#pragma unroll 1
+  for (int first = FIRST; first < FIRST + WHOLE; first += AT_A_TIME) take(first, Size<AT_A_TIME>());
+  if constexpr (REST > 0) take(FIRST + WHOLE, Size<REST>());
 }
 
 // How many vectors a thread has.

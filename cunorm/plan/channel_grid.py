@@ -25,6 +25,8 @@ __all__ = ["Grid", "candidates", "plan_backward", "plan_forward"]
 
 _THREADS = 512
 _MOST_SLOTS = 64
+# What the runtime keeps of shared memory for each block.
+_RESERVED_BYTES = 1024
 _MOST_STATIC_BYTES = 48 * 1024
 
 
@@ -92,20 +94,29 @@ class Grid:
         }
 
 
+def _tiles(problem: ChannelProblem, along_channels: bool, width: int) -> Iterator[tuple[int, int, int]]:
+    """Channel lanes of a tile, threads of a block, and how many blocks share a multiprocessor."""
+    for resident in (1, 2):
+        for lanes, threads in tile_lanes(problem, along_channels, width, _THREADS // resident):
+            yield lanes, threads, resident
+
+
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
     """Every way to share the slabs of a problem between the multiprocessors."""
     if problem.points == 0 or problem.samples * problem.channels == 0 or device.capability < 80:
         return
     along_channels, width = direction(problem)
     read = 1 if isinstance(problem, ChannelForward) else 2
-    for lanes, threads in tile_lanes(problem, along_channels, width, _THREADS):
-        tiles = Tiles(width, along_channels, lanes, threads, 1)
+    for lanes, threads, resident in _tiles(problem, along_channels, width):
+        tiles = Tiles(width, along_channels, lanes, threads, resident)
+        multiprocessors = device.multiprocessors * resident
+        shared_bytes = (device.shared_bytes + _RESERVED_BYTES) // resident - _RESERVED_BYTES
         point_vectors = -(-problem.points // tiles.point_vector)
         slabs = tiles.count(problem)
         seen = set()
         for turns in range(1, slabs + 1):
             groups = -(-slabs // turns)
-            blocks = min(device.multiprocessors // groups, point_vectors)
+            blocks = min(multiprocessors // groups, point_vectors)
             if groups in seen or blocks < 2:
                 continue
             seen.add(groups)
@@ -114,7 +125,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             vectors = -(-per_block // tiles.point_lanes)
             grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, vectors)
             slot_bytes = read * threads * width * DTYPES[problem.x.dtype].itemsize
-            free = device.shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
+            free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
             slots = min(free // slot_bytes, _MOST_SLOTS, 2 * vectors if turns > 1 else vectors)
             if slots < vectors or grid.static_bytes(problem) > _MOST_STATIC_BYTES:
                 continue
