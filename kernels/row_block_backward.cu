@@ -16,6 +16,7 @@
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_channels.cuh"
 #include "row_affine.cuh"
 
 struct Arguments {
@@ -36,6 +37,9 @@ struct Arguments {
   long long dy_stride;
   long long dresidual_out_stride;
   long long dx_stride;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
 };
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
@@ -58,7 +62,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
                                             take(stage != Stage::direct && HAS_DRESIDUAL)};
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
-  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;

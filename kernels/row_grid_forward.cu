@@ -24,6 +24,7 @@
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_channels.cuh"
 #include "statistics.cuh"
 
 struct Arguments {
@@ -45,6 +46,9 @@ struct Arguments {
   long long y_stride;
   long long residual_out_stride;
   double eps;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
 };
 
 constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
@@ -224,9 +228,15 @@ __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, 
 struct Affine {
   const WEIGHT_TYPE* weights;
   const BIAS_TYPE* biases;
+  ChannelAffine by_channel;
 
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(long long row) {
+    if constexpr (HAS_CHANNELS) by_channel.go_to(row);
+  }
   template <int COUNT>
   __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
+    if constexpr (HAS_CHANNELS) return by_channel.get(column, weight, bias);
     if constexpr (!PEELED || COUNT == 1) {
       load_affine<COUNT>(weights + column, biases + column, weight, bias);
     } else {
@@ -249,7 +259,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   const Rows<const X_TYPE> residual = {arguments.residual + part.first_column, arguments.residual_stride};
   const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};
   const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first_column, arguments.residual_out_stride};
-  const Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column};
+  Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column,
+                   channel_affine_of(arguments, part.first_column)};
   const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
                              static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
                              reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};
@@ -296,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     const long long next_row = row + part.groups;
     const Place next_place = place_of(y, part, next_row, arguments.rows);
     const int first_streamed = RESIDENT + HELD;
+    affine.go_to(row);
 
     // Load. With a residual, the sum takes the place of x.
     const auto arrived = [&](int i) {

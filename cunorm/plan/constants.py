@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, AnyProblem, Matrix, Problem, Vector
+from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Problem, Vector
 
 __all__ = [
     "affine_constants",
     "are_rows",
+    "channel_numbers",
     "columns_per_block",
     "compute_itemsize",
     "dtype_constants",
@@ -17,6 +18,7 @@ __all__ = [
     "row_strides",
     "vector_constants",
     "vector_width",
+    "weights_of",
 ]
 
 
@@ -82,3 +84,34 @@ def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
     dtype = DTYPES[vector.dtype]
     access = max(dtype.itemsize, min(16, width * dtype.itemsize, vector.alignment))
     return {f"HAS_{name}": 1, f"{name}_TYPE": dtype.cuda, f"{name}_ACCESS": access}
+
+
+# ---- Weights by channel (see kernels/row_channels.cuh).
+
+
+def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: bool) -> str:
+    """Whose weight and bias a number has, where each of a row's blocks takes so many columns, ``width`` at once."""
+    channels = problem.channels
+    used: list[object] = [problem.weight, problem.bias]
+    if isinstance(problem, BackwardProblem):
+        used += [problem.dweight, problem.dbias]
+    if channels is None or not any(used):
+        return "columns"
+    if channels.channels_per_row == 1 or channels.positions % columns_per_block == 0:
+        return "part"
+    return "vector" if channels.positions % width == 0 and not peeled else "numbers"
+
+
+def channel_numbers(problem: Problem) -> tuple[int, ...]:
+    """What the kernels are told of the channels that a row has; nothing where weights are by column.
+
+    For columns below 2^31, column // positions is column * factor >> shift: with 2^shift at least 2^31 * positions, and
+    factor 2^shift / positions rounded up, the product is too large by less than the quotient lacks of the next integer
+    (Granlund, Montgomery 1994, "Division by invariant integers using multiplication").
+    """
+    channels = problem.channels
+    if channels is None:
+        return ()
+    shift = 31 + (channels.positions - 1).bit_length()
+    factor = -(-(1 << shift) // channels.positions)
+    return channels.rows_per_sample, channels.channels_per_row, channels.positions, factor, shift

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
+    channel_numbers,
     columns_per_block,
     compute_itemsize,
     dtype_constants,
     row_strides,
+    weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -73,6 +75,8 @@ class RowBlock:
             "STAGE": self.stage,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
+            "WEIGHTS_OF": weights_of(problem, self.columns_per_block(problem), self.width, self.peeled),
+            "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "FULL": int(self.capacity == problem.columns and not self.peeled),
         }
 
@@ -104,6 +108,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
@@ -128,6 +133,7 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
             **targets,
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,

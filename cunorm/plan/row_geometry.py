@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cunorm.plan import row_grid
 from cunorm.plan.constants import are_rows, compute_itemsize, lie_alike, vector_width
@@ -26,12 +27,21 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+# Weights by channel take next to no room, and come late.
+_NO_WEIGHTS: dict[str, Any] = {"weight": None, "bias": None}
 
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
     if problem.columns == 0 or not are_rows(problem):
         return None
+    if problem.channels is None:
+        return _forward_geometry(problem, device)
+    geometry = _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
+    return None if geometry is None else replace(geometry, weights="late")
+
+
+def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     width, piece = vector_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
     if width < piece:
         return _narrow(problem, device, width)

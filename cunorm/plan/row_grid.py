@@ -8,12 +8,14 @@ from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
+    channel_numbers,
     columns_per_block,
     compute_itemsize,
     dtype_constants,
     lie_alike,
     row_strides,
     vector_width,
+    weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device
 from cunorm.problem import DTYPES, ForwardProblem
@@ -87,6 +89,8 @@ class RowGrid:
             "PREFETCHED": self.prefetched,
             "THREADS": self.threads,
             "PEELED": int(self.peeled),
+            "WEIGHTS_OF": weights_of(problem, self.columns_per_block(problem), self.width, self.peeled),
+            "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "HAS_RESIDUAL": int(problem.residual is not None),
         }
 
@@ -109,7 +113,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     whole = vector_width(problem) * itemsize == 16
     if not are_rows(problem) or not (whole or lie_alike(problem)):
         return False
-    weight_bytes = sum(problem.columns * DTYPES[item.dtype].itemsize for item in vectors)
+    columns = problem.columns if problem.channels is None else problem.channels.channels_per_row
+    weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in vectors)
     if whole and problem.rows > 1 and weight_bytes > _MOST_WEIGHT_BYTES:
         return False
     vectors_of_a_thread = _slots(problem, device) + _held(problem)
@@ -191,6 +196,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -
             "blocks_per_row": geometry.blocks_per_row,
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         cooperative=True,
