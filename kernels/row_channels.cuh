@@ -47,6 +47,8 @@ struct ChannelAffine {
 
   // To be called when a row begins.
   __device__ __forceinline__ void go_to(long long row) {
+    // Else the compiler keeps the channel of every vector from row to row, and spills.
+    asm volatile("" : "+r"(channels.first_column));
     first_channel = channels.first_of(row);
     if constexpr (weights_of == WeightsOf::part) load_one(channels.of_column(0), part_weight, part_bias);
   }

@@ -132,3 +132,53 @@ def check_forward(norm: Norm, device: Device = SMALL_DEVICE) -> tuple[Array, ...
     assert np.all(np.abs(mean - expected_mean) <= tolerance * (np.abs(expected_mean) + 1 / expected_rstd))
     assert np.all(np.abs(rstd - expected_rstd) <= tolerance * expected_rstd)
     return y, mean, rstd
+
+
+def backward_problem(norm: Norm, dy: Array, mask: tuple[bool, bool, bool] = (True, True, True)) -> ChannelBackward:
+    kinds = [
+        (norm.x if vector is None else vector).dtype.name if wanted else None
+        for vector, wanted in zip((norm.weight, norm.bias), mask[1:])
+    ]
+    return ChannelBackward.of(
+        view_of(dy), view_of(norm.x), view_of(norm.weight), view_of(norm.bias),  # type: ignore[arg-type]
+        view_of(dy) if mask[0] else None, channel_axis=1, channels_per_set=norm.together, over_samples=False,
+        dweight=kinds[0], dbias=kinds[1], activation=norm.activation,
+    )  # fmt: skip
+
+
+def backward(
+    norm: Norm,
+    dy: Array,
+    statistics: tuple[Array, Array],
+    device: Device = SMALL_DEVICE,
+    mask: tuple[bool, bool, bool] = (True, True, True),
+    seed: int = 0,
+) -> tuple[Array | None, ...]:
+    """dx, dweight and dbias, or None."""
+    problem = backward_problem(norm, dy, mask)
+    dx = poisoned(norm.x.shape, norm.x.dtype.name) if mask[0] else None
+    dweight, dbias = (
+        None if kind is None else poisoned(norm.x.shape[1:2], kind) for kind in (problem.dweight, problem.dbias)
+    )
+    operands = {"dy": dy, "x": norm.x, "weight": norm.weight, "bias": norm.bias if norm.activation else None}
+    operands |= {"mean": statistics[0], "rstd": statistics[1], "dresidual_out": None}
+    run(plan_rows(problem, device), operands | {"dx": dx, "dweight": dweight, "dbias": dbias}, seed)
+    return dx, dweight, dbias
+
+
+def check_backward(norm: Norm, device: Device = SMALL_DEVICE) -> None:
+    dtype = norm.x.dtype.name
+    dy = data(17, norm.x.shape, dtype, shift=0.1)
+    before = norm.x.copy(), dy.copy()
+    _, mean, rstd, _, _ = norm.expected()
+    sums = np.float64 if dtype == "float64" else np.float32
+    dx, dweight, dbias = backward(norm, dy, (mean.astype(sums), rstd.astype(sums)), device)
+    assert dx is not None and dweight is not None and dbias is not None
+    assert norm.x.tobytes() == before[0].tobytes() and dy.tobytes() == before[1].tobytes(), "an input was modified"
+    expected_dx, dweight_terms, dbias_terms = norm.expected_gradients(dy)
+    # dx is a difference of terms of this size; with few numbers a row it is much smaller than they are.
+    weight_size = 1.0 if norm.weight is None else np.abs(float64(norm.weight)).max()
+    size = norm.rows(np.abs(float64(dy)) * weight_size) * rstd[:, :, None]
+    assert relative_error(dx, expected_dx, size) <= NORM_TOLERANCE[dtype]
+    assert_sums(dbias, dbias_terms.sum(axis=(0, 2)), dbias_terms, (1,), dtype)
+    assert_sums(dweight, dweight_terms.sum(axis=(0, 2)), dweight_terms, (1,), dtype)

@@ -10,6 +10,7 @@ from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Problem,
 __all__ = [
     "affine_constants",
     "are_rows",
+    "can_be_shared",
     "channel_numbers",
     "columns_per_block",
     "compute_itemsize",
@@ -29,6 +30,8 @@ def vector_width(problem: AnyProblem) -> int:
     if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
         return 1
     strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        strides.append(problem.channels.positions)  # each channel has sums of its own
     elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
     return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
 
@@ -47,8 +50,26 @@ def lie_alike(problem: Problem) -> bool:
 
 
 def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
-    """How many columns each of a row's blocks takes, in whole vectors; the last may have fewer."""
+    """How many columns each of a row's blocks takes, in whole vectors; the last may have fewer.
+
+    Backward they are whole channels, or all channels are as many of them.
+    """
+    channels = problem.channels
+    if isinstance(problem, BackwardProblem) and channels is not None and channels.channels_per_row > 1:
+        if blocks < channels.channels_per_row:
+            return -(-channels.channels_per_row // blocks) * channels.positions
+        return problem.columns // blocks
     return -(-problem.columns // blocks // width) * width
+
+
+def can_be_shared(problem: Problem, blocks: int, width: int) -> bool:
+    """Whether there are such `columns_per_block`, and some for each block."""
+    columns, channels = columns_per_block(problem, blocks, width), problem.channels
+    if isinstance(problem, BackwardProblem) and channels is not None and channels.channels_per_row > 1:
+        whole = columns % channels.positions == 0 or (columns > 0 and channels.positions % columns == 0)
+        if not whole or columns % width > 0:
+            return False
+    return (blocks - 1) * columns < problem.columns <= blocks * columns
 
 
 def compute_itemsize(problem: AnyProblem) -> int:
@@ -92,10 +113,7 @@ def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
 def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: bool) -> str:
     """Whose weight and bias a number has, where each of a row's blocks takes so many columns, ``width`` at once."""
     channels = problem.channels
-    used: list[object] = [problem.weight, problem.bias]
-    if isinstance(problem, BackwardProblem):
-        used += [problem.dweight, problem.dbias]
-    if channels is None or not any(used):
+    if channels is None:
         return "columns"
     if channels.channels_per_row == 1 or channels.positions % columns_per_block == 0:
         return "part"

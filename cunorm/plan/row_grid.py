@@ -104,7 +104,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     everything twice. With weights in double for numbers that are not, the compiler runs out of registers.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
-    least_bytes = _LEAST_BYTES_OF_FEW if problem.rows <= device.groups(16) else _LEAST_ROW_BYTES
+    few = problem.rows <= device.groups(16) or problem.channels is not None
+    least_bytes = _LEAST_BYTES_OF_FEW if few else _LEAST_ROW_BYTES
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < least_bytes:
         return False
     vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]

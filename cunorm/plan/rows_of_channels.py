@@ -49,8 +49,11 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
         return None
     sizes = (sets,), (columns,)
     norm = Norm(activation=problem.activation)
-    of_channels = Channels(problem.channels // channels, channels, points)
     vectors = problem.weight, problem.bias
+    wanted = (None, None) if isinstance(problem, ChannelForward) else (problem.dweight, problem.dbias)
+    # Where nothing is by channel, they are rows like all others.
+    by_channel = any((*vectors, *wanted))
+    of_channels = Channels(problem.channels // channels, channels, points) if by_channel else None
     if isinstance(problem, ChannelForward):
         if problem.running is not None or problem.y is None:
             return None
@@ -60,7 +63,6 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
         return None
     dy, x = matrices[:2]
     dx = matrices[2] if problem.dx else None
-    wanted = problem.dweight, problem.dbias
     return BackwardProblem(*sizes, x, dy, None, dx, *vectors, *wanted, norm, of_channels)
 
 
