@@ -47,8 +47,6 @@ struct ChannelAffine {
 
   // To be called when a row begins.
   __device__ __forceinline__ void go_to(long long row) {
-    // Else the compiler keeps the channel of every vector from row to row, and spills.
-    asm volatile("" : "+r"(channels.first_column));
     first_channel = channels.first_of(row);
     if constexpr (weights_of == WeightsOf::part) load_one(channels.of_column(0), part_weight, part_bias);
   }
@@ -68,6 +66,8 @@ struct ChannelAffine {
       if constexpr (HAS_WEIGHT) one_weight[0] = part_weight[0];
       if constexpr (HAS_BIAS) one_bias[0] = part_bias[0];
     } else {
+      // Else the compiler keeps the channel of every vector from pass to pass, and spills.
+      asm volatile("" : "+r"(column));
       channel = channels.of_column(column);
       left = static_cast<int>((channel + 1) * channels.positions - channels.first_column) - column;
       load_one(channel, one_weight, one_bias);

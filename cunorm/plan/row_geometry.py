@@ -34,6 +34,8 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+# So few bytes of sums over channels, which column_sums reads again, are no matter.
+_FEW_SUM_BYTES = 1 << 20
 # Weights by channel take next to no room, and come late.
 _NO_WEIGHTS: dict[str, Any] = {"weight": None, "bias": None}
 
@@ -99,6 +101,11 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
         return None
     if problem.channels is None:
         return _backward_geometry(problem, device)
+    # Every row leaves sums of its channels: where those are short, as much as is moved else.
+    sums = (problem.dweight is not None) + (problem.dbias is not None)
+    sum_bytes = sums * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
+    if sum_bytes > max(_FEW_SUM_BYTES, problem.bytes_moved // 3):
+        return None
     problem = replace(problem, **_NO_WEIGHTS)
     geometry = _backward_geometry(problem, device)
     if geometry is not None:
@@ -406,9 +413,12 @@ def _fits_registers(
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if peeled:
         other += 12 + 8 * double + 40 * direct
-    if _has_channels(problem):
-        other += 12
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        # Without sums of columns, whose count is generous, the rest counts for more.
+        several, activated = _has_channels(problem), problem.norm.activation is not None
+        other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
     if isinstance(problem, ForwardProblem):
+        other += 12 * _has_channels(problem)
         other += 36 * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double
