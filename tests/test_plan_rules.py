@@ -23,8 +23,6 @@ from plan_cases import (
     devices,
     many,
     plain_backward,
-    plain_channel_backward,
-    plain_channel_forward,
     plain_forward,
     problems,
 )
@@ -110,8 +108,8 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
     "column sums": lambda a, groups, size: a["columns"] * size,
     "a row a group of blocks": lambda a, groups, size: (
-        _channel_sums(a) if a["channels"] else groups * a["columns"]
-    ) * size,
+        (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
+    ),
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
     "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
