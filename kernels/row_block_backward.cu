@@ -8,8 +8,9 @@
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order.
 //
-// Where weights are by channel (see row_channels.cuh), no vector reaches from one into the next, and no block's part
-// but into whole ones: each row, or part of one, leaves the sums of its channels, which column_sums adds over samples.
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). No vector of theirs
+// reaches from one channel into the next, and blocks have whole channels, or channels whole blocks: each row leaves the
+// sums of its channels, which column_sums adds over samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"

@@ -27,7 +27,8 @@ __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 # row_split 1.70 (1.57 and 1.63).
 _LEAST_ROW_BYTES = 6 << 20
 # But shorter ones are not where they are so few that clusters leave most multiprocessors idle: 4 rows of 400,001 take
-# 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2.
+# 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2. Nor are they where weights are by channel, which
+# cost no bytes, if clusters do not hold them. Not measured.
 _LEAST_BYTES_OF_FEW = 1 << 20
 # Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
 # them once, 1.75 (RMS norm 1.83 and 1.68).
