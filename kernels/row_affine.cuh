@@ -1,7 +1,7 @@
 // The weight and bias of row_block_*: a thread gets those of its vectors (see row_stage.cuh for what a place is).
 //
-// WEIGHTS names when they come to the registers, from memory through the cache (those by channel are few, and come late:
-// see row_channels.cuh):
+// WEIGHTS names when they come to the registers, from memory through the cache. Those by channel (see row_channels.cuh)
+// are few, and come late.
 // - late: when the sums of the row are known, so that they take no registers before;
 // - early: before that, so that their way from memory costs no time of its own;
 // - staged: late, but from shared memory, where a thread took its own once for all rows. A row that fills the cache

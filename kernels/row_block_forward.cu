@@ -1,6 +1,6 @@
 // Layer norm and RMS norm of rows that fit in registers: y = activate((x - mean) * rstd * weight + bias); RMS norm (not
-// CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it was rounded. Instance
-// norm and group norm are layer norm with weights by channel (see row_channels.cuh).
+// CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it was rounded.
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh).
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out. The row stays in the registers as it came from
 // memory, in X_TYPE: that halves their number for sixteen-bit data, and widening again is cheaper than occupancy.

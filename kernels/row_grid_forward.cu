@@ -1,7 +1,7 @@
 // Layer norm and RMS norm of rows that only all the multiprocessors together can hold, few at a time: y = activate((x -
 // mean) * rstd * weight + bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is
-// residual_out = x + residual, as it was rounded. Instance norm and group norm are layer norm with weights by channel (see
-// row_channels.cuh).
+// residual_out = x + residual, as it was rounded. Instance norm and group norm are layer norm with weights by channel
+// (see row_channels.cuh).
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out; the weight and the bias once a row, from the
 // cache if they fit there. All blocks run at the same time, a group of blocks_per_row of them for every groups-th row.
