@@ -292,9 +292,9 @@ def _is_count(value: Any) -> bool:
 
 
 def entry_for(problem: Problem, device_index: int) -> Entry | None:
-    """What the user's file has for a problem on a CUDA device."""
+    """What the user's file has for a problem on a CUDA device: nothing where weights are by channel."""
     entries = _entries()
-    if not entries:
+    if not entries or problem.channels is not None:
         return None
     return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
 

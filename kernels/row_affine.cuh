@@ -1,6 +1,7 @@
 // The weight and bias of row_block_*: a thread gets those of its vectors (see row_stage.cuh for what a place is).
 //
-// WEIGHTS names when they come to the registers, from memory through the cache:
+// WEIGHTS names when they come to the registers, from memory through the cache. Those by channel (see row_channels.cuh)
+// are few, and come late.
 // - late: when the sums of the row are known, so that they take no registers before;
 // - early: before that, so that their way from memory costs no time of its own;
 // - staged: late, but from shared memory, where a thread took its own once for all rows. A row that fills the cache
@@ -55,6 +56,7 @@ struct Parameter {
 struct Affine {
   Parameter<WEIGHT_ACCESS, WEIGHT_TYPE> weights;
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
+  ChannelAffine by_channel;
 
   // To be called before the first row, with its place.
   __device__ __forceinline__ void stage(const Place& place) const {
@@ -66,13 +68,19 @@ struct Affine {
     if constexpr (HAS_WEIGHT && weights_come == Weights::early) weights.fetch_early(place);
     if constexpr (HAS_BIAS && weights_come == Weights::early) biases.fetch_early(place);
   }
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(long long row) {
+    if constexpr (HAS_CHANNELS) by_channel.go_to(row);
+  }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {
+    if constexpr (HAS_CHANNELS) return by_channel.get(place.column(i), weight, bias);
     if constexpr (HAS_WEIGHT) weights.get(place, i, weight);
     if constexpr (HAS_BIAS) biases.get(place, i, bias);
     add_weight_offset(weight);
   }
   __device__ __forceinline__ void get_edge(const Place& place, Compute (&weight)[1], Compute (&bias)[1]) const {
+    if constexpr (HAS_CHANNELS) return by_channel.get(place.edge_column(), weight, bias);
     if constexpr (HAS_WEIGHT) weight[0] = widen(weights.memory[place.edge_column()]);
     if constexpr (HAS_BIAS) bias[0] = widen(biases.memory[place.edge_column()]);
     add_weight_offset(weight);
@@ -80,10 +88,12 @@ struct Affine {
 };
 
 // `staged` is shared memory for both, 16-byte aligned.
-__device__ __forceinline__ Affine affine_of(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases, const Part& part,
-                                            void* staged) {
+template <typename Given>
+__device__ __forceinline__ Affine affine_of(const Given& arguments, const Part& part, void* staged) {
   WEIGHT_TYPE* staged_weights = static_cast<WEIGHT_TYPE*>(staged);
   BIAS_TYPE* staged_biases =
       reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? BLOCK_THREADS * VECTORS * VECTOR : 0));
-  return {{weights + part.first_column, staged_weights, {}}, {biases + part.first_column, staged_biases, {}}};
+  return {{arguments.weight + part.first_column, staged_weights, {}},
+          {arguments.bias + part.first_column, staged_biases, {}},
+          channel_affine_of(arguments, part.first_column)};
 }

@@ -7,6 +7,10 @@
 // Moves x and dy (and dresidual_out) once in and dx once out. Blocks are persistent: each takes every
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order.
+//
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). No vector of theirs
+// reaches from one channel into the next, and blocks have whole channels, or channels whole blocks: each row leaves the
+// sums of its channels, which column_sums adds over samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
@@ -16,6 +20,7 @@
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_channels.cuh"
 #include "row_affine.cuh"
 
 struct Arguments {
@@ -27,7 +32,9 @@ struct Arguments {
   const Compute* mean;
   const Compute* rstd;
   X_TYPE* dx;
-  DWEIGHT_TYPE* dweight;  // [groups of blocks][columns]: partial sums, or finished ones where there is one group
+  // [groups of blocks][columns]: partial sums, or finished ones where there is one group. Where weights are by channel,
+  // [samples][parts of a channel][channels].
+  DWEIGHT_TYPE* dweight;
   DBIAS_TYPE* dbias;
   long long rows;
   long long columns;            // a multiple of VECTOR
@@ -36,6 +43,66 @@ struct Arguments {
   long long dy_stride;
   long long dresidual_out_stride;
   long long dx_stride;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
+};
+
+// Where a sum over one of a row's channels goes, or over the block's part of one.
+__device__ __forceinline__ long long place_of_sum(const Channels& channels, long long row, unsigned channel) {
+  const long long place = row * channels.channels_per_row + channel;
+  const unsigned parts = BLOCKS_PER_ROW / channels.channels_per_row;
+  if (BLOCKS_PER_ROW == 1 || parts <= 1) return place;
+  const unsigned sample = static_cast<unsigned>(row) / channels.rows_per_sample;
+  const long long parts_before = sample * (parts - 1) + static_cast<unsigned>(rank_in_row()) % parts;
+  return place + parts_before * channels.rows_per_sample * channels.channels_per_row;
+}
+
+// The sums of dz and of dz * xhat over each channel of the block's part of a row, where that has several. SEGMENT
+// neighbouring threads and STEPS consecutive vectors of each lie in one channel: what they have is an entry in shared
+// memory. The entries of a channel lie behind each other, and LANES threads add them up. A __syncthreads() must lie
+// between what is added in one turn and what is added up; with one a turn, two sets of entries used in turn are enough.
+struct ChannelSums {
+  static constexpr int STEP_ENTRIES = THREADS_PER_ROW / SEGMENT;
+  static constexpr int ENTRIES = VECTORS / STEPS * STEP_ENTRIES;  // of a row
+  static constexpr int ENTRY_COLUMNS = SEGMENT * STEPS * VECTOR;
+
+  Compute* entries;  // [2][2][ROWS_PER_BLOCK][ENTRIES]
+  Compute sums[2];   // of the thread, since the last entry
+
+  __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
+    return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
+  }
+
+  // Adds those of the thread's i-th vector: for i from zero up, in all threads.
+  __device__ __forceinline__ void add(int turn, int i, const Compute (&own)[2]) {
+    sums[0] += own[0];
+    sums[1] += own[1];
+    if ((i + 1) % STEPS > 0) return;
+    warp_sum<SEGMENT, 1>(sums);
+    if (threadIdx.x % SEGMENT == 0) {
+      const int entry = i / STEPS * STEP_ENTRIES + static_cast<int>(threadIdx.x) / SEGMENT;
+      entries_of(turn, 0)[entry] = sums[0];
+      entries_of(turn, 1)[entry] = sums[1];
+    }
+    sums[0] = sums[1] = 0;
+  }
+
+  // Calls use(channel, sum of dz, sum of dz * xhat) for each of so many channels, in one thread.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(int turn, int channels, int positions, const Use& use) const {
+    const int count = positions / ENTRY_COLUMNS, lane = threadIdx.x % LANES;
+    for (int first = 0; first < channels; first += THREADS_PER_ROW / LANES) {
+      const int channel = first + static_cast<int>(threadIdx.x) / LANES;
+      Compute total[2] = {0, 0};
+      for (int i = lane; channel < channels && i < count; i += LANES) {
+        total[0] += entries_of(turn, 0)[channel * count + i];
+        total[1] += entries_of(turn, 1)[channel * count + i];
+      }
+      warp_sum<LANES, 1>(total);
+      if (channel < channels && lane == 0) use(channel, total[0], total[1]);
+    }
+  }
 };
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
@@ -44,7 +111,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<2> exchange;
-  extern __shared__ __align__(16) X_TYPE staged[];  // x, dy, dresidual_out; dx where it is a run; weight, bias
+  // x, dy, dresidual_out; dx where it is a run; weight, bias; entries of channels
+  extern __shared__ __align__(16) X_TYPE staged[];
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
   X_TYPE* unused = staged;
@@ -58,7 +126,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
                                             take(stage != Stage::direct && HAS_DRESIDUAL)};
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
-  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -96,13 +164,32 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   affine.stage(first_place);
   affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
-  if (first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
+  if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);
+
+  // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
+  constexpr bool SUMS_CHANNELS = weights_of == WeightsOf::vector && (WANTS_DWEIGHT || WANTS_DBIAS);
+  ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused), {0, 0}};
+  const Channels& channels = affine.by_channel.channels;
+  const auto write_channel = [&](long long row, unsigned channel, Compute sum, Compute product) {
+    const long long place = place_of_sum(channels, row, channel);
+    if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[place]);
+    if constexpr (WANTS_DBIAS) narrow(sum, arguments.dbias[place]);
+  };
+  const auto write_channels = [&](const Place& place, int turn) {
+    if constexpr (!WANTS_DX || THREADS_PER_ROW <= 32) __syncthreads();  // else row_sum had one
+    const int first = channels.of_column(0), end = channels.of_column(part.columns);
+    channel_sums.for_each(turn, end - first, channels.positions, [&](int channel, Compute sum, Compute product) {
+      if (place.there) write_channel(place.row, first + channel, sum, product);
+    });
+  };
 
   Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
   Compute dweight_edge[1] = {0}, dbias_edge[1] = {0};
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
     const Place place = place_at(first_row);
+    affine.go_to(place.row);
+    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     const Compute mean = next_mean, rstd = next_rstd;
@@ -119,7 +206,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
 
     // Reduce along the row, and add to the column sums on the way.
-    Compute sums[2] = {0, 0};  // of g, and of g * xhat
+    Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
     const auto add = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
                          Compute& sum, Compute& product) {
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
@@ -128,9 +215,27 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if constexpr (CENTERED) sum += gradient.g;
       product += gradient.g * gradient.xhat;
     };
+    const auto add_by_channel = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, Compute (&own)[2]) {
+      const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
+      own[0] += gradient.dz;
+      own[1] += gradient.dz * gradient.xhat;
+    };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) {
+      if constexpr (HAS_CHANNELS) {
+        Compute weight[VECTOR], bias[VECTOR], own[2] = {0, 0};
+        if (place.has(i)) {
+          affine.get(place, i, weight, bias);
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) {
+            add_by_channel(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], own);
+          }
+          const Compute factor = HAS_WEIGHT && weights_of == WeightsOf::vector ? weight[0] : 1;
+          sums[0] += factor * own[0];
+          sums[1] += factor * own[1];
+        }
+        if constexpr (SUMS_CHANNELS) channel_sums.add(turn, i, own);
+      } else if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR], sum = 0, product = 0;
         affine.get(place, i, weight, bias);
 #pragma unroll
@@ -142,13 +247,23 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         sums[1] += product;
       }
     }
-    if (place.has_edge()) {
+    if (HAS_CHANNELS && place.has_edge()) {
+      add_by_channel(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], sums);
+    } else if (place.has_edge()) {
       add(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], dweight_edge[0], dbias_edge[0], sums[0],
           sums[1]);
     }
     if constexpr (stage == Stage::ahead) fetch_rows(first_row + step);
-    if constexpr (!WANTS_DX) continue;
+    if constexpr (!WANTS_DX && SUMS_CHANNELS) write_channels(place, turn);
+    if constexpr (!WANTS_DX && weights_of != WeightsOf::part) continue;
     row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2]);
+    if constexpr (weights_of == WeightsOf::part) {
+      if (threadIdx.x == 0 && place.there) write_channel(place.row, channels.of_column(0), sums[0], sums[1]);
+      if constexpr (!WANTS_DX) continue;
+      const Compute factor = HAS_WEIGHT ? affine.by_channel.part_weight[0] : 1;
+      sums[0] *= factor;
+      sums[1] *= factor;
+    }
     if constexpr (BLOCKS_PER_ROW > 1) {
       const Compute(&everyones)[BLOCKS_PER_ROW][2] = exchange_in_row(exchange, turn, sums);
       sums[0] = sums[1] = 0;
@@ -203,6 +318,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       flush(dx, part, place);
     }
     if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row + step);
+    if constexpr (SUMS_CHANNELS) write_channels(place, turn);
   }
 
   // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower
@@ -251,6 +367,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
   };
-  if constexpr (WANTS_DWEIGHT) write_sums(dweight_sums, dweight_edge, arguments.dweight);
-  if constexpr (WANTS_DBIAS) write_sums(dbias_sums, dbias_edge, arguments.dbias);
+  if constexpr (WANTS_DWEIGHT && !HAS_CHANNELS) write_sums(dweight_sums, dweight_edge, arguments.dweight);
+  if constexpr (WANTS_DBIAS && !HAS_CHANNELS) write_sums(dbias_sums, dbias_edge, arguments.dbias);
 }

@@ -1,5 +1,6 @@
 // Layer norm and RMS norm of rows that fit in registers: y = activate((x - mean) * rstd * weight + bias); RMS norm (not
 // CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it was rounded.
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh).
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out. The row stays in the registers as it came from
 // memory, in X_TYPE: that halves their number for sixteen-bit data, and widening again is cheaper than occupancy.
@@ -15,6 +16,7 @@
 #include "row_stage.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_channels.cuh"
 #include "row_affine.cuh"
 #include "statistics.cuh"
 
@@ -35,6 +37,9 @@ struct Arguments {
   long long y_stride;
   long long residual_out_stride;
   double eps;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
 };
 
 // The statistics of a row from those of its blocks' parts, in the same order in every block.
@@ -77,7 +82,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};
-  Affine affine = affine_of(arguments.weight, arguments.bias, part, unused);
+  Affine affine = affine_of(arguments, part, unused);
 
   // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much
   // of one pass for the next that it spills. Elsewhere a division would be a good part of the work.
@@ -103,6 +108,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   begin_exchanges(exchange);
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
     const Place place = place_of(y, part, first_row);
+    affine.go_to(place.row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     wait_for_rows<0>();

@@ -1,6 +1,7 @@
 // Layer norm and RMS norm of rows that only all the multiprocessors together can hold, few at a time: y = activate((x -
 // mean) * rstd * weight + bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is
-// residual_out = x + residual, as it was rounded.
+// residual_out = x + residual, as it was rounded. Instance norm and group norm are layer norm with weights by channel
+// (see row_channels.cuh).
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out; the weight and the bias once a row, from the
 // cache if they fit there. All blocks run at the same time, a group of blocks_per_row of them for every groups-th row.
@@ -25,6 +26,7 @@
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "row_channels.cuh"
 #include "statistics.cuh"
 
 struct Arguments {
@@ -46,6 +48,9 @@ struct Arguments {
   long long y_stride;
   long long residual_out_stride;
   double eps;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
 };
 
 constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
@@ -190,9 +195,15 @@ __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, 
 struct Affine {
   const WEIGHT_TYPE* weights;
   const BIAS_TYPE* biases;
+  ChannelAffine by_channel;
 
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(long long row) {
+    if constexpr (HAS_CHANNELS) by_channel.go_to(row);
+  }
   template <int COUNT>
   __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
+    if constexpr (HAS_CHANNELS) return by_channel.get(column, weight, bias);
     if constexpr (!PEELED || COUNT == 1) {
       load_affine<COUNT>(weights + column, biases + column, weight, bias);
     } else {
@@ -215,7 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   const Rows<const X_TYPE> residual = {arguments.residual + part.first_column, arguments.residual_stride};
   const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};
   const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first_column, arguments.residual_out_stride};
-  const Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column};
+  Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column,
+                   channel_affine_of(arguments, part.first_column)};
   const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
                              static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
                              reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};
@@ -262,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     const long long next_row = row + part.groups;
     const Place next_place = place_of(y, part, next_row, arguments.rows);
     const int first_streamed = RESIDENT + HELD;
+    affine.go_to(row);
 
     // Load. With a residual, the sum takes the place of x.
     const auto arrived = [&](int i) {

@@ -15,6 +15,10 @@ from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
     BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ChannelProblem,
+    ChannelTensor,
     ForwardProblem,
     Matrix,
     Norm,
@@ -66,6 +70,30 @@ def plain_gelu(columns: int, dtype: str = "float32") -> PointwiseForward:
 def plain_gelu_backward(columns: int, dtype: str = "float32") -> PointwiseBackward:
     x = Matrix(dtype, (0,), (1,))
     return PointwiseBackward((1,), (columns,), x, x, x, None, None, "gelu")
+
+
+def plain_channels(
+    samples: int, channels: int, points: int, dtype: str = "float32", alignment: int = 16
+) -> ChannelTensor:
+    """How an NC... tensor lies that is contiguous."""
+    sample_stride, channel_stride = channels * points if samples > 1 else 0, points if channels > 1 else 0
+    return ChannelTensor(dtype, sample_stride, channel_stride, (1 if points > 1 else 0,), alignment)
+
+
+def plain_channel_forward(
+    samples: int, channels: int, together: int, points: int, dtype: str = "float32", activation: str | None = None
+) -> ChannelForward:
+    x, vector = plain_channels(samples, channels, points, dtype), Vector(dtype)
+    return ChannelForward(samples, channels, (points,), together, x, x, vector, vector, True, 1e-5, activation)
+
+
+def plain_channel_backward(
+    samples: int, channels: int, together: int, points: int, dtype: str = "float32", activation: str | None = None
+) -> ChannelBackward:
+    x, vector = plain_channels(samples, channels, points, dtype), Vector(dtype)
+    bias = vector if activation else None
+    sizes = samples, channels, (points,), together
+    return ChannelBackward(*sizes, x, x, x, vector, bias, dtype, dtype, activation)
 
 
 # ---- Those of every kind.
@@ -155,6 +183,38 @@ def problems(draw: st.DrawFn) -> Problem:
     bias = None if activation is None else bias
     gradients = draw(wanted), draw(wanted)
     return BackwardProblem(row_sizes, column_sizes, x, dy, dresidual_out, dx, weight, bias, *gradients, norm)
+
+
+@st.composite
+def channel_problems(draw: st.DrawFn) -> ChannelProblem:
+    """Instance norm and group norm of contiguous NC... tensors of every size, dtype and alignment."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    itemsize = DTYPES[dtype].itemsize
+    samples, points = draw(_powers_up_to(5000)), draw(_powers_up_to(4_000_000))
+    sets, together = draw(_powers_up_to(1000)), draw(st.just(1) | _powers_up_to(100))
+    channels = sets * together
+    assume(samples * channels * points * itemsize <= MOST_BYTES)
+
+    def alignment(size: int) -> int:
+        return draw(st.sampled_from([a for a in (16, 16, 8, 4, 2) if a >= size]))
+
+    same = draw(st.sampled_from([None, 16, 16, itemsize]))
+    tensors = [plain_channels(samples, channels, points, dtype, same or alignment(itemsize)) for _ in range(3)]
+
+    def vector() -> Vector | None:
+        name = draw(st.sampled_from([None, dtype, dtype, *DTYPES]))
+        return name and Vector(name, alignment(DTYPES[name].itemsize))
+
+    activation, weight, bias = draw(st.sampled_from([None, None, *ACTIVATIONS])), vector(), vector()
+    sizes = samples, channels, (points,), together
+    if draw(st.booleans()):
+        x, y, _ = tensors
+        return ChannelForward(*sizes, x, y, weight, bias, draw(st.booleans()), 1e-5, activation)
+    dy, x, gradient = tensors
+    dx = draw(st.sampled_from([None, gradient, gradient]))
+    bias = None if activation is None else bias
+    wanted = st.sampled_from([None, dtype, "float32", "float64"])
+    return ChannelBackward(*sizes, dy, x, dx, weight, bias, draw(wanted), draw(wanted), activation)
 
 
 devices = st.sampled_from(list(DEVICES.values()))

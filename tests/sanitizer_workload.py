@@ -19,9 +19,13 @@ import cupy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Case, CupyRunner, columns_shape, data
+from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Array, Case, CupyRunner, columns_shape, data, poisoned
+from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_of
 
 import cunorm
+from cunorm import launch
+from cunorm.plan import Plan
+from cunorm.plan.rows_of_channels import plan_rows
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -46,6 +50,41 @@ PROBLEMS = [
     ((6, 50, 40), (1,), "bfloat16"),
     ((3, 4, 5, 16), (1, 3), "float32"),
 ]
+# Rows of instance norm and group norm: samples, channels, how many of them a row has, points of each.
+ROWS_OF_CHANNELS = [
+    (70, 3, 1, 5, "float32"),
+    (40, 3, 1, 1024, "bfloat16"),
+    (9, 5, 1, 4097, "float16"),
+    (2, 2, 1, 200_000, "float32"),  # blocks share a channel
+    (1, 2, 1, 1_500_001, "float32"),  # a row for all blocks
+    (300, 8, 4, 2, "float32"),
+    (200, 64, 8, 49, "float16"),
+    (600, 8, 4, 256, "bfloat16"),
+    (3, 8, 8, 4096, "float32"),
+    (2, 8, 4, 20_000, "float32"),  # a block has one channel
+]
+
+
+def launch_rows_of_channels(chosen: Plan | None, operands: dict[str, Array | None]) -> None:
+    if chosen is None:
+        return
+    arrays = {name: None if array is None else cupy.asarray(array) for name, array in operands.items()}
+    pointers = [0 if array is None else array.data.ptr for array in arrays.values()]
+    workspace = cupy.empty(chosen.workspace_bytes, "uint8")
+    launch.Call(chosen, tuple(arrays), 0)(pointers, workspace.data.ptr, 0)
+    cupy.cuda.Device().synchronize()
+
+
+def run_rows_of_channels(norm: Norm) -> None:
+    """Forward and backward, by the kernels of rows where they have them."""
+    dtype, sums = norm.x.dtype.name, "float64" if norm.x.dtype == "float64" else "float32"
+    y, mean, rstd = poisoned(norm.x.shape, dtype), *(data(i, norm.statistics_shape, sums) for i in (8, 9))
+    dweight, dbias = (poisoned(norm.x.shape[1:2], dtype) for _ in range(2))
+    given: dict[str, Array | None] = {"x": norm.x, "weight": norm.weight, "bias": norm.bias}
+    given |= {"mean": mean, "rstd": rstd, "residual": None, "residual_out": None, "dresidual_out": None}
+    launch_rows_of_channels(plan_rows(forward_problem(norm, y), launch.device(0)), given | {"y": y})
+    gradients = {"dy": norm.x, "dx": y, "dweight": dweight, "dbias": dbias}
+    launch_rows_of_channels(plan_rows(backward_problem(norm, norm.x), launch.device(0)), given | gradients)
 
 
 def main() -> None:
@@ -69,8 +108,11 @@ def main() -> None:
             approximate = ("none", "tanh")[place % 2]
             runner.run(cunorm.gelu, {"x": array, "bias": vector}, approximate=approximate)
             runner.run(cunorm.gelu_backward, {"dy": dy, "x": array, "bias": vector}, approximate=approximate)
+    for sizes in ROWS_OF_CHANNELS:
+        for activation in (None, "gelu"):
+            run_rows_of_channels(norm_of(*sizes, activation))
     cupy.cuda.Device().synchronize()
-    print(f"{len(PROBLEMS)} problems done")
+    print(f"{len(PROBLEMS) + len(ROWS_OF_CHANNELS)} problems done")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ which one takes from a tenth of a second to two. Covered is:
 2. What takes more registers (a residual, RMS norm, each activation, wider weights, tensors that are not aligned) at the
    sizes where there are fewest to spare, dealt out to the architectures, each to two; and each combination that has
    spilled on its architecture.
-3. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
+3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
+   sm_90 gets all of these, the others share them.
+4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    pointwise_* and column_sums: for every dtype and architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else.
@@ -26,10 +28,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from plan_cases import GPUS, Problem
+from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forward
 
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, plan
+from cunorm.plan.rows_of_channels import plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -178,6 +181,27 @@ def grid_problems(dtype: str) -> Iterator[Problem]:
         yield ForwardProblem((10,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
 
 
+# Samples, channels, how many of them a row has, and points of each.
+CHANNELS = [
+    (64, 32, 1, 49), (8, 64, 1, 1000), (8, 64, 1, 4097), (8, 64, 1, 24_000), (8, 64, 1, 32_768), (8, 64, 1, 40_001),
+    (8, 64, 1, 262_144), (4, 2, 1, 1_000_000), (4, 2, 1, 1_000_001),
+    (64, 32, 4, 2), (16, 256, 8, 49), (16, 256, 8, 196), (8, 64, 4, 64), (8, 1280, 40, 256), (8, 288, 9, 4096),
+    (8, 320, 10, 4096), (8, 512, 16, 4096), (2, 64, 2, 19_683), (2, 128, 4, 65_536),
+]  # fmt: skip
+
+
+def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of CHANNELS for sm_90; every second for each other new architecture, every fourth for each that is alike."""
+    place = ARCHS.index(arch)
+    share = len(ALIKE) if arch in ALIKE else 1 if arch == "sm_90" else 2
+    for number in range(place % share, len(CHANNELS), share):
+        # With a dtype an activation, with the next none.
+        activation = ("gelu", "silu", "gelu_tanh")[number % 3] if (number + list(DTYPES).index(dtype)) % 2 else None
+        for plain in (plain_channel_forward, plain_channel_backward):
+            chosen = plan_rows(plain(*CHANNELS[number], dtype, activation), GPUS[arch])
+            yield from () if chosen is None else chosen.launches
+
+
 def sums_problems(dtype: str) -> Iterator[Problem]:
     """Gradients of every type, of two vectors and of one, and those that a single group of blocks finishes."""
     x = Matrix(dtype, (1024,), (1,))
@@ -220,6 +244,7 @@ def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
     others = (split_problems, grid_problems, sums_problems, pointwise_problems)
     every = launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch)
+    every = itertools.chain(every, channel_launches(dtype, arch))
     return list({item.constants: item for item in every if item.kernel == kernel}.values())
 
 
@@ -292,6 +317,15 @@ def test_every_option_is_compiled() -> None:
     assert activations == {None, *ACTIVATIONS}
     assert len(ways) >= 7
     assert {case for arch in ARCHS for case in cases(arch)} >= {*PLAIN, *with_options()}
+
+
+def test_rows_of_channels_are_compiled_in_every_way() -> None:
+    for archs, grid in ((ALIKE, 0), (["sm_90"], 1), (["sm_100"], 1), (["sm_120"], 1)):
+        every = [item for arch in archs for dtype in DTYPES for item in channel_launches(dtype, arch)]
+        ways = {(item.kernel, dict(item.constants).get("WEIGHTS_OF")) for item in every}
+        assert ways >= {("row_block_forward", way) for way in ("part", "vector", "numbers")}
+        assert ways >= {("row_block_backward", way) for way in ("part", "vector")}
+        assert ("row_grid_forward", "part") in ways or not grid
 
 
 def test_a_spill_is_seen() -> None:

@@ -134,8 +134,10 @@ def test_arguments_are_parsed_whole(kernel: str) -> None:
     assert {kind for _, kind, _ in fields} <= {"pointer", "long long", "double"}
     kinds = {name: kind for name, kind, _ in fields}
     assert kinds["rows"] == kinds["columns"] == "long long"
+    included = re.findall(r'#include "([\w.]+)"', text_of(f"{kernel}.cu"))
+    code = "".join(map(code_of, [f"{kernel}.cu", *included]))
     for name, _, _ in fields:
-        assert re.search(rf"\barguments\.{name}\b", code_of(f"{kernel}.cu")), f"{name} is not used"
+        assert re.search(rf"\barguments\.{name}\b", code), f"{name} is not used"
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from plan_cases import DEVICES, Problem, devices, many, plain_backward, plain_forward, problems
+from plan_cases import (
+    DEVICES,
+    Problem,
+    channel_problems,
+    devices,
+    many,
+    plain_backward,
+    plain_forward,
+    problems,
+)
 
 from cunorm import kernels, launch
 from cunorm.plan import Device, Launch, Plan, plan, plan_with, row_geometry
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
+from cunorm.plan.rows_of_channels import as_rows, plan_rows
+from cunorm.problem import DTYPES, BackwardProblem, ChannelProblem, ForwardProblem, Matrix, Vector
 
 OPERANDS = {
     ForwardProblem: {"x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd"},
@@ -97,7 +107,9 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "partials": lambda a, groups, size: a["rows"] * a["columns"] * size,
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
     "column sums": lambda a, groups, size: a["columns"] * size,
-    "a row a group of blocks": lambda a, groups, size: groups * a["columns"] * size,
+    "a row a group of blocks": lambda a, groups, size: (
+        (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
+    ),
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
     "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
@@ -118,6 +130,12 @@ _SCRATCH = {
     "row_split_gradient_sums": {"sums": "two a chunk"},
     "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a row"},
 }
+
+
+def _channel_sums(arguments: dict[str, Any]) -> int:
+    """Sums over channels, or over parts of one where a block has no whole one: of each row, each."""
+    _, channels_per_row, positions, _, _ = arguments["channels"]
+    return int(arguments["rows"]) * channels_per_row * -(-positions // min(positions, arguments["columns_per_block"]))
 
 
 def _scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: Device, chosen: Plan) -> None:
@@ -287,12 +305,21 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
             if operand is not None:
                 assert needed % 16 == 0
                 needed += slots * DTYPES[operand.dtype].itemsize
-    if item.kernel.endswith("backward"):
+    if item.kernel.endswith("backward") and problem.channels is not None:
+        # For each channel's sums two sets of entries, of two numbers each.
+        if constants["WEIGHTS_OF"] == "vector" and (problem.dweight or problem.dbias):
+            needed += 4 * threads * constants["VECTORS"] * _compute_bytes(problem) // _lanes_and_steps(constants)
+    elif item.kernel.endswith("backward"):
         # At the end the sums of half the rows, when they are added up, or of a peeled one, when they are put in order.
         rows = max(constants["PEELED"], constants["ROWS_PER_BLOCK"] // 2)
         sums = rows * width * (dict(item.arguments)["columns_per_block"] // width + 1)
         needed = max(needed, sums * _compute_bytes(problem))
     assert needed <= item.shared_bytes <= needed + 64, "shared memory is not what the kernel uses"
+
+
+def _lanes_and_steps(constants: Constants) -> int:
+    """How many vectors make one entry of a channel."""
+    return int(constants["SEGMENT"] * constants["STEPS"])
 
 
 def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
@@ -428,6 +455,60 @@ _COVERS = {
 }
 
 
+# ---- Every number has its channel's weight.
+
+
+def _weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: Plan) -> None:
+    """As kernels/row_channels.cuh and row_block_backward.cu count them."""
+    for item in chosen.launches:
+        constants, arguments = dict(item.constants), dict(item.arguments)
+        if problem.channels is None or "WEIGHTS_OF" not in constants:
+            assert constants.get("WEIGHTS_OF", "columns") == "columns" and not arguments.get("channels")
+            continue
+        width: Any = constants["VECTOR"]
+        per_block: Any = arguments["columns_per_block"]
+        rows_per_sample, channels_per_row, positions, factor, shift = _integers(arguments["channels"])
+        assert (rows_per_sample, channels_per_row, positions) == (*_sizes_of(problem),)
+        assert channels_per_row * positions == problem.columns < 2**31 and problem.rows < 2**31
+        assert constants["CHANNEL_NUMBERS"] == 5 and 0 < factor < 2**32
+        for quotient in _some(channels_per_row + 1):
+            for column in (quotient * positions - 1, quotient * positions, quotient * positions + 1):
+                if 0 <= column <= problem.columns:
+                    assert column * factor >> shift == column // positions and column * factor < 2**64
+        if constants["WEIGHTS_OF"] == "part":
+            assert channels_per_row == 1 or positions % per_block == 0
+        elif constants["WEIGHTS_OF"] == "vector":
+            assert positions % width == 0 and per_block % width == 0 and not constants["PEELED"]
+        else:
+            assert constants["WEIGHTS_OF"] == "numbers" and not isinstance(problem, BackwardProblem)
+        if isinstance(problem, BackwardProblem) and constants["WEIGHTS_OF"] == "vector":
+            assert per_block % positions == 0
+            _assert_entries_lie_in_channels(constants, positions)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _sizes_of(problem: Problem) -> tuple[int, int, int]:
+    assert problem.channels is not None
+    return problem.channels.rows_per_sample, problem.channels.channels_per_row, problem.channels.positions
+
+
+def _assert_entries_lie_in_channels(constants: Constants, positions: int) -> None:
+    """What SEGMENT threads have of STEPS vectors lies in one channel, and a channel's entries lie side by side."""
+    threads, width = constants["THREADS_PER_ROW"], constants["VECTOR"]
+    segment, steps, lanes = constants["SEGMENT"], constants["STEPS"], constants["LANES"]
+    assert threads % segment == 0 and min(32, threads) % segment == 0 and constants["VECTORS"] % steps == 0
+    assert lanes & (lanes - 1) == 0 and lanes <= min(32, threads)
+    step, thread = np.divmod(np.arange(threads * constants["VECTORS"]), threads)
+    entry = step // steps * (threads // segment) + thread // segment
+    channel = np.arange(entry.size) * width // positions
+    assert positions % (segment * steps * width) == 0
+    assert np.array_equal(entry // (positions // (segment * steps * width)), channel)
+    assert lanes <= positions // (segment * steps * width)
+
+
 # ---- Every result is written.
 
 
@@ -483,6 +564,7 @@ RULES = [
     _the_workspace_is_modest,
     _every_access_is_aligned_and_contiguous,
     _rows_and_columns_are_covered,
+    _weights_are_those_of_the_channels,
     _every_result_is_written,
     _launches_may_overlap,
 ]
@@ -493,6 +575,18 @@ RULES = [
 @given(problem=problems(), device=devices)
 def test_every_plan_keeps(rule: Callable[[Problem, Device, Plan], None], problem: Problem, device: Device) -> None:
     rule(problem, device, plan(problem, device))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
+@many
+@given(problem=channel_problems(), device=devices)
+def test_every_plan_of_channels_as_rows_keeps(
+    rule: Callable[[Problem, Device, Plan], None], problem: ChannelProblem, device: Device
+) -> None:
+    chosen, rows = plan_rows(problem, device), as_rows(problem)
+    if chosen is not None:
+        assert rows is not None
+        rule(rows, device, chosen)
 
 
 def _tuned_problems() -> dict[str, Problem]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import channel, pointwise, row_block, row_geometry, row_grid, row_split
+from cunorm.plan import channel, pointwise, row_geometry, row_split, rows
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
@@ -73,14 +73,8 @@ def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Pl
 
 
 def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
-    if geometry is None:
-        geometry = row_geometry.forward_geometry(problem, device)
-    if geometry is not None:
-        return row_block.plan_forward(problem, geometry, device, builder)
-    grid = row_grid.forward_geometry(problem, device)
-    if grid is not None:
-        return row_grid.plan_forward(problem, grid, builder)
-    return row_split.plan_forward(problem, device, builder)
+    strategy = rows.plan_forward(problem, device, geometry, builder)
+    return row_split.plan_forward(problem, device, builder) if strategy is None else strategy
 
 
 def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
@@ -90,8 +84,5 @@ def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock 
         targets, _ = column_sum_targets(builder, problem, 0)
         launch_column_sums(builder, problem, targets, 0)
         return "empty"
-    if geometry is None:
-        geometry = row_geometry.backward_geometry(problem, device)
-    if geometry is not None:
-        return row_block.plan_backward(problem, geometry, device, builder)
-    return row_split.plan_backward(problem, device, builder)
+    strategy = rows.plan_backward(problem, device, geometry, builder)
+    return row_split.plan_backward(problem, device, builder) if strategy is None else strategy

@@ -11,6 +11,12 @@ __all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
 _THREADS = 512
 
 
+def _sums(problem: BackwardProblem) -> int:
+    """How many numbers dweight has, and dbias."""
+    channels = problem.channels
+    return problem.columns if channels is None else channels.rows_per_sample * channels.channels_per_row
+
+
 def column_sum_targets(builder: Builder, problem: BackwardProblem, count: int) -> tuple[dict[str, Value], Constants]:
     """Where a kernel writes ``count`` rows of sums for dweight and dbias: arguments, and constants for their types.
 
@@ -23,7 +29,7 @@ def column_sum_targets(builder: Builder, problem: BackwardProblem, count: int) -
         if dtype is not None and count == 1:
             arguments[name], sum_dtype = name, dtype
         elif dtype is not None:
-            arguments[name] = builder.reserve(f"{name}_sums", count * problem.columns, compute_itemsize(problem))
+            arguments[name] = builder.reserve(f"{name}_sums", count * _sums(problem), compute_itemsize(problem))
         constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[sum_dtype].cuda}
     return arguments, constants
 
@@ -32,7 +38,7 @@ def launch_column_sums(builder: Builder, problem: BackwardProblem, targets: dict
     """Add up what a kernel wrote to the ``targets``."""
     wanted = [(name, dtype) for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)) if dtype]
     if wanted and count != 1:
-        launch_sum(builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, problem.columns)
+        launch_sum(builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, _sums(problem))
 
 
 def launch_sum(

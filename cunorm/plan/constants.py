@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, AnyProblem, Matrix, Problem, Vector
+from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Problem, Vector
 
 __all__ = [
     "affine_constants",
     "are_rows",
+    "can_be_shared",
+    "channel_numbers",
     "columns_per_block",
     "compute_itemsize",
     "dtype_constants",
@@ -17,6 +19,7 @@ __all__ = [
     "row_strides",
     "vector_constants",
     "vector_width",
+    "weights_of",
 ]
 
 
@@ -27,6 +30,8 @@ def vector_width(problem: AnyProblem) -> int:
     if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
         return 1
     strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        strides.append(problem.channels.positions)  # each channel has sums of its own
     elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
     return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
 
@@ -45,8 +50,26 @@ def lie_alike(problem: Problem) -> bool:
 
 
 def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
-    """How many columns each of a row's blocks takes, in whole vectors; the last may have fewer."""
+    """How many columns each of a row's blocks takes, in whole vectors; the last may have fewer.
+
+    Backward they are whole channels, or all channels are as many of them.
+    """
+    channels = problem.channels
+    if isinstance(problem, BackwardProblem) and channels is not None and channels.channels_per_row > 1:
+        if blocks < channels.channels_per_row:
+            return -(-channels.channels_per_row // blocks) * channels.positions
+        return problem.columns // blocks
     return -(-problem.columns // blocks // width) * width
+
+
+def can_be_shared(problem: Problem, blocks: int, width: int) -> bool:
+    """Whether there are such `columns_per_block`, and some for each block."""
+    columns, channels = columns_per_block(problem, blocks, width), problem.channels
+    if isinstance(problem, BackwardProblem) and channels is not None and channels.channels_per_row > 1:
+        whole = columns % channels.positions == 0 or (columns > 0 and channels.positions % columns == 0)
+        if not whole or columns % width > 0:
+            return False
+    return (blocks - 1) * columns < problem.columns <= blocks * columns
 
 
 def compute_itemsize(problem: AnyProblem) -> int:
@@ -82,3 +105,31 @@ def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
     dtype = DTYPES[vector.dtype]
     access = max(dtype.itemsize, min(16, width * dtype.itemsize, vector.alignment))
     return {f"HAS_{name}": 1, f"{name}_TYPE": dtype.cuda, f"{name}_ACCESS": access}
+
+
+# ---- Weights by channel (see kernels/row_channels.cuh).
+
+
+def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: bool) -> str:
+    """Whose weight and bias a number has, where each of a row's blocks takes so many columns, ``width`` at once."""
+    channels = problem.channels
+    if channels is None:
+        return "columns"
+    if channels.channels_per_row == 1 or channels.positions % columns_per_block == 0:
+        return "part"
+    return "vector" if channels.positions % width == 0 and not peeled else "numbers"
+
+
+def channel_numbers(problem: Problem) -> tuple[int, ...]:
+    """What the kernels are told of the channels that a row has; nothing where weights are by column.
+
+    For columns below 2^31, column // positions is column * factor >> shift: with 2^shift at least 2^31 * positions, and
+    factor 2^shift / positions rounded up, the product is too large by less than the quotient lacks of the next integer
+    (Granlund, Montgomery 1994, "Division by invariant integers using multiplication").
+    """
+    channels = problem.channels
+    if channels is None:
+        return ()
+    shift = 31 + (channels.positions - 1).bit_length()
+    factor = -(-(1 << shift) // channels.positions)
+    return channels.rows_per_sample, channels.channels_per_row, channels.positions, factor, shift

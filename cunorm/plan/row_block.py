@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
+    channel_numbers,
     columns_per_block,
     compute_itemsize,
     dtype_constants,
     row_strides,
+    weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -51,7 +53,9 @@ class RowBlock:
         total = len(through) * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
         if self.weights == "staged":
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
-        if isinstance(problem, BackwardProblem):
+        if isinstance(problem, BackwardProblem) and problem.channels is not None:
+            total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
+        elif isinstance(problem, BackwardProblem):
             # At the end, the sums of half the rows, when they are added up; or of a peeled row, to be put in order.
             rows = max(int(self.peeled), self.rows_per_block // 2)
             columns = (self.columns_per_block(problem) // self.width + 1) * self.width
@@ -61,6 +65,27 @@ class RowBlock:
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
         return columns_per_block(problem, self.blocks_per_row, self.width)
+
+    def weights_of(self, problem: Problem) -> str:
+        return weights_of(problem, self.columns_per_block(problem), self.width, self.peeled)
+
+    def channel_constants(self, problem: BackwardProblem) -> Constants:
+        """Which threads, and which vectors of each, lie in one channel; and how many threads add up its entries."""
+        segment = steps = lanes = 1
+        if problem.channels is not None and self.weights_of(problem) == "vector":
+            vectors = problem.channels.positions // self.width
+            segment = math.gcd(32, self.threads_per_row, vectors)
+            if vectors % self.threads_per_row == 0:
+                steps = math.gcd(self.vectors, vectors // self.threads_per_row)
+            lanes = 1 << min(32, self.threads_per_row, vectors // (segment * steps)).bit_length() - 1
+        return {"SEGMENT": segment, "STEPS": steps, "LANES": lanes}
+
+    def channel_entries(self, problem: BackwardProblem) -> int:
+        """How many pairs of sums the threads leave in shared memory for each group of rows."""
+        if self.weights_of(problem) != "vector" or not (problem.dweight or problem.dbias):
+            return 0
+        constants = self.channel_constants(problem)
+        return self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))
 
     def constants(self, problem: Problem) -> Constants:
         return {
@@ -73,6 +98,8 @@ class RowBlock:
             "STAGE": self.stage,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
+            "WEIGHTS_OF": self.weights_of(problem),
+            "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "FULL": int(self.capacity == problem.columns and not self.peeled),
         }
 
@@ -89,6 +116,14 @@ class RowBlock:
         step = math.lcm(self.rows_per_block, *periods) // self.rows_per_block
         return min(all_rows, max(1, most // step) * step)
 
+    def partial_sums(self, problem: BackwardProblem, device: Device) -> int:
+        """How many rows of sums for dweight and dbias they leave."""
+        channels = problem.channels
+        if channels is None:
+            return self.groups(problem, device)
+        parts = max(1, self.blocks_per_row // channels.channels_per_row)
+        return problem.rows // channels.rows_per_sample * parts
+
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
     builder.launch(
@@ -104,6 +139,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
@@ -112,14 +148,15 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
 
 
 def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
-    groups = geometry.groups(problem, device)
-    targets, target_constants = column_sum_targets(builder, problem, groups)
+    groups, partials = geometry.groups(problem, device), geometry.partial_sums(problem, device)
+    targets, target_constants = column_sum_targets(builder, problem, partials)
     builder.launch(
         "row_block_backward",
         dtype_constants(problem)
         | geometry.constants(problem)
         | {"WANTS_DX": int(problem.dx is not None), "HAS_DRESIDUAL": int(problem.dresidual_out is not None)}
         | affine_constants(problem, geometry.width)
+        | geometry.channel_constants(problem)
         | target_constants,
         groups * geometry.blocks_per_row,
         (geometry.threads_per_row, geometry.rows_per_block),
@@ -128,11 +165,12 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
             **targets,
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
     )
-    launch_column_sums(builder, problem, targets, groups)
+    launch_column_sums(builder, problem, targets, partials)
     return _strategy(geometry)
 
 

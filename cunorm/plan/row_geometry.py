@@ -9,9 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cunorm.plan import row_grid
-from cunorm.plan.constants import are_rows, compute_itemsize, lie_alike, vector_width
+from cunorm.plan.constants import (
+    are_rows,
+    can_be_shared,
+    columns_per_block,
+    compute_itemsize,
+    lie_alike,
+    vector_width,
+)
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -26,12 +34,23 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+# So few bytes of sums over channels, which column_sums reads again, are no matter.
+_FEW_SUM_BYTES = 1 << 20
+# Weights by channel take next to no room, and come late.
+_NO_WEIGHTS: dict[str, Any] = {"weight": None, "bias": None}
 
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
     if problem.columns == 0 or not are_rows(problem):
         return None
+    if problem.channels is None:
+        return _forward_geometry(problem, device)
+    geometry = _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
+    return None if geometry is None else replace(geometry, weights="late")
+
+
+def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     width, piece = vector_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
     if width < piece:
         return _narrow(problem, device, width)
@@ -80,6 +99,21 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     """How the rows of a problem lie over threads; None where they are too long, or not contiguous."""
     if not are_rows(problem):
         return None
+    if problem.channels is None:
+        return _backward_geometry(problem, device)
+    # Every row leaves sums of its channels: where those are short, as much as is moved else.
+    sums = (problem.dweight is not None) + (problem.dbias is not None)
+    sum_bytes = sums * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
+    if sum_bytes > max(_FEW_SUM_BYTES, problem.bytes_moved // 3):
+        return None
+    problem = replace(problem, **_NO_WEIGHTS)
+    geometry = _backward_geometry(problem, device)
+    if geometry is not None:
+        geometry = _with_room(replace(geometry, weights="late"), problem, device)
+    return geometry if geometry is not None and _fits(geometry, problem, device) else None
+
+
+def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     width, piece = vector_width(problem), 16 // itemsize
     if width < piece:
@@ -213,7 +247,9 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
         for blocks in (1, 2, 4, 8, 16):
             if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
                 break
-            columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+            if not can_be_shared(problem, blocks, width):
+                continue
+            columns = columns_per_block(problem, blocks, width) - (2 * width if peeled else 0)
             geometry = replace(way, vectors=-(-columns // (width * way.threads)), blocks_per_row=blocks)
             if (
                 geometry.vectors <= way.vectors
@@ -260,7 +296,8 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # at 5121. What does not lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09,
     # peeled 1.38.
     least = 16 * piece if not forward else 64 * piece if itemsize == 2 else 4097
-    if problem.columns >= least and lie_alike(problem) and device.capability >= 80:
+    may_peel = forward or not _has_channels(problem)
+    if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
     # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
@@ -276,7 +313,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
     threads, vectors = _spread(vectors_per_row, 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5)
     if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
-        return _peeled(problem, device, piece)
+        return _peeled(problem, device, piece) if may_peel else None
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     if threads == 1 and vectors > 1:
         threads, vectors = 2, -(-vectors // 2)
@@ -343,6 +380,11 @@ def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool
 # ---- What fits.
 
 
+def _has_channels(problem: Problem) -> bool:
+    """Whether rows have several channels each."""
+    return problem.channels is not None and problem.channels.channels_per_row > 1
+
+
 def _registers(problem: Problem, width: int) -> tuple[int, int]:
     """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
 
@@ -355,7 +397,7 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
     if isinstance(problem, ForwardProblem):
         return (loaded + narrow) * (1 if problem.residual is None else 2), 0
     weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
-    sums = 2 * width * compute_itemsize(problem) // 4
+    sums = 2 * width * compute_itemsize(problem) // 4 if problem.channels is None else 0
     unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
     more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64") + 24 * (problem.norm.activation is not None)
     return 2 * loaded + sums + 4 * narrow + unpacked, more
@@ -371,7 +413,12 @@ def _fits_registers(
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if peeled:
         other += 12 + 8 * double + 40 * direct
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        # Without sums of columns, whose count is generous, the rest counts for more.
+        several, activated = _has_channels(problem), problem.norm.activation is not None
+        other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
     if isinstance(problem, ForwardProblem):
+        other += 12 * _has_channels(problem)
         other += 36 * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double

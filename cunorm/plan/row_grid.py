@@ -8,12 +8,14 @@ from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
+    channel_numbers,
     columns_per_block,
     compute_itemsize,
     dtype_constants,
     lie_alike,
     row_strides,
     vector_width,
+    weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device
 from cunorm.problem import DTYPES, ForwardProblem
@@ -25,7 +27,8 @@ __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 # row_split 1.70 (1.57 and 1.63).
 _LEAST_ROW_BYTES = 6 << 20
 # But shorter ones are not where they are so few that clusters leave most multiprocessors idle: 4 rows of 400,001 take
-# 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2.
+# 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2. Nor are they where weights are by channel, which
+# cost no bytes, if clusters do not hold them. Not measured.
 _LEAST_BYTES_OF_FEW = 1 << 20
 # Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
 # them once, 1.75 (RMS norm 1.83 and 1.68).
@@ -87,6 +90,8 @@ class RowGrid:
             "PREFETCHED": self.prefetched,
             "THREADS": self.threads,
             "PEELED": int(self.peeled),
+            "WEIGHTS_OF": weights_of(problem, self.columns_per_block(problem), self.width, self.peeled),
+            "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "HAS_RESIDUAL": int(problem.residual is not None),
         }
 
@@ -100,7 +105,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     everything twice. With weights in double for numbers that are not, the compiler runs out of registers.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
-    least_bytes = _LEAST_BYTES_OF_FEW if problem.rows <= device.groups(16) else _LEAST_ROW_BYTES
+    few = problem.rows <= device.groups(16) or problem.channels is not None
+    least_bytes = _LEAST_BYTES_OF_FEW if few else _LEAST_ROW_BYTES
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < least_bytes:
         return False
     vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
@@ -109,7 +115,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     whole = vector_width(problem) * itemsize == 16
     if not are_rows(problem) or not (whole or lie_alike(problem)):
         return False
-    weight_bytes = sum(problem.columns * DTYPES[item.dtype].itemsize for item in vectors)
+    columns = problem.columns if problem.channels is None else problem.channels.channels_per_row
+    weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in vectors)
     if whole and problem.rows > 1 and weight_bytes > _MOST_WEIGHT_BYTES:
         return False
     vectors_of_a_thread = _slots(problem, device) + _held(problem)
@@ -191,6 +198,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -
             "blocks_per_row": geometry.blocks_per_row,
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
+            "channels": channel_numbers(problem),
         },
         geometry.shared_bytes(problem),
         cooperative=True,

@@ -1,0 +1,84 @@
+"""Instance norm and group norm as norms of rows, wherever the numbers of each mean are one run of memory."""
+
+from __future__ import annotations
+
+from cunorm.plan import rows
+from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.problem import (
+    BackwardProblem,
+    ChannelForward,
+    ChannelProblem,
+    Channels,
+    ChannelTensor,
+    ForwardProblem,
+    Matrix,
+    Norm,
+    Problem,
+)
+
+__all__ = ["as_rows", "plan_rows"]
+
+# Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
+_TOO_MANY = 2**31
+
+
+def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
+    """The plan that moves every number once, by the kernels of rows; None where they cannot."""
+    as_row_problem, builder = as_rows(problem), Builder()
+    if as_row_problem is None:
+        return None
+    if isinstance(as_row_problem, ForwardProblem):
+        strategy = rows.plan_forward(as_row_problem, device, None, builder)
+    else:
+        strategy = rows.plan_backward(as_row_problem, device, None, builder)
+    return None if strategy is None else builder.finished(strategy)
+
+
+def as_rows(problem: ChannelProblem) -> Problem | None:
+    """The same as a problem of rows whose weights are by channel: set s is row s.
+
+    None where the numbers of a set are not contiguous in every tensor, or the sets not evenly spaced; where there are
+    none; and where statistics are given, or kept from call to call, or all that is wanted.
+    """
+    channels, points, sets = problem.channels_per_set, problem.points, problem.sets
+    columns = channels * points
+    if not sets or not points or sets >= _TOO_MANY or columns >= _TOO_MANY:
+        return None
+    matrices = [matrix for matrix in (_matrix(problem, tensor) for tensor in problem.tensors) if matrix is not None]
+    if len(matrices) < len(problem.tensors):
+        return None
+    sizes = (sets,), (columns,)
+    norm = Norm(activation=problem.activation)
+    vectors = problem.weight, problem.bias
+    wanted = (None, None) if isinstance(problem, ChannelForward) else (problem.dweight, problem.dbias)
+    # Where nothing is by channel, they are rows like all others.
+    by_channel = any((*vectors, *wanted))
+    of_channels = Channels(problem.channels // channels, channels, points) if by_channel else None
+    if isinstance(problem, ChannelForward):
+        if problem.running is not None or problem.y is None:
+            return None
+        x, y = matrices
+        return ForwardProblem(*sizes, x, None, y, None, *vectors, problem.stats, problem.eps, norm, of_channels)
+    if problem.given or not (problem.dx or problem.dweight or problem.dbias):
+        return None
+    dy, x = matrices[:2]
+    dx = matrices[2] if problem.dx else None
+    return BackwardProblem(*sizes, x, dy, None, dx, *vectors, *wanted, norm, of_channels)
+
+
+def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
+    """A tensor with a row for each set; None where the sets do not lie so."""
+    channels, points = problem.channels_per_set, problem.points
+    columns, sets_per_sample = channels * points, problem.channels // channels
+    if points > 1 and tensor.point_strides != (1,):
+        return None
+    if channels > 1 and tensor.channel_stride != points:
+        return None
+    # From one set to the next, within a sample and from its last one on.
+    within, beyond = channels * tensor.channel_stride, tensor.sample_stride
+    if sets_per_sample == 1:
+        within = beyond
+    elif problem.samples > 1 and beyond != sets_per_sample * within:
+        return None
+    row_stride = within if problem.sets > 1 else 0
+    return Matrix(tensor.dtype, (row_stride,), (1 if columns > 1 else 0,), tensor.alignment)

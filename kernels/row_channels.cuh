@@ -1,0 +1,94 @@
+// Weights and biases by channel: those of instance norm and group norm, a row of which is one channel or several.
+//
+// Row r has channels_per_row of them, `positions` columns each, from channel r % rows_per_sample * channels_per_row on.
+// WEIGHTS_OF names whose weight and bias a number has:
+// - columns: its column's, the same in every row; nothing else here is used;
+// - part: those of one channel, in which the block's part of the row lies;
+// - vector: those of one channel, in which its vector lies;
+// - numbers: those of its own channel, which may begin within a vector.
+enum class WeightsOf { columns, part, vector, numbers };
+constexpr WeightsOf weights_of = WeightsOf::WEIGHTS_OF;
+constexpr bool HAS_CHANNELS = weights_of != WeightsOf::columns;
+
+// Rows and the columns of a row are fewer than 2^31, so that 32 bits do.
+struct Channels {
+  unsigned rows_per_sample;
+  unsigned channels_per_row;
+  unsigned positions;
+  // column / positions is column * factor >> shift: a division would take many times as long.
+  unsigned factor;
+  int shift;
+  unsigned first_column;  // of the block's part
+
+  // The first channel of a row.
+  __device__ __forceinline__ unsigned first_of(long long row) const {
+    return static_cast<unsigned>(row) % rows_per_sample * channels_per_row;
+  }
+  // Which of the row's channels a column of the block's part lies in.
+  __device__ __forceinline__ unsigned of_column(int column) const {
+    return static_cast<unsigned>(static_cast<unsigned long long>(first_column + column) * factor >> shift);
+  }
+};
+
+// From what a kernel is given: numbers in the order of the fields.
+template <int COUNT>
+__device__ __forceinline__ Channels channels_of(const long long (&numbers)[COUNT], long long first_column) {
+  return {static_cast<unsigned>(numbers[0]), static_cast<unsigned>(numbers[1]), static_cast<unsigned>(numbers[2]),
+          static_cast<unsigned>(numbers[3]), static_cast<int>(numbers[4]),      static_cast<unsigned>(first_column)};
+}
+
+struct ChannelAffine {
+  Channels channels;
+  const WEIGHT_TYPE* weights;  // of all channels
+  const BIAS_TYPE* biases;
+  unsigned first_channel;  // of the row
+  Compute part_weight[1];
+  Compute part_bias[1];
+
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(long long row) {
+    first_channel = channels.first_of(row);
+    if constexpr (weights_of == WeightsOf::part) load_one(channels.of_column(0), part_weight, part_bias);
+  }
+
+  // The weight and bias of one of the row's channels.
+  __device__ __forceinline__ void load_one(unsigned channel, Compute (&weight)[1], Compute (&bias)[1]) const {
+    load_affine<1>(weights + first_channel + channel, biases + first_channel + channel, weight, bias);
+  }
+
+  // Those of COUNT columns of the block's part.
+  template <int COUNT>
+  __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
+    Compute one_weight[1], one_bias[1];
+    unsigned channel = 0;
+    int left = 0;  // columns up to the next channel
+    if constexpr (weights_of == WeightsOf::part) {
+      if constexpr (HAS_WEIGHT) one_weight[0] = part_weight[0];
+      if constexpr (HAS_BIAS) one_bias[0] = part_bias[0];
+    } else {
+      // Else the compiler keeps the channel of every vector from pass to pass, and spills.
+      asm volatile("" : "+r"(column));
+      channel = channels.of_column(column);
+      left = static_cast<int>((channel + 1) * channels.positions - channels.first_column) - column;
+      load_one(channel, one_weight, one_bias);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (weights_of == WeightsOf::numbers && i == left) {
+        left += static_cast<int>(channels.positions);
+        load_one(++channel, one_weight, one_bias);
+      }
+      if constexpr (HAS_WEIGHT) weight[i] = one_weight[0];
+      if constexpr (HAS_BIAS) bias[i] = one_bias[0];
+    }
+  }
+};
+
+template <typename Given>
+__device__ __forceinline__ ChannelAffine channel_affine_of(const Given& arguments, long long first_column) {
+  if constexpr (HAS_CHANNELS) {
+    return {channels_of(arguments.channels, first_column), arguments.weight, arguments.bias, 0, {}, {}};
+  } else {
+    return {};
+  }
+}

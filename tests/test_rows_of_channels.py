@@ -1,0 +1,487 @@
+"""Instance norm and group norm of contiguous tensors by the kernels of rows: on the emulator, and what is planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    EPS,
+    NORM_TOLERANCE,
+    OLD_DEVICE,
+    SMALL_DEVICE,
+    Array,
+    assert_rounded_once,
+    assert_sums,
+    data,
+    float64,
+    poisoned,
+    relative_error,
+    view_of,
+)
+from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels
+
+from cunorm import activations, reference, tuning_file
+from cunorm.plan import Plan, RowBlock, row_block, row_grid
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.rows_of_channels import as_rows, plan_rows
+from cunorm.problem import (
+    ACTIVATIONS,
+    DTYPES,
+    BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ChannelProblem,
+    ChannelTensor,
+    ForwardProblem,
+    RunningStatistics,
+    Vector,
+)
+
+Choice = Callable[[ChannelProblem], Plan | None]
+ALL = (True, True, True)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm of x, samples by channels by points, over ``together`` consecutive channels and all points."""
+
+    x: Array
+    together: int
+    weight: Array | None
+    bias: Array | None
+    activation: str | None = None
+
+    @property
+    def statistics_shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1] // self.together
+
+    def rows(self, array: Array) -> Array:
+        return array.reshape(*self.statistics_shape, -1)
+
+    def by_channel(self, vector: Array | None, absent: float) -> Any:
+        """A weight or bias that x can be multiplied with."""
+        return absent if vector is None else float64(vector)[:, None]
+
+    def expected(self) -> tuple[Array, Array, Array, Array, Array]:
+        """y, mean, rstd; what the activation is taken of; and xhat."""
+        xhat, _, mean, rstd = reference.row_norm(self.rows(float64(self.x)), axis=(2,), eps=EPS)
+        xhat = xhat.reshape(self.x.shape)
+        z = xhat * self.by_channel(self.weight, 1) + self.by_channel(self.bias, 0)
+        y = z if self.activation is None else activations.FUNCTIONS[self.activation].value(z)
+        return y, mean, rstd, z, xhat
+
+    def expected_gradients(self, dy: Array) -> tuple[Array, Array, Array]:
+        """dx; and, for each number, what it has of dweight and dbias."""
+        _, mean, rstd, z, xhat = self.expected()
+        dz = float64(dy)
+        if self.activation is not None:
+            dz = dz * activations.FUNCTIONS[self.activation].derivative(z)
+        g = dz * self.by_channel(self.weight, 1)
+        x = self.rows(float64(self.x))
+        dx, _, _ = reference.row_norm_backward(self.rows(g), x, None, mean, rstd, axis=(2,))
+        assert dx is not None
+        return dx.reshape(z.shape), dz * xhat, dz
+
+
+def norm_of(
+    samples: int,
+    channels: int,
+    together: int,
+    points: int,
+    dtype: str,
+    activation: str | None = None,
+    weight: str | None = "x's",
+    bias: str | None = "x's",
+    **options: Any,
+) -> Norm:
+    x = data(0, (samples, channels, points), dtype, **options)
+    vectors = [
+        None if kind is None else data(seed, (channels,), dtype if kind == "x's" else kind, shift, outliers=False)
+        for seed, kind, shift in ((1, weight, 1.0), (2, bias, 0.3))
+    ]
+    return Norm(x, together, *vectors, activation)
+
+
+def forward_problem(norm: Norm, y: Array, stats: bool = True) -> ChannelForward:
+    return ChannelForward.of(
+        view_of(norm.x), view_of(norm.weight), view_of(norm.bias), view_of(y), channel_axis=1,  # type: ignore[arg-type]
+        channels_per_set=norm.together, over_samples=False, eps=EPS, stats=stats, activation=norm.activation,
+    )  # fmt: skip
+
+
+def backward_problem(norm: Norm, dy: Array, mask: tuple[bool, bool, bool] = ALL) -> ChannelBackward:
+    kinds = [
+        (norm.x if vector is None else vector).dtype.name if wanted else None
+        for vector, wanted in zip((norm.weight, norm.bias), mask[1:])
+    ]
+    return ChannelBackward.of(
+        view_of(dy), view_of(norm.x), view_of(norm.weight), view_of(norm.bias),  # type: ignore[arg-type]
+        view_of(dy) if mask[0] else None, channel_axis=1, channels_per_set=norm.together, over_samples=False,
+        dweight=kinds[0], dbias=kinds[1], activation=norm.activation,
+    )  # fmt: skip
+
+
+# ---- How they are computed.
+
+
+@functools.cache
+def planned(problem: ChannelProblem, old: bool = False) -> Plan | None:
+    """The plan for a small device."""
+    return plan_rows(problem, OLD_DEVICE if old else SMALL_DEVICE)
+
+
+def laid_out(geometry: RowBlock | RowGrid) -> Choice:
+    """Plans with a geometry: what is cut into parts for many blocks, small enough for few threads."""
+
+    def choose(problem: ChannelProblem) -> Plan:
+        rows, builder = as_rows(problem), Builder()
+        if isinstance(rows, BackwardProblem):
+            assert isinstance(geometry, RowBlock)
+            return builder.finished(row_block.plan_backward(rows, geometry, SMALL_DEVICE, builder))
+        assert isinstance(rows, ForwardProblem)
+        if isinstance(geometry, RowGrid):
+            return builder.finished(row_grid.plan_forward(rows, geometry, builder))
+        return builder.finished(row_block.plan_forward(rows, geometry, SMALL_DEVICE, builder))
+
+    return choose
+
+
+def run(chosen: Plan | None, operands: dict[str, Array | None], seed: int) -> None:
+    from cunorm.emulator import plans
+
+    assert chosen is not None
+    plans.run_plan(chosen, operands, seed)
+
+
+def forward(norm: Norm, choose: Choice = planned, seed: int = 0, y: Array | None = None) -> tuple[Array, ...]:
+    """y, mean and rstd."""
+    dtype = norm.x.dtype.name
+    y = poisoned(norm.x.shape, dtype) if y is None else y
+    sums = "float64" if dtype == "float64" else "float32"
+    mean, rstd = poisoned(norm.statistics_shape, sums), poisoned(norm.statistics_shape, sums)
+    operands = {"x": norm.x, "weight": norm.weight, "bias": norm.bias, "residual": None, "residual_out": None}
+    run(choose(forward_problem(norm, y)), operands | {"y": y, "mean": mean, "rstd": rstd}, seed)
+    return y, mean, rstd
+
+
+def backward(
+    norm: Norm, dy: Array, choose: Choice = planned, mask: tuple[bool, bool, bool] = ALL, seed: int = 0
+) -> tuple[Array | None, ...]:
+    """dx, dweight and dbias, or None, from the exact statistics as they are rounded."""
+    problem = backward_problem(norm, dy, mask)
+    sums = np.float64 if norm.x.dtype == np.float64 else np.float32
+    _, mean, rstd, _, _ = norm.expected()
+    dx = poisoned(norm.x.shape, norm.x.dtype.name) if mask[0] else None
+    dweight, dbias = (
+        None if kind is None else poisoned(norm.x.shape[1:2], kind) for kind in (problem.dweight, problem.dbias)
+    )
+    operands = {"dy": dy, "x": norm.x, "weight": norm.weight, "bias": norm.bias if norm.activation else None}
+    operands |= {"mean": mean.astype(sums), "rstd": rstd.astype(sums), "dresidual_out": None}
+    run(choose(problem), operands | {"dx": dx, "dweight": dweight, "dbias": dbias}, seed)
+    return dx, dweight, dbias
+
+
+def check_forward(norm: Norm, choose: Choice = planned) -> None:
+    before, dtype = norm.x.copy(), norm.x.dtype.name
+    y, mean, rstd = forward(norm, choose)
+    assert norm.x.tobytes() == before.tobytes(), "x was modified"
+    expected_y, expected_mean, expected_rstd, z, _ = norm.expected()
+    if dtype in ("float16", "bfloat16"):
+        assert_rounded_once(y, expected_y, dtype, z)
+    else:
+        size = np.abs(z) + (0 if norm.bias is None else np.abs(float64(norm.bias)).max())
+        tolerance = {"float32": 1.5e-7, "float64": 1e-15}[dtype] * (1 if norm.activation is None else 2)
+        assert relative_error(y, expected_y, size) <= tolerance
+    tolerance = 1e-14 if dtype == "float64" else 3e-7
+    assert np.all(np.abs(mean - expected_mean) <= tolerance * (np.abs(expected_mean) + 1 / expected_rstd))
+    assert np.all(np.abs(rstd - expected_rstd) <= tolerance * expected_rstd)
+
+
+def check_backward(norm: Norm, choose: Choice = planned, dy: Array | None = None) -> None:
+    dtype = norm.x.dtype.name
+    dy = data(17, norm.x.shape, dtype, shift=0.1) if dy is None else dy
+    before = norm.x.copy(), dy.copy()
+    dx, dweight, dbias = backward(norm, dy, choose)
+    assert dx is not None and dweight is not None and dbias is not None
+    assert norm.x.tobytes() == before[0].tobytes() and dy.tobytes() == before[1].tobytes(), "an input was modified"
+    expected_dx, dweight_terms, dbias_terms = norm.expected_gradients(dy)
+    # dx is a difference of terms of this size; with few numbers a row it is much smaller than they are.
+    weight_size = 1.0 if norm.weight is None else np.abs(float64(norm.weight)).max()
+    _, _, rstd, _, xhat = norm.expected()
+    size = norm.rows(np.abs(float64(dy)) * weight_size) * rstd[:, :, None]
+    assert relative_error(dx, expected_dx, size) <= NORM_TOLERANCE[dtype]
+    assert_sums(dbias, dbias_terms.sum(axis=(0, 2)), float64(dy), (1,), dtype)
+    sizes = float64(dy) * np.maximum(1, np.abs(xhat))
+    assert_sums(dweight, dweight_terms.sum(axis=(0, 2)), sizes, (1,), dtype)
+
+
+def check(norm: Norm, choose: Choice = planned) -> None:
+    check_forward(norm, choose)
+    check_backward(norm, choose)
+
+
+# ---- Rows of one channel, and of several.
+
+# Samples, channels, how many of them a row has, points of each; and the dtype. Tiny rows and long ones, odd ones, and
+# so many that blocks take several turns.
+ONE_CHANNEL = [
+    (5, 3, 1, 1, "float32"), (70, 3, 1, 5, "float32"), (3, 4, 1, 64, "float16"), (33, 3, 1, 100, "bfloat16"),
+    (7, 5, 1, 257, "float32"), (3, 2, 1, 1000, "float64"), (40, 3, 1, 1024, "bfloat16"), (2, 3, 1, 4097, "float16"),
+    (1, 4, 1, 8192, "float32"),
+]  # fmt: skip
+SEVERAL_CHANNELS = [
+    (2, 4, 2, 1, "float32"), (2, 4, 4, 3, "float32"), (9, 6, 3, 7, "bfloat16"), (2, 8, 4, 49, "float16"),
+    (2, 4, 2, 12, "float32"), (3, 16, 8, 16, "bfloat16"), (40, 8, 4, 64, "float32"), (3, 40, 20, 32, "float16"),
+    (2, 6, 3, 1000, "float64"), (1, 4, 2, 4096, "float32"), (9, 4, 4, 2048, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", ONE_CHANNEL + SEVERAL_CHANNELS, ids=str)
+def test_rows_of_every_size(sizes: tuple[Any, ...]) -> None:
+    check(norm_of(*sizes))
+
+
+@pytest.mark.parametrize("sizes", [(1, 6, 6, 5001, "float32"), (2, 2, 2, 5001, "float16")], ids=str)
+def test_channels_that_begin_within_vectors_of_long_rows(sizes: tuple[Any, ...]) -> None:
+    """Forward they are peeled, and every number finds its weight; backward no block holds them number by number."""
+    norm = norm_of(*sizes)
+    check_forward(norm)
+    assert planned(backward_problem(norm, norm.x)) is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 100, "float32"), (3, 6, 3, 40, "bfloat16")], ids=str)
+def test_activations(sizes: tuple[Any, ...], activation: str) -> None:
+    check(norm_of(*sizes, activation))
+
+
+@pytest.mark.parametrize(("weight", "bias"), [("float32", None), (None, "float64"), ("float64", "float16")])
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 96, "float16"), (3, 6, 3, 32, "float16")], ids=str)
+def test_weight_and_bias_are_optional_and_of_any_dtype(
+    sizes: tuple[Any, ...], weight: str | None, bias: str | None
+) -> None:
+    check(norm_of(*sizes, "silu", weight, bias))
+
+
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 200), (3, 6, 3, 48), (3, 4, 2, 4)], ids=str)
+def test_only_the_gradients_asked_for(sizes: tuple[Any, ...], mask: tuple[bool, bool, bool]) -> None:
+    norm, dy = norm_of(*sizes, "float32"), data(1, sizes[:2] + sizes[3:4])
+    for wanted, one, other in zip(mask, backward(norm, dy, mask=mask), backward(norm, dy)):
+        assert (one is not None) == wanted
+        assert one is None or (other is not None and relative_error(one, float64(other)) <= 1e-7)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 1000, "float32"), (2, 8, 4, 100, "float32")], ids=str)
+def test_rows_far_from_zero(sizes: tuple[Any, ...]) -> None:
+    """|mean| / std = 10,000 in float32: the mean's own rounding would show at 3e-4."""
+    norm = norm_of(*sizes, shift=1e4, outliers=False)
+    y, _, rstd = forward(norm)
+    expected_y, _, expected_rstd, _, _ = norm.expected()
+    assert relative_error(y, expected_y) < 1e-6
+    assert relative_error(rstd, expected_rstd) < 1e-6
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("offset", [1, 4])
+def test_views_are_not_copied(offset: int, together: int) -> None:
+    """Tensors that begin elsewhere, each in its own way, and weights and biases too."""
+    shape, plain = (3, 3, 200), norm_of(3, 3, together, 200, "float16")
+    long, other = data(3, (offset + 1800,), "float16"), data(4, (offset + 1807,), "float16")
+    weight, bias = data(1, (4,), "float16", shift=1.0)[1:], data(2, (6,), "float16")[3:]
+    norm = replace(plain, x=long[offset:].reshape(shape), weight=weight, bias=bias)
+    check_forward(norm)
+    check_backward(norm, dy=other[offset + 7 :].reshape(shape))
+
+
+def test_samples_that_lie_apart() -> None:
+    """A row a sample: those are evenly spaced, whatever lies between."""
+    norm = replace(norm_of(3, 4, 4, 24, "float32"), x=data(3, (6, 4, 24))[::2])
+    check(norm)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 1003, "bfloat16"), (9, 6, 3, 64, "float16")], ids=str)
+def test_rows_on_an_older_gpu(sizes: tuple[Any, ...]) -> None:
+    check(norm_of(*sizes, "gelu"), functools.partial(planned, old=True))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_y_may_be_written_over_x(together: int) -> None:
+    norm = norm_of(3, 4, together, 64, "bfloat16")
+    expected, _, _ = forward(norm)
+    inplace = replace(norm, x=norm.x.copy())
+    y, _, _ = forward(inplace, y=inplace.x)
+    assert y.tobytes() == expected.tobytes()
+
+
+# ---- Rows that several blocks share.
+
+# By how their channels lie over two or four blocks of 64 threads with vectors of 16 bytes.
+SHARED = {
+    "one channel": ((3, 2, 1, 1600, "float32"), RowBlock(4, 2, 64, 1, 4)),
+    "one channel, odd": ((3, 2, 1, 1603, "float32"), RowBlock(4, 2, 64, 1, 4, "ahead", True, "late", 1)),
+    "one channel of one sample": ((1, 2, 1, 1600, "bfloat16"), RowBlock(8, 2, 64, 1, 2)),
+    "a block a channel": ((3, 4, 2, 400, "float32"), RowBlock(4, 2, 64, 1, 2, "ahead", False, "late", 1)),
+    "two blocks a channel": ((3, 4, 2, 800, "float32"), RowBlock(4, 2, 64, 1, 4)),
+    "two channels a block": ((5, 4, 4, 256, "float32"), RowBlock(4, 2, 64, 1, 2, "ahead", False, "late", 1)),
+    "fewer in the last block": ((3, 5, 5, 160, "bfloat16"), RowBlock(8, 1, 64, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_rows_that_blocks_share(kind: str, activation: str | None) -> None:
+    sizes, geometry = SHARED[kind]
+    check(norm_of(*sizes, activation), laid_out(geometry))
+
+
+@pytest.mark.parametrize("geometry", [RowBlock(4, 4, 64), RowBlock(4, 8, 32, 4), RowBlock(4, 16, 16, 4)], ids=str)
+@pytest.mark.parametrize("points", [512, 256, 128, 8], ids=lambda points: f"{points} points")
+def test_threads_that_share_a_channel(geometry: RowBlock, points: int) -> None:
+    """Several vectors of all threads to one channel, or a few threads, or one; in rows that share warps."""
+    check_backward(norm_of(5, 2048 // points, 1024 // points, points, "float32"), laid_out(geometry))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((3, 2, 1, 2652, "float32"), {}),
+        ((3, 2, 1, 2653, "float32"), {"resident": 1, "held": 1}),
+        ((3, 4, 2, 1326, "float32"), {"resident": 1, "held": 1}),
+        ((2, 12, 12, 221, "float32"), {"rows_ahead": 2}),
+        ((2, 10, 5, 1024, "float16"), {}),
+        ((2, 4, 4, 664, "float64"), {"resident": 2, "held": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_all_blocks_share(sizes: tuple[Any, ...], changes: dict[str, int]) -> None:
+    width = 16 // DTYPES[sizes[4]].itemsize
+    geometry = RowGrid(width, 3, blocks_per_row=4, groups=1, threads=64, peeled=sizes[2] * sizes[3] % width > 0)
+    check_forward(norm_of(*sizes, "gelu"), laid_out(replace(geometry, **changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(9, 4, 4, 512, "float32"), (3, 3, 1, 1000, "bfloat16")], ids=str)
+def test_the_order_of_threads_does_not_matter(sizes: tuple[Any, ...]) -> None:
+    """A missing barrier would show, and entries of a row that are written over while another thread reads them."""
+    norm, dy = norm_of(*sizes, "silu"), data(1, sizes[:2] + sizes[3:4], sizes[4])
+    every = []
+    for seed in range(3):
+        results = (*forward(norm, seed=seed), *backward(norm, dy, seed=seed))
+        every.append([array.tobytes() for array in results if array is not None])
+    assert every[0] == every[1] == every[2]
+
+
+def test_every_kind_of_plan_is_emulated() -> None:
+    """The sizes above reach each way to weights, and to lay out rows, and blocks that take several turns."""
+    kinds = set()
+    for sizes in ONE_CHANNEL + SEVERAL_CHANNELS:
+        norm = norm_of(*sizes)
+        for problem in (forward_problem(norm, norm.x), backward_problem(norm, norm.x)):
+            chosen = planned(problem)
+            assert chosen is not None
+            for item in chosen.launches:
+                constants = dict(item.constants)
+                if "WEIGHTS_OF" in constants:
+                    kinds |= {(item.kernel, constants["WEIGHTS_OF"], name) for name in (constants["STAGE"], "any")}
+                    kinds |= {"peeled"} if constants["PEELED"] else set()
+                if constants.get("STEPS", 1) != 1:
+                    kinds |= {"steps"}
+            again = chosen.launches[0].grid * chosen.launches[0].block[1] < len(norm.x) * norm.statistics_shape[1]
+            kinds |= {(chosen.launches[0].kernel, "again")} if again else set()
+    forward, backward = "row_block_forward", "row_block_backward"
+    assert kinds >= {(forward, way, "any") for way in ("part", "vector", "numbers")}
+    assert kinds >= {(backward, way, stage) for way in ("part", "vector") for stage in ("direct", "ahead", "run")}
+    assert kinds >= {(backward, "again"), "peeled", "steps"}
+
+
+# ---- What is planned.
+
+H200 = GPUS["sm_90"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("samples", "channels", "together", "points", "strategy"),
+    [
+        (8, 64, 1, 32**3, "row_block"),
+        (64, 32, 1, 32**3, "row_block"),
+        (8, 64, 1, 64**3, "row_cluster"),
+        (8, 64, 1, 128**3, "row_grid"),
+        (8, 1280, 40, 256, "row_block"),
+        (2, 128, 4, 65_536, "row_cluster"),
+    ],
+)
+def test_usual_rows_are_moved_once(
+    samples: int, channels: int, together: int, points: int, strategy: str, dtype: str
+) -> None:
+    sizes = samples, channels, together, points, dtype
+    chosen = plan_rows(plain_channel_forward(*sizes), H200)
+    assert chosen is not None and chosen.strategy == strategy
+    chosen = plan_rows(plain_channel_backward(*sizes), H200)
+    assert (chosen is None) == (strategy == "row_grid"), "no kernel holds such rows backward"
+
+
+def test_rows_and_their_channels() -> None:
+    rows = as_rows(plain_channel_forward(8, 320, 10, 4096, "float16", "silu"))
+    assert isinstance(rows, ForwardProblem) and rows.channels is not None
+    assert (rows.rows, rows.columns, rows.x.row_strides, rows.norm.activation) == (256, 40_960, (40_960,), "silu")
+    assert (rows.channels.rows_per_sample, rows.channels.channels_per_row, rows.channels.positions) == (32, 10, 4096)
+    back = as_rows(plain_channel_backward(8, 320, 10, 4096))
+    assert isinstance(back, BackwardProblem) and back.channels == rows.channels and back.dx is not None
+
+
+def test_without_weights_they_are_rows_like_all_others() -> None:
+    plain = plain_channel_forward(8, 320, 10, 4096)
+    rows = as_rows(replace(plain, weight=None, bias=None))
+    assert rows is not None and rows.channels is None
+
+
+CHANNELS_LAST = ChannelTensor("float32", 64 * 100, 1, (64,))
+PADDED = ChannelTensor("float32", 64 * 104, 104, (1,))
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_what_lies_otherwise_is_not_rows(together: int) -> None:
+    plain = plain_channel_forward(8, 64, together, 100)
+    assert as_rows(plain) is not None
+    assert as_rows(replace(plain, x=CHANNELS_LAST, y=CHANNELS_LAST)) is None
+    assert as_rows(replace(plain, x=CHANNELS_LAST)) is None
+    assert (as_rows(replace(plain, x=PADDED)) is None) == (together > 1)
+    apart = replace(plain_channels(8, 64, 100), sample_stride=64 * 100 + 4)
+    assert as_rows(replace(plain, x=apart)) is None
+    one = replace(plain, samples=1, x=apart)
+    assert as_rows(one) is not None
+
+
+def test_what_is_more_than_rows_have_is_not_rows() -> None:
+    forward, back = plain_channel_forward(1, 64, 1, 100), plain_channel_backward(1, 64, 1, 100)
+    running = RunningStatistics(Vector("float32"), Vector("float32"), given=False, kept=0.9, taken=0.1)
+    assert as_rows(replace(forward, running=running)) is None
+    assert as_rows(replace(forward, y=None)) is None
+    assert as_rows(replace(back, given=True)) is None
+    assert as_rows(replace(back, dx=None, dweight=None, dbias=None)) is None
+    for empty in (replace(forward, samples=0), replace(forward, point_sizes=(0,))):
+        assert as_rows(empty) is None
+
+
+def test_sums_of_short_channels_are_not_more_than_what_is_moved() -> None:
+    assert plan_rows(plain_channel_backward(4096, 512, 16, 1, "float16"), H200) is None
+    assert plan_rows(plain_channel_backward(4096, 512, 16, 16, "float16"), H200) is not None
+    assert plan_rows(plain_channel_backward(4, 512, 16, 1, "float16"), H200) is not None
+
+
+def test_what_tuning_found_for_layer_norm_is_not_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = as_rows(plain_channel_forward(8, 64, 1, 1000))
+    assert isinstance(rows, ForwardProblem)
+    layer_norm = replace(rows, channels=None)
+    entry = tuning_file.Entry(None, (512, 1000), 1e-6, 1e-6, 1, "0.1.0")
+    monkeypatch.setattr(tuning_file, "_entries", lambda: {"a GPU": {tuning_file.key_of(layer_norm): entry}})
+    monkeypatch.setattr(tuning_file.launch, "gpu_name", lambda index: "a GPU")
+    assert tuning_file.entry_for(layer_norm, 0) is entry
+    assert tuning_file.entry_for(rows, 0) is None
