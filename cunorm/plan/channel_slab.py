@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cunorm.plan.channel_tiles import (
     Tiles,
@@ -20,12 +20,14 @@ from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["Slab", "backward_geometry", "candidates", "forward_geometry", "plan_backward", "plan_forward"]
+__all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
 
 # Vectors of a thread.
 _MOST_VECTORS = 64
 # What the runtime keeps of shared memory for each block.
 _RESERVED_BYTES = 1024
+# Registers of a thread, about.
+_REGISTERS = 96
 # Static shared memory that a kernel may have.
 _MOST_STATIC_BYTES = 48 * 1024
 
@@ -72,8 +74,8 @@ class Slab:
     def resident(self, problem: ChannelProblem, device: Device) -> int:
         """How many blocks share a multiprocessor."""
         shared = self.shared_bytes(problem) + self.static_bytes(problem) + _RESERVED_BYTES
-        most = min((device.shared_bytes + _RESERVED_BYTES) // shared, device.threads_per_multiprocessor // self.tiles.threads)
-        return min(most, 65536 // (self.tiles.threads * 64))
+        by_threads = min(device.threads_per_multiprocessor, 65536 // _REGISTERS) // self.tiles.threads
+        return min((device.shared_bytes + _RESERVED_BYTES) // shared, by_threads)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
@@ -99,44 +101,6 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
                 total = slab.shared_bytes(problem) + slab.static_bytes(problem)
                 if total <= device.shared_bytes and slab.static_bytes(problem) <= _MOST_STATIC_BYTES:
                     yield slab
-
-
-# The model that a slab is chosen by: bytes a microsecond of the whole device, and microseconds that a slab takes besides.
-_BYTES_PER_MICROSECOND = 4.2e6
-_LATENCY = 3.0
-_LATENCY_OF_CLUSTER = 1.0
-
-
-def _cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
-    """The microseconds that a slab is expected to take."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    resident = max(1, slab.resident(problem, device))
-    at_once = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab * resident
-    grid = slab.grid(problem)
-    waves = -(-grid // at_once)
-    run = slab.tiles.channels * itemsize if slab.tiles.along_channels else 128
-    waste = 1.0 if run >= 128 else 1.05 if run >= 64 else 1.3
-    full = problem.bytes_moved / _BYTES_PER_MICROSECOND * waste
-    # A multiprocessor moves no more than so much by itself.
-    share = max(1.0, waves * at_once / grid) if waves > 1 else max(1.0, device.multiprocessors * 0.6 / grid)
-    idle = _LATENCY + _LATENCY_OF_CLUSTER * (slab.blocks_per_slab > 1)
-    return full * share + idle * (1 + (waves - 1) / resident)
-
-
-def _geometry(problem: ChannelProblem, device: Device) -> Slab | None:
-    best = min(candidates(problem, device), key=lambda slab: _cost(slab, problem, device), default=None)
-    return best
-
-
-def forward_geometry(problem: ChannelForward, device: Device) -> Slab | None:
-    """The slabs of a problem; None where they do not fit on chip, or there is nothing to compute of them."""
-    if problem.y is None or (problem.running is not None and problem.running.given):
-        return None
-    return _geometry(problem, device)
-
-
-def backward_geometry(problem: ChannelBackward, device: Device) -> Slab | None:
-    return None if problem.given else _geometry(problem, device)
 
 
 def plan_forward(problem: ChannelForward, slab: Slab, builder: Builder) -> str:
