@@ -52,11 +52,14 @@ class CupyAdapter(Adapter):
         return tuple(kind), pointers
 
     def empty(self, output: Output, like: cupy.ndarray) -> cupy.ndarray:
+        shape = output.shape if output.permutation is None else output.shape_in_memory
         if _current_device() == like.data.device_id:
-            result = cupy.ndarray(output.shape, _DTYPES[output.dtype])
+            result = cupy.ndarray(shape, _DTYPES[output.dtype])
         else:
             with like.device:
-                result = cupy.ndarray(output.shape, _DTYPES[output.dtype])
+                result = cupy.ndarray(shape, _DTYPES[output.dtype])
+        if output.permutation is not None:
+            return result.transpose(output.places)
         if output.dtype == "uint8" and cupy.cuda.get_current_stream(like.data.device_id).is_capturing():
             _captured.append(result)
         return result
@@ -67,8 +70,18 @@ class CupyAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return int(cupy.cuda.get_current_stream(device[1]).ptr)
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
-        return execute.forward(self, op, x, residual, weight, bias, out, stats)
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
+        return execute.forward(self, op, x, residual, weight, bias, out, stats, running)
 
 
 ADAPTER: Adapter = CupyAdapter()

@@ -97,7 +97,17 @@ class DlpackAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return self._memory.stream(device)
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         call = DlpackAdapter(x)
         y, *others = execute.forward(call, op, x, residual, weight, bias, out, stats)
         call._keep_while_running(wait=out is not None)

@@ -50,7 +50,17 @@ class JaxAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         raise NotImplementedError("XLA passes its stream to a custom call")
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for JAX arrays: they are immutable")
         options = (stats, execute.generation)

@@ -28,7 +28,10 @@ class NumpyAdapter(Adapter):
         return View(tensor.__array_interface__["data"][0], tensor.shape, strides, tensor.dtype.name, ("cpu", 0))
 
     def empty(self, output: Output, like: Any) -> np.ndarray[Any, Any]:
-        return np.empty(output.shape, execute.numpy_dtype(output.dtype))
+        dtype = execute.numpy_dtype(output.dtype)
+        if output.permutation is None:
+            return np.empty(output.shape, dtype)
+        return np.empty(output.shape_in_memory, dtype).transpose(output.places)
 
     def pointer(self, tensor: np.ndarray[Any, Any]) -> int:
         return int(tensor.__array_interface__["data"][0])
@@ -36,10 +39,24 @@ class NumpyAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         return 0
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out is read-only")
-        return execute.forward(self, op, x, residual, weight, bias, out, stats)
+        if op.updates_running:
+            for name, tensor in zip(("running_mean", "running_var"), running):
+                if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+                    raise ValueError(f"{name} is read-only; in training it is updated in place")
+        return execute.forward(self, op, x, residual, weight, bias, out, stats, running)
 
 
 ADAPTER: Adapter = NumpyAdapter()

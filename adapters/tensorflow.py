@@ -101,7 +101,17 @@ class TensorFlowAdapter(Adapter):
             with launch.cupy().cuda.Device(device):  # the handle of a default stream means that of the current device
                 launch.cupy().cuda.runtime.streamSynchronize(handle)
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         if out is not None:
             raise TypeError("out cannot be given for TensorFlow tensors: they are immutable")
         tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias)

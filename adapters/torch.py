@@ -80,7 +80,10 @@ class TorchAdapter(Adapter):
         if type(like) is torch.Tensor and like.shape == output.shape and like.dtype is dtype:  # takes half the time
             if like.is_contiguous():  # and the memory format is time too
                 return torch.empty_like(like)
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
+            if output.permutation is None:
+                return torch.empty_like(like, memory_format=torch.contiguous_format)
+        if output.permutation is not None:
+            return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=like.device)
         return torch.empty(output.shape, dtype=dtype, device=like.device)
 
     def pointer(self, tensor: torch.Tensor) -> int:
@@ -90,26 +93,50 @@ class TorchAdapter(Adapter):
         # The raw handle costs a fortieth of torch.cuda.current_stream(), which makes a Python object of it.
         return int(torch._C._cuda_getCurrentRawStream(device[1])) if device[0] == "cuda" else 0
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
+        if running and _requires_grad(*running):
+            name = "running_mean" if _requires_grad(running[0]) else "running_var"
+            must = f"running statistics are constants to differentiation: give {name}.detach()"
+            raise ValueError(f"{name} requires a gradient; {must}")
         # Forward-mode differentiation goes to `_Recorded` too, where PyTorch says that there is none.
         if (_is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)) or forward_ad._current_level >= 0:
             if out is not None:
                 raise ValueError(
                     "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
                 )
-            results = iter(_Recorded.apply(op, x, residual, weight, bias, stats))  # type: ignore[no-untyped-call]
+            recorded = _Recorded.apply(op, x, residual, weight, bias, stats, running)  # type: ignore[no-untyped-call]
+            results = iter(recorded)
             y, residual_out = next(results), None if residual is None else next(results)
             if not stats:
                 return y, residual_out, None, None
             *mean, rstd = results
             return y, residual_out, mean[0] if mean else None, rstd
-        results = execute.forward(self, op, x, residual, weight, bias, out, stats)
-        if out is not None and not out.is_inference():
-            torch.autograd.graph.increment_version(out)
+        results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        if out is not None:
+            _written(out)
+        if op.updates_running:
+            _written(*running)
         return results
 
 
 ADAPTER: Adapter = TorchAdapter()
+
+
+def _written(*tensors: torch.Tensor) -> None:
+    """Tell autograd, which may have saved these tensors. Those of inference mode have no versions to count."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 class _Recorded(torch.autograd.Function):
@@ -120,8 +147,12 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool) -> Any:
-        y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True)
+    def forward(
+        ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool, running: tuple[Any, ...]
+    ) -> Any:
+        y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True, running)
+        if op.updates_running:
+            _written(*running)
         ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
         kept = x if residual_out is None else residual_out
         if op.keeps_bias:
@@ -142,12 +173,12 @@ class _Recorded(torch.autograd.Function):
         op, bias_dtype, has_residual = ctx.call
         dresidual_out = others[0] if has_residual else None
         if dy is None:  # y was not used
-            return None, dresidual_out, dresidual_out, None, None, None
+            return None, dresidual_out, dresidual_out, None, None, None, None
         x, weight, mean, rstd, *kept = ctx.saved_tensors
         bias = kept[0] if kept else None
-        _, needs_x, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        _, needs_x, needs_residual, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mask = (needs_x or needs_residual, needs_weight, needs_bias)
         dx, dweight, dbias = execute.backward(
             ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype
         )
-        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None
+        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None, None

@@ -15,16 +15,34 @@ import os
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
+from cunorm.channels import (
+    batch_norm,
+    batch_norm_backward,
+    batch_norm_stats,
+    group_norm,
+    group_norm_backward,
+    instance_norm,
+    instance_norm_backward,
+    merge_batch_norm_stats,
+)
 from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from cunorm.pointwise import gelu, gelu_backward
 from cunorm.tuning import tune
 
 __all__ = [
     "__version__",
+    "batch_norm",
+    "batch_norm_backward",
+    "batch_norm_stats",
     "gelu",
     "gelu_backward",
+    "group_norm",
+    "group_norm_backward",
+    "instance_norm",
+    "instance_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "merge_batch_norm_stats",
     "rms_norm",
     "rms_norm_backward",
     "tune",

@@ -17,16 +17,38 @@ __all__ = [
     "check_activation",
     "check_approximate",
     "check_axis",
+    "check_channels",
+    "check_convention",
+    "check_data_format",
     "check_dtype",
     "check_eps",
+    "check_groups",
     "check_like",
     "check_mask",
+    "check_momentum",
+    "check_num_groups",
+    "check_out",
     "check_pointwise",
     "check_pointwise_mask",
+    "check_running",
+    "check_training",
     "check_vector",
     "check_weight_offset",
     "check_x",
+    "memory_order",
 ]
+
+# Each data format's number of dimensions, None for any from two on, and whether the channels come last.
+_DATA_FORMATS: dict[str, tuple[int | None, bool]] = {
+    "NC...": (None, False),
+    "N...C": (None, True),
+    "NCW": (3, False),
+    "NWC": (3, True),
+    "NCHW": (4, False),
+    "NHWC": (4, True),
+    "NCDHW": (5, False),
+    "NDHWC": (5, True),
+}
 
 
 def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:
@@ -101,6 +123,98 @@ def check_axis(axis: Any) -> tuple[int, ...]:
         raise TypeError(f"axis must be an int or a sequence of ints; got {axis!r}") from None
 
 
+def check_data_format(data_format: Any) -> str:
+    """The data_format of a user's call."""
+    must = f"it must be one of {', '.join(map(repr, _DATA_FORMATS))}"
+    if not isinstance(data_format, str):
+        raise TypeError(f"data_format is a {type(data_format).__qualname__}; {must}")
+    if data_format not in _DATA_FORMATS:
+        raise ValueError(f"data_format is {data_format!r}; {must}")
+    return str(data_format)
+
+
+def check_num_groups(num_groups: Any) -> int:
+    """The num_groups of a user's call."""
+    try:
+        count = operator.index(num_groups)
+    except TypeError:
+        raise TypeError(f"num_groups is a {type(num_groups).__qualname__}; it must be a positive int") from None
+    if count < 1:
+        raise ValueError(f"num_groups is {count}; it must be positive")
+    return count
+
+
+def check_training(training: Any) -> bool:
+    """The training of a user's call."""
+    if not isinstance(training, (bool, np.bool_)):
+        raise TypeError(f"training is a {type(training).__qualname__}; it must be a bool")
+    return bool(training)
+
+
+def check_momentum(momentum: Any) -> float:
+    """The momentum of a user's call."""
+    if not isinstance(momentum, numbers.Real):
+        raise TypeError(f"momentum is a {type(momentum).__qualname__}; it must be a number from 0 to 1")
+    value = float(momentum)
+    if not 0 <= value <= 1:
+        raise ValueError(f"momentum is {value}; it must be from 0 to 1")
+    return value
+
+
+def check_convention(convention: Any) -> str:
+    """The convention of a user's call, as to what momentum means."""
+    must = "it must be 'torch' or 'keras'"
+    if not isinstance(convention, str):
+        raise TypeError(f"convention is a {type(convention).__qualname__}; {must}")
+    if convention not in ("torch", "keras"):
+        raise ValueError(f"convention is {convention!r}; {must}")
+    return str(convention)
+
+
+def check_running(running_mean: Any, running_var: Any, training: bool) -> tuple[Any, ...]:
+    """The running statistics of a user's call: both, or none."""
+    if running_mean is None and running_var is None:
+        if not training:
+            must = "with training=False they must be given"
+            raise ValueError(f"running_mean and running_var are None; {must}")
+        return ()
+    if running_mean is None or running_var is None:
+        missing, other = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
+        raise ValueError(f"{missing} is None and {other} is given; they must be given both, or neither")
+    return running_mean, running_var
+
+
+def check_channels(x: View, data_format: str) -> int:
+    """Check x for a data format. Returns the axis of its channels."""
+    check_dtype(x, "x")
+    dimensions = len(x.shape)
+    expected, last = _DATA_FORMATS[data_format]
+    if dimensions < 2 or expected not in (None, dimensions):
+        must = f"for data_format {data_format!r} it must have {expected or '2 or more'}"
+        raise ValueError(f"x has {dimensions} dimensions (shape {x.shape}); {must}")
+    return dimensions - 1 if last else 1
+
+
+def check_groups(x: View, channels: int, num_groups: int) -> int:
+    """How many channels each group has."""
+    if channels % num_groups or not channels:
+        must = "the number of channels must be a positive multiple of it"
+        raise ValueError(f"num_groups is {num_groups} and x has {channels} channels (shape {x.shape}); {must}")
+    return channels // num_groups
+
+
+def memory_order(x: View, channel_axis: int) -> tuple[int, ...] | None:
+    """The order of x's axes in memory, if it is dense there with its channels on the other side of the spatial axes.
+
+    None where it is C-contiguous, or lies in any other way.
+    """
+    spatial = [i for i in range(1, len(x.shape)) if i != channel_axis]
+    order = (0, *spatial, channel_axis) if channel_axis == 1 else (0, channel_axis, *spatial)
+    if _is_contiguous(x) or not _has_strides(x, Output(x.shape, x.dtype, order).strides):
+        return None
+    return order
+
+
 def check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Output]:
     """Check x and axis. Returns the axes, not negative and sorted; the shape over them; and what mean and rstd are."""
     check_dtype(x, "x")
@@ -158,12 +272,24 @@ def check_like(view: View, name: str, shape: tuple[int, ...], dtype: str, x: Vie
         raise ValueError(f"{name} has strides {view.strides} (in elements) for shape {shape}; it must be C-contiguous")
 
 
+def check_out(out: View, y: Output, x: View) -> None:
+    """Check a tensor to write y to: as y would be, also in memory."""
+    check_like(out, "out", y.shape, y.dtype, x, contiguous=y.permutation is None)
+    if not _has_strides(out, y.strides):
+        found = f"out has strides {out.strides} (in elements) for shape {y.shape}"
+        raise ValueError(f"{found}; it must lie in memory as x does, with strides {y.strides}")
+
+
 def _device_name(view: View) -> str:
     return "the CPU" if view.device[0] == "cpu" else f"CUDA device {view.device[1]}"
 
 
 def _is_contiguous(view: View) -> bool:
-    expected = contiguous_strides(view.shape)
+    return _has_strides(view, contiguous_strides(view.shape))
+
+
+def _has_strides(view: View, strides: Sequence[int]) -> bool:
+    """Whether an element lies where it would with these strides."""
     return 0 in view.shape or all(
-        size == 1 or ours == theirs for size, ours, theirs in zip(view.shape, view.strides, expected)
+        size == 1 or ours == theirs for size, ours, theirs in zip(view.shape, view.strides, strides)
     )

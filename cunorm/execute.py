@@ -37,14 +37,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Output:
-    """Shape and dtype of a tensor to allocate, C-contiguous."""
+    """Shape and dtype of a tensor to allocate, C-contiguous.
+
+    With a ``permutation`` it is dense too, but its axes lie in memory in that order.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    permutation: tuple[int, ...] | None = None
+
+    @property
+    def shape_in_memory(self) -> tuple[int, ...]:
+        return self.shape if self.permutation is None else tuple(self.shape[axis] for axis in self.permutation)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where in memory's order each axis is: what transposes an array of ``shape_in_memory`` to this."""
+        axes = range(len(self.shape))
+        return tuple(axes if self.permutation is None else map(self.permutation.index, axes))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        strides = contiguous_strides(self.shape_in_memory)
+        return tuple(strides[place] for place in self.places)
 
     def view(self, device: tuple[str, int]) -> View:
         """What the tensor will look like, with no address yet."""
-        return View(0, self.shape, contiguous_strides(self.shape), self.dtype, device)
+        return View(0, self.shape, self.strides, self.dtype, device)
 
 
 @dataclass(frozen=True)
@@ -65,13 +84,18 @@ class Prepared:
 class Op(Protocol):
     """An op with its attributes (axis, eps, ...): hashable, and all that an adapter needs to differentiate it.
 
-    The operands named here are the most that an op has: a norm may have all of them, an activation has x, bias and y.
-    What an op has not is None wherever it would stand, in both directions, so that adapters treat all ops alike.
+    The operands named here are the most that an op has: a norm may have nearly all of them, an activation has x, bias
+    and y. What an op has not is None wherever it would stand, in both directions, so that adapters treat all ops alike.
+    The running mean and variance of a batch norm come together, or not at all.
     """
 
     @property
     def keeps_bias(self) -> bool:
         """Whether the gradients need the bias: where an activation was taken of what the bias was added to."""
+
+    @property
+    def updates_running(self) -> bool:
+        """Whether running statistics that are given are written: else they are read."""
 
     def prepare_forward(
         self,
@@ -81,8 +105,11 @@ class Op(Protocol):
         bias: View | None,
         out: View | None,
         stats: bool,
+        running: tuple[View, ...] = (),
     ) -> Prepared:
         """Inputs x, residual, weight, bias; outputs y, residual_out, mean, rstd.
+
+        The pointers of ``running``, if given, stand behind that of y.
 
         What a call does not give is None among the outputs: residual_out without a residual, mean and rstd without
         ``stats`` or for an op that has none, and y where there is an ``out`` (which has y's place then).
@@ -124,7 +151,7 @@ class Adapter(Protocol):
         return kind, [0 if view is None else view.pointer for view in views]
 
     def empty(self, output: Output, like: Any) -> Any:
-        """A new C-contiguous tensor beside ``like``; dtype "uint8" must work too, which the workspace has.
+        """A new tensor beside ``like``, as ``output`` says; dtype "uint8" must work too, which the workspace has.
 
         The workspace is dropped as soon as the kernels are launched. Where the framework's allocator does not go by the
         stream that they run on, the adapter has to hold it longer.
@@ -136,7 +163,17 @@ class Adapter(Protocol):
     def stream(self, device: tuple[str, int]) -> int:
         """The raw handle of the framework's current stream on a CUDA device; 0 on the CPU."""
 
-    def apply(self, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool) -> Results:
+    def apply(
+        self,
+        op: Op,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        stats: bool,
+        running: tuple[Any, ...] = (),
+    ) -> Results:
         """y, residual_out, mean, rstd, differentiable where the framework differentiates.
 
         residual_out is None without a residual; mean and rstd unless ``stats``, and for an op that has none.
@@ -162,7 +199,7 @@ class Adapter(Protocol):
 Results = tuple[Any, Any, Any, Any]
 Gradients = tuple[Any, Any, Any]
 
-_FORWARD_NAMES = ("x", "residual", "weight", "bias", "out")
+_FORWARD_NAMES = ("x", "residual", "weight", "bias", "out", "running_mean", "running_var")
 _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs statistics.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
@@ -216,16 +253,26 @@ def _run(adapter: Adapter, prepared: Prepared, pointers: list[int], like: Any) -
 
 
 def forward(
-    adapter: Adapter, op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any = None, stats: bool = False
+    adapter: Adapter,
+    op: Op,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    out: Any = None,
+    stats: bool = False,
+    running: tuple[Any, ...] = (),
 ) -> Results:
     """Run an op on tensors of one framework, without differentiation: y, residual_out, mean, rstd."""
-    tensors = (x, residual, weight, bias, out)
+    tensors: tuple[Any, ...] = (x, residual, weight, bias, out)
+    if running:
+        tensors += running
     kind, pointers = adapter.describe(tensors, _FORWARD_NAMES)
     key = (type(adapter), op, stats, kind)
     prepared = _calls.get(key)
     if prepared is None:
-        x_view, residual_view, weight_view, bias_view, out_view = _views(adapter, tensors, _FORWARD_NAMES)
-        prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats)
+        x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, _FORWARD_NAMES)
+        prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats, tuple(views))
         _remember(key, prepared)
     # Written out, since every call of a user comes here.
     y, residual_out, mean, rstd = prepared.outputs

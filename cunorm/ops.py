@@ -346,6 +346,8 @@ class RowNorm:
     eps: float
     norm: Norm
 
+    updates_running = False
+
     @staticmethod
     def of(
         axis: int | Sequence[int],
@@ -374,6 +376,7 @@ class RowNorm:
         bias: View | None,
         out: View | None,
         stats: bool,
+        running: tuple[View, ...] = (),
     ) -> Prepared:
         layouts = (layout_of(x), layout_of(residual), layout_of(weight), layout_of(bias), layout_of(out))
         return _prepare_forward(self, *layouts, stats)

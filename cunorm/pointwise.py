@@ -131,6 +131,8 @@ class Pointwise:
 
     activation: str
 
+    updates_running = False
+
     @property
     def keeps_bias(self) -> bool:
         return True
@@ -143,6 +145,7 @@ class Pointwise:
         bias: View | None,
         out: View | None,
         stats: bool,
+        running: tuple[View, ...] = (),
     ) -> Prepared:
         return _prepare_forward(self, layout_of(x), layout_of(bias), layout_of(out))
 

@@ -332,6 +332,13 @@ class RunningStatistics:
     taken: float = 0.0
     unbiased: bool = True
 
+    @staticmethod
+    def of(
+        mean: View, variance: View, *, given: bool, kept: float = 0.0, taken: float = 0.0, unbiased: bool = True
+    ) -> RunningStatistics:
+        of_mean, of_variance = (Vector(view.dtype, _alignment(view.pointer)) for view in (mean, variance))
+        return RunningStatistics(of_mean, of_variance, given, kept, taken, unbiased)
+
 
 @dataclass(frozen=True)
 class _ChannelProblem:
