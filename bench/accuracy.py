@@ -51,7 +51,7 @@ def norms(op: str, columns: int) -> tuple[Any, Any]:
         )
     return (
         lambda x, *vectors: cunorm.batch_norm(x, *vectors, training=True),
-        lambda x, *vectors: F.batch_norm(x, None, None, *vectors, training=True),
+        lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, training=True),
     )
 
 
@@ -89,8 +89,8 @@ def main() -> None:
     table = Table("op", "data", "dtype", "shape", *(f"{name}: ours / torch" for name in names))
     for item in results:
         pairs = [f"{item['cunorm'][name]:.1e} / {item['torch'][name]:.1e}" for name in names]
-        shape = f"{readable(tuple(item['shape']))} {item['layout']}".rstrip()
-        table.add_row(item["op"], item["data"], item["dtype"], shape, *pairs)
+        sizes = f"{readable(tuple(item['shape']))} {item['layout']}".rstrip()
+        table.add_row(item["op"], item["data"], item["dtype"], sizes, *pairs)
     Console(width=160).print(table)
     if len(sys.argv) > 1:
         device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"

@@ -173,6 +173,7 @@ class _Torch(Provider):
     def _backward(row: Row, inputs: Inputs) -> Work:
         aten: Any = torch.ops.aten
         dy, x, weight, bias, columns = inputs.dy, inputs.x, inputs.weight, inputs.bias, [row.columns]
+        call: Callable[[], Any]
         if row.op == "layer_norm":
             mean, rstd = inputs.mean[:, None], inputs.rstd[:, None]
             mask = [True, True, True]

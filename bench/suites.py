@@ -158,7 +158,7 @@ def _triton_tutorial() -> Iterator[Row]:
     return _rows("triton-tutorial", shapes, ["float16"], ["forward", "backward"])
 
 
-NV_NORMS = (
+NV_NORMS: tuple[tuple[int, ...], ...] = (
     (10_000_000, 10),
     (1_000_000, 100),
     (100_000, 1000),
@@ -269,7 +269,7 @@ def _channel_rows(
 
 
 _TINY_NV_NORMS = (2, 32, 6, 6, 6)
-NV_INSTANCE_NORM = (
+NV_INSTANCE_NORM: tuple[tuple[int, ...], ...] = (
     (2, 32, 128, 128, 128),
     (2, 64, 128, 128, 128),
     (4, 32, 128, 128, 128),
