@@ -21,36 +21,57 @@ from rich.console import Console
 from rich.table import Table
 
 import cunorm
+from cunorm.bench.suites import LAYOUTS, readable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = (256, 4096, 100_000)
+CHANNEL_SHAPES = {"instance_norm": (8, 32, 64, 64), "group_norm": (8, 128, 32, 32), "batch_norm": (8, 32, 64, 64)}
+GROUPS = 32
 
 
-def make(kind: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    x = torch.randn(rows, columns, device=DEVICE)
+def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(shape, device=DEVICE)
     if kind == "shifted":
         x += 1e4
     if kind == "outliers":
-        x[:, ::64] *= 100
+        x[..., ::64] *= 100
     return x.to(dtype)
 
 
-def errors(kind: str, columns: int, dtype: torch.dtype) -> dict[str, Any]:
-    rows = max(16, 2**20 // columns)
-    x, dy = make(kind, rows, columns, dtype), make("ordinary", rows, columns, dtype)
-    weight, bias = (torch.randn(columns, device=DEVICE).to(dtype) for _ in range(2))
+def norms(op: str, columns: int) -> tuple[Any, Any]:
+    """cunorm's function and PyTorch's, of x, weight and bias."""
+    if op == "layer_norm":
+        return cunorm.layer_norm, lambda x, *vectors: F.layer_norm(x, (columns,), *vectors)
+    if op == "instance_norm":
+        return cunorm.instance_norm, lambda x, weight, bias: F.instance_norm(x, weight=weight, bias=bias)
+    if op == "group_norm":
+        return (
+            lambda x, *vectors: cunorm.group_norm(x, GROUPS, *vectors),
+            lambda x, *vectors: F.group_norm(x, GROUPS, *vectors),
+        )
+    return (
+        lambda x, *vectors: cunorm.batch_norm(x, *vectors, training=True),
+        lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, training=True),
+    )
+
+
+def errors(op: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "") -> dict[str, Any]:
+    x, dy = make(kind, shape, dtype), make("ordinary", shape, dtype)
+    if layout == "N...C":
+        x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
+    size = shape[1] if layout else shape[-1]
+    weight, bias = (torch.randn(size, device=DEVICE).to(dtype) for _ in range(2))
 
     def run(norm: Any, to: torch.dtype) -> list[torch.Tensor]:
         inputs = [t.to(to).requires_grad_() for t in (x, weight, bias)]
         y = norm(*inputs)
         return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(to))]
 
-    def torch_norm(x: Any, weight: Any, bias: Any) -> Any:
-        return F.layer_norm(x, (columns,), weight, bias)
-
-    exact = run(torch_norm, torch.float64)
-    result: dict[str, Any] = {"data": kind, "dtype": str(dtype).removeprefix("torch."), "shape": [rows, columns]}
-    for name, norm in (("cunorm", cunorm.layer_norm), ("torch", torch_norm)):
+    ours, theirs = norms(op, size)
+    exact = run(theirs, torch.float64)
+    result: dict[str, Any] = {"op": op, "data": kind, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+    result["layout"] = layout
+    for name, norm in (("cunorm", ours), ("torch", theirs)):
         found = [float((a.double() - b).norm() / b.norm()) for a, b in zip(run(norm, dtype), exact)]
         result[name] = dict(zip(("y", "dx", "dweight", "dbias"), found))
     return result
@@ -60,13 +81,17 @@ def main() -> None:
     torch.manual_seed(0)
     cases = [("ordinary", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     cases += [("shifted", torch.float32), ("outliers", torch.float32), ("ordinary", torch.float64)]
-    results = [errors(kind, columns, dtype) for kind, dtype in cases for columns in COLUMNS]
+    shapes = [(max(16, 2**20 // columns), columns) for columns in COLUMNS]
+    results = [errors("layer_norm", kind, shape, dtype) for kind, dtype in cases for shape in shapes]
+    for op, shape in CHANNEL_SHAPES.items():
+        results += [errors(op, kind, shape, dtype, layout) for kind, dtype in cases for layout in LAYOUTS]
     names = ("y", "dx", "dweight", "dbias")
-    table = Table("data", "dtype", "columns", *(f"{name}: ours / torch" for name in names))
+    table = Table("op", "data", "dtype", "shape", *(f"{name}: ours / torch" for name in names))
     for item in results:
         pairs = [f"{item['cunorm'][name]:.1e} / {item['torch'][name]:.1e}" for name in names]
-        table.add_row(item["data"], item["dtype"], str(item["shape"][1]), *pairs)
-    Console(width=140).print(table)
+        sizes = f"{readable(tuple(item['shape']))} {item['layout']}".rstrip()
+        table.add_row(item["op"], item["data"], item["dtype"], sizes, *pairs)
+    Console(width=160).print(table)
     if len(sys.argv) > 1:
         device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
         report = {

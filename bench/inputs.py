@@ -11,31 +11,57 @@ import torch.nn.functional as F
 
 from cunorm.bench.suites import Row
 
-__all__ = ["EPS", "Exact", "Inputs"]
+__all__ = ["CHUNK_ELEMENTS", "EPS", "RUNNING", "SUMS", "Comparison", "Exact", "Inputs", "Tensors", "sampled"]
 
 EPS = 1e-5
 
 _gelu_backward: Any = torch.ops.aten.gelu_backward
 
 # Elements that are worked on in float64 at a time; some ten temporaries of 8 bytes each.
-_CHUNK_ELEMENTS = 2**25
-_SAMPLED_ROWS = 8
+CHUNK_ELEMENTS = 2**25
+_SAMPLES = 8
 
 # The largest error that counts as right. A sixteen-bit result may be rounded twice, so the limit is twice the error of
 # one rounding; float32 sums over ten million rows come out with some 1e-6 in any reasonable order.
 _LIMITS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
 _SUM_LIMITS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-4}
-_SUMS = ("dweight", "dbias")
+SUMS = ("dweight", "dbias")
+RUNNING = ("running_mean", "running_var")
 
 
-class Inputs:
-    """x and what goes with it, made when first asked for. All are two-dimensional here, however many axes x has."""
+class Tensors:
+    """x and what goes with it, made when first asked for."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, row: Row, device: str) -> None:
-        self.op, self.rows, self.columns, self.offset = row.op, row.rows, row.columns, row.offset
+        self.op, self.device = row.op, device
         self.dtype: torch.dtype = getattr(torch, row.dtype)
-        self.device = device
         torch.manual_seed(0)
+
+    def _random(self) -> torch.Tensor:
+        """Standard normal numbers in the shape and the layout of x."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def dy(self) -> torch.Tensor:
+        return self._random()
+
+    def poison(self) -> None:
+        """Fill memory with NaN that the allocator will hand out as outputs, so that what is not written is found."""
+        tensors = [torch.full_like(self.x, torch.nan, memory_format=torch.contiguous_format) for _ in range(2)]
+        tensors += [torch.full_like(self.weight, torch.nan) for _ in range(2)]
+        del tensors
+
+
+class Inputs(Tensors):
+    """Those of a norm of the last axis or of a gelu: all are two-dimensional here, however many axes x has."""
+
+    def __init__(self, row: Row, device: str) -> None:
+        super().__init__(row, device)
+        self.rows, self.columns, self.offset = row.rows, row.columns, row.offset
         self.x = self._random()
         uniform = torch.rand(2, self.columns, device=device)
         self.weight = (uniform[0] + 0.5).to(self.dtype)
@@ -45,10 +71,6 @@ class Inputs:
     def _random(self) -> torch.Tensor:
         memory = torch.randn(self.rows * self.columns + self.offset, device=self.device, dtype=self.dtype)
         return memory[self.offset :].view(self.rows, self.columns)
-
-    @functools.cached_property
-    def dy(self) -> torch.Tensor:
-        return self._random()
 
     @functools.cached_property
     def residual(self) -> torch.Tensor:
@@ -74,14 +96,8 @@ class Inputs:
         return self.statistics[1].float()
 
     def parts(self) -> Iterator[slice]:
-        step = max(1, _CHUNK_ELEMENTS // self.columns)
+        step = max(1, CHUNK_ELEMENTS // self.columns)
         return (slice(begin, begin + step) for begin in range(0, self.rows, step))
-
-    def poison(self) -> None:
-        """Fill memory with NaN that the allocator will hand out as outputs, so that what is not written is found."""
-        tensors = [torch.full_like(self.x, torch.nan, memory_format=torch.contiguous_format) for _ in range(2)]
-        tensors += [torch.full_like(self.weight, torch.nan) for _ in range(2)]
-        del tensors
 
 
 def _statistics(x: torch.Tensor, op: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,14 +108,14 @@ def _statistics(x: torch.Tensor, op: str) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, ((x - mean[:, None]).square_().mean(1) + EPS).rsqrt()
 
 
-class Exact:
-    """Results in float64: of some rows (the first, the last and random ones), and the sums over all rows."""
+def sampled(count: int, device: str) -> torch.Tensor:
+    """Some of so many indices: the first, the last and random ones."""
+    random = torch.randint(count, (_SAMPLES - 2,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.tensor(sorted({0, count - 1, *random}), device=device)
 
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        generator = torch.Generator().manual_seed(1)
-        random = torch.randint(inputs.rows, (_SAMPLED_ROWS - 2,), generator=generator).tolist()
-        self._sample = torch.tensor(sorted({0, inputs.rows - 1, *random}), device=inputs.device)
+
+class Comparison:
+    """How far results are from exact ones."""
 
     def errors(self, results: Mapping[str, torch.Tensor], residual: bool) -> dict[str, float]:
         """The error of each result: the larger one of ||result - exact|| / ||exact|| and of the same in the maximum
@@ -109,20 +125,19 @@ class Exact:
     @staticmethod
     def limit(name: str, dtype: torch.dtype) -> float:
         """The largest error of a right result."""
-        return (_SUM_LIMITS if name in _SUMS else _LIMITS)[dtype]
+        if name in RUNNING:  # float32, whatever x is, and sums of it
+            return _SUM_LIMITS[torch.float32]
+        return (_SUM_LIMITS if name in SUMS else _LIMITS)[dtype]
+
+    def _pair(self, name: str, result: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is compared, in float64: the result, or a part of it, and the exact one. None where it is no result."""
+        raise NotImplementedError
 
     def _error(self, name: str, result: torch.Tensor, residual: bool) -> float:
-        inputs = self._inputs
-        if name in _SUMS:
-            found, exact = result.reshape(-1).double(), self._sums[_SUMS.index(name)]
-        else:
-            if result.numel() % inputs.rows:
-                return float("inf")
-            by_row = result.detach().reshape(inputs.rows, -1)
-            if bool(torch.isnan(by_row).any()):
-                return float("inf")
-            found, exact = by_row[self._sample].double(), self._of_rows(name, residual)
-            exact = exact.reshape(len(self._sample), -1)
+        pair = self._pair(name, result, residual)
+        if pair is None:
+            return float("inf")
+        found, exact = pair
         if found.shape != exact.shape or not bool(torch.isfinite(found).all()):
             return float("inf")
         difference = found - exact
@@ -130,6 +145,25 @@ class Exact:
             return float(difference.abs().max())
         largest = float(difference.abs().max() / exact.abs().max())
         return max(largest, float(difference.norm() / exact.norm()))
+
+
+class Exact(Comparison):
+    """Results in float64 of a norm of the last axis or of a gelu: of some rows, and the sums over all rows."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._sample = sampled(inputs.rows, inputs.device)
+
+    def _pair(self, name: str, result: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        inputs = self._inputs
+        if name in SUMS:
+            return result.reshape(-1).double(), self._sums[SUMS.index(name)]
+        if result.numel() % inputs.rows:
+            return None
+        by_row = result.detach().reshape(inputs.rows, -1)
+        if bool(torch.isnan(by_row).any()):
+            return None
+        return by_row[self._sample].double(), self._of_rows(name, residual).reshape(len(self._sample), -1)
 
     def _of_rows(self, name: str, residual: bool) -> torch.Tensor:
         inputs = self._inputs

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -19,40 +18,18 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
-from cunorm.bench.inputs import EPS, Inputs
+from cunorm.bench.channel_inputs import ChannelInputs
+from cunorm.bench.channel_peers import cunorm_work, liger_work, torch_work
+from cunorm.bench.inputs import EPS, Inputs, Tensors
 from cunorm.bench.suites import Row
+from cunorm.bench.work import GRADIENTS, SIXTEEN_BIT_SUMS, Work, gradient, leaves, with_autograd
 
 __all__ = ["PROVIDERS", "Provider", "Work", "find"]
 
-_from_dlpack: Any = torch.utils.dlpack.from_dlpack
 # Quack unrolls a thread's share of a row, and its table of launches, which bounds that share, ends here.
 _QUACK_COLUMNS = 262144
 _FORWARD = ("forward", "forward_stats")
 _GELU_GRADIENTS = ("dx", "dbias")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is timed: ``call`` returns a tensor or a tuple, which are named in ``names``; None is for what is no result.
-
-    With ``wait``, which returns when a result is complete, it is not on PyTorch's stream: the host's clock times it.
-    """
-
-    call: Callable[[], Any]
-    names: Sequence[str | None]
-    note: str = ""
-    wait: Callable[[Any], Any] | None = None
-
-    def results(self) -> dict[str, torch.Tensor]:
-        found = self.call()
-        if self.wait:
-            self.wait(found)
-        tensors = found if isinstance(found, (tuple, list)) else (found,)
-        named = {name: tensor for name, tensor in zip(self.names, tensors) if name and tensor is not None}
-        return {
-            name: tensor.detach() if isinstance(tensor, torch.Tensor) else _from_dlpack(tensor)
-            for name, tensor in named.items()
-        }
 
 
 class Provider:
@@ -60,8 +37,6 @@ class Provider:
 
     name: ClassVar[str]
     distribution: ClassVar[str]
-    # Times the usual limit for the errors of dweight and dbias, for a library that keeps their sums in sixteen bits.
-    sum_slack: ClassVar[float] = 1.0
 
     def __init__(self, device: str, cache_bytes: int) -> None:
         self.device, self.cache_bytes = device, cache_bytes
@@ -73,14 +48,20 @@ class Provider:
         except metadata.PackageNotFoundError:  # on the path, but not installed
             return "unknown"
 
-    def work(self, row: Row, inputs: Inputs) -> Work | None:
+    def work(self, row: Row, inputs: Tensors) -> Work | None:
         """How to compute a row; None where the library has no such function."""
+        if isinstance(inputs, ChannelInputs):
+            return self.channel_norm(row, inputs)
+        assert isinstance(inputs, Inputs)
         return self.gelu(row, inputs) if row.approximate else self.norm(row, inputs)
 
     def norm(self, row: Row, inputs: Inputs) -> Work | None:
         raise NotImplementedError
 
     def gelu(self, row: Row, inputs: Inputs) -> Work | None:
+        return None
+
+    def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
         return None
 
 
@@ -108,11 +89,11 @@ class _Cunorm(Provider):
                 options["dresidual_out"] = inputs.dresidual_out.view(row.shape)
             dy = inputs.dy.view(row.shape)
             call = functools.partial(gradient, dy, x, inputs.weight, *statistics, **options)
-            return Work(call, ("dx", "dweight", "dbias"))
+            return Work(call, GRADIENTS)
         if row.residual:
             options["residual"] = inputs.residual.view(row.shape)
         if row.direction in ("recorded", "both"):
-            return _with_autograd(row, inputs, functools.partial(norm, eps=EPS))
+            return with_autograd(row, inputs, functools.partial(norm, eps=EPS))
         stats = row.direction == "forward_stats"
         if stats:
             options["return_stats"] = True
@@ -130,23 +111,8 @@ class _Cunorm(Provider):
             return Work(functools.partial(cunorm.gelu, x, **options), ("y",))
         return Work(functools.partial(cunorm.gelu_backward, inputs.dy.view(row.shape), x, **options), _GELU_GRADIENTS)
 
-
-def _leaves(row: Row, inputs: Inputs) -> list[torch.Tensor]:
-    tensors = [inputs.x.view(row.shape), inputs.weight] + ([] if inputs.bias is None else [inputs.bias])
-    return [tensor.detach().requires_grad_() for tensor in tensors]
-
-
-def _with_autograd(row: Row, inputs: Inputs, norm: Callable[..., Any]) -> Work:
-    """Forward with gradients recorded, and then backward where the row is for both."""
-    leaves, dy = _leaves(row, inputs), inputs.dy.view(row.shape)
-    if row.direction == "recorded":
-        return Work(functools.partial(norm, *leaves), ("y",))
-
-    def both() -> Any:
-        y = norm(*leaves)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    return Work(both, ("y", "dx", "dweight", "dbias"))
+    def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
+        return cunorm_work(row, inputs)
 
 
 class _Torch(Provider):
@@ -170,7 +136,7 @@ class _Torch(Provider):
             names = ("y", "rstd") if stats else ("y",)
 
         if row.direction in ("recorded", "both"):
-            return _with_autograd(row, inputs, lambda x, *vectors: function(x, columns, *vectors, EPS))
+            return with_autograd(row, inputs, lambda x, *vectors: function(x, columns, *vectors, EPS))
         if row.direction == "backward":
             return self._backward(row, inputs)
         if not row.residual:
@@ -200,10 +166,14 @@ class _Torch(Provider):
 
         return Work(with_sums, _GELU_GRADIENTS)
 
+    def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
+        return torch_work(row, inputs)
+
     @staticmethod
     def _backward(row: Row, inputs: Inputs) -> Work:
         aten: Any = torch.ops.aten
         dy, x, weight, bias, columns = inputs.dy, inputs.x, inputs.weight, inputs.bias, [row.columns]
+        call: Callable[[], Any]
         if row.op == "layer_norm":
             mean, rstd = inputs.mean[:, None], inputs.rstd[:, None]
             mask = [True, True, True]
@@ -212,18 +182,16 @@ class _Torch(Provider):
             rstd = inputs.rstd[:, None]
             call = functools.partial(aten._fused_rms_norm_backward, dy, x, columns, rstd, weight, [True, True])
         else:
-            leaves = _leaves(row, inputs)
-            y = F.rms_norm(leaves[0], (row.columns,), leaves[1], EPS)
-            call = functools.partial(torch.autograd.grad, y, leaves, dy.view(row.shape), retain_graph=True)
+            call = gradient(row, inputs, lambda x, weight: F.rms_norm(x, columns, weight, EPS)).call
         if not row.residual:
-            return Work(call, ("dx", "dweight", "dbias"))
+            return Work(call, GRADIENTS)
         dresidual_out = inputs.dresidual_out
 
         def norm_and_add() -> Any:
             dx, *rest = call()
             return dx + dresidual_out, *rest
 
-        return Work(norm_and_add, ("dx", "dweight", "dbias"))
+        return Work(norm_and_add, GRADIENTS)
 
 
 class _TorchCompile(Provider):
@@ -266,8 +234,8 @@ class _TorchCompile(Provider):
             call = functools.partial(compiled, inputs.x, *others, inputs.weight, inputs.bias)
             return Work(call, (*names, "residual_out") if row.residual else names)
 
-        leaves, dy = _leaves(row, inputs), inputs.dy.view(row.shape)
-        x, weight, *rest = leaves
+        given, dy = leaves(row, inputs), inputs.dy.view(row.shape)
+        x, weight, *rest = given
         bias = rest[0] if rest else None
         if row.residual:
             # Gradients are those at x, so what is added to it is zero.
@@ -276,10 +244,10 @@ class _TorchCompile(Provider):
         else:
             gradients = (dy,)
             if row.direction == "both":
-                return _with_autograd(row, inputs, lambda x, weight, bias=None: compiled(x, weight, bias)[0])
+                return with_autograd(row, inputs, lambda x, weight, bias=None: compiled(x, weight, bias)[0])
             outputs = compiled(x, weight, bias)
-        call = functools.partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True)
-        return Work(call, ("dx", "dweight", "dbias"))
+        call = functools.partial(torch.autograd.grad, outputs, given, gradients, retain_graph=True)
+        return Work(call, GRADIENTS)
 
     def gelu(self, row: Row, inputs: Inputs) -> Work | None:
         torch._dynamo.reset()
@@ -292,10 +260,14 @@ class _TorchCompile(Provider):
         given = [inputs.x] if inputs.bias is None else [inputs.x, inputs.bias]
         if row.direction == "forward":
             return Work(functools.partial(compiled, *given), ("y",))
-        leaves = [tensor.detach().requires_grad_() for tensor in given]
-        y = compiled(*leaves)
-        call = functools.partial(torch.autograd.grad, y, leaves, inputs.dy, retain_graph=True)
+        given = [tensor.detach().requires_grad_() for tensor in given]
+        y = compiled(*given)
+        call = functools.partial(torch.autograd.grad, y, given, inputs.dy, retain_graph=True)
         return Work(call, _GELU_GRADIENTS)
+
+    def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
+        torch._dynamo.reset()
+        return torch_work(row, inputs, compiled=True)
 
 
 class _Liger(Provider):
@@ -307,6 +279,7 @@ class _Liger(Provider):
         self._layer: Any = importlib.import_module("liger_kernel.ops.layer_norm")
         self._rms: Any = importlib.import_module("liger_kernel.ops.rms_norm")
         self._add_rms: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
+        self._group: Any = importlib.import_module("liger_kernel.ops.group_norm")
 
     def norm(self, row: Row, inputs: Inputs) -> Work | None:
         if row.clock == "host" or (row.op == "layer_norm" and row.residual):
@@ -342,6 +315,9 @@ class _Liger(Provider):
         )
         return Work(call, ("dx", "dweight"), note="dx over dy")
 
+    def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
+        return liger_work(row, inputs, self._group.LigerGroupNormFunction)
+
     def _layer_norm(self, row: Row, inputs: Inputs) -> Work | None:
         x, weight, bias, dy = inputs.x, inputs.weight, inputs.bias, inputs.dy
         forward = functools.partial(self._layer.layer_norm_forward, x, weight, bias, EPS)
@@ -349,13 +325,13 @@ class _Liger(Provider):
             return Work(forward, ("y", None, "mean", "rstd"))
         backward = functools.partial(self._layer.layer_norm_backward, dy, x, weight, bias)
         if row.direction == "backward":
-            return Work(functools.partial(backward, inputs.mean, inputs.rstd), ("dx", "dweight", "dbias"))
+            return Work(functools.partial(backward, inputs.mean, inputs.rstd), GRADIENTS)
 
         def both() -> Any:
             y, _, mean, rstd, *_ = forward()
             return y, *backward(mean, rstd)
 
-        return Work(both, ("y", "dx", "dweight", "dbias"))
+        return Work(both, ("y", *GRADIENTS))
 
 
 class _Quack(Provider):
@@ -390,7 +366,7 @@ class _Quack(Provider):
             return None
         if row.direction == "backward":
             call = functools.partial(self._module.layernorm_bwd, x, weight, dy, inputs.rstd, inputs.mean)
-            return Work(call, ("dx", "dweight", "dbias"))
+            return Work(call, GRADIENTS)
         # Forward takes no other weight than float32.
         vectors = weight.float(), inputs.bias.float()
         forward = functools.partial(
@@ -403,13 +379,12 @@ class _Quack(Provider):
             y, rstd, mean = forward()
             return y, *self._module.layernorm_bwd(x, weight, dy, rstd, mean)
 
-        return Work(both, ("y", "dx", "dweight", "dbias"), note="float32 weights")
+        return Work(both, ("y", *GRADIENTS), note="float32 weights")
 
 
 class _TritonTutorial(Provider):
     name = "triton-tutorial"
     distribution = "triton"
-    sum_slack = 16.0
 
     def __init__(self, device: str, cache_bytes: int) -> None:
         super().__init__(device, cache_bytes)
@@ -423,13 +398,13 @@ class _TritonTutorial(Provider):
             return Work(forward, ("y", "mean", "rstd"))
         backward = functools.partial(self._module.backward, inputs.dy, inputs.x, inputs.weight)
         if row.direction == "backward":
-            return Work(functools.partial(backward, inputs.mean, inputs.rstd), ("dx", "dweight", "dbias"))
+            return Work(functools.partial(backward, inputs.mean, inputs.rstd), GRADIENTS, sum_slack=SIXTEEN_BIT_SUMS)
 
         def both() -> Any:
             y, mean, rstd = forward()
             return y, *backward(mean, rstd)
 
-        return Work(both, ("y", "dx", "dweight", "dbias"))
+        return Work(both, ("y", *GRADIENTS), sum_slack=SIXTEEN_BIT_SUMS)
 
 
 class _Jax(Provider):
@@ -515,7 +490,7 @@ class _Jax(Provider):
 
             last = inputs.dresidual_out if row.residual else None
             operands = tensors(inputs.dy, inputs.x, inputs.weight, inputs.mean, inputs.rstd, last)
-            function, names = backward, ("dx", "dweight", "dbias")
+            function, names = backward, GRADIENTS
         else:
 
             def both(dy: Any, x: Any, weight: Any, bias: Any) -> Any:
@@ -523,7 +498,7 @@ class _Jax(Provider):
                 return y, *self._gradient(dy, x, weight, mean, rstd, layer)
 
             operands = tensors(inputs.dy, inputs.x, inputs.weight, inputs.bias)
-            function, names = both, ("y", "dx", "dweight", "dbias")
+            function, names = both, ("y", *GRADIENTS)
         jitted = self._jax.jit(function)
         return Work(lambda: jitted(*next(operands)), names, "host's clock", self._jax.block_until_ready)
 

@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from cunorm.bench.results import OURS, Measurement, Results
-from cunorm.bench.suites import DIRECTIONS, SHAPES
+from cunorm.bench.suites import DIRECTIONS, SHAPES, TINY_SHAPES, readable
 
 __all__ = ["draw"]
 
@@ -36,11 +36,12 @@ _TITLES = {
     "backward": "backward (dx and the weights' gradients)",
     "both": "forward and backward",
 }
+_LAYOUTS = {"": "", "NC...": "channels first", "N...C": "channels last"}
 _LARGEST_R = 6.0  # what takes longer is drawn at the edge
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """A PNG and an SVG for every op, dtype and sweep of each suite: a column a direction. Returns the files."""
+    """A PNG and an SVG for every op, dtype, layout and sweep of each suite: a column a direction. Returns the files."""
     written = []
     for name, title, measurements in _figures(results.measurements):
         figure = _figure(f"{title}, {results.machine.get('device', 'unknown device')}", measurements)
@@ -62,16 +63,18 @@ def _figures(measurements: Sequence[Measurement]) -> Iterator[tuple[str, str, li
     for entry in measurements:
         if entry.clock == "device":
             variant = "residual" if entry.residual else "statistics" if entry.direction == "forward_stats" else ""
-            groups.setdefault((entry.suite, entry.op, entry.dtype, variant, entry.sweep), []).append(entry)
-    for (suite, op, dtype, variant, sweep), group in groups.items():
+            of = entry.dtype, _LAYOUTS[entry.layout], variant or entry.activation, entry.sweep
+            groups.setdefault((entry.suite, entry.op, *of), []).append(entry)
+    for (suite, op, dtype, layout, variant, sweep), group in groups.items():
         if len({entry.shape for entry in group}) < 2:
             continue
         sweep = "" if sweep == SHAPES else sweep
-        parts = [part for part in (suite, op, dtype, variant, sweep) if part]
+        parts = [part for part in (suite, op.replace("_", "-"), dtype, layout, variant, sweep) if part]
         rows = {math.prod(entry.shape[:-1]) for entry in group}
         of_rows = f"{rows.pop()} rows" if len(rows) == 1 and not sweep else ""
-        title = ", ".join(part for part in (op, dtype, variant and f"with {variant}", sweep, of_rows) if part)
-        yield "-".join(parts).replace(" ", "-").replace("_", "-"), title, group
+        words = op, dtype, layout, variant and f"with {variant}", sweep, of_rows
+        title = ", ".join(word for word in words if word)
+        yield "-".join(dict.fromkeys(parts)).replace(" ", "-"), title, group
 
 
 def _figure(title: str, measurements: Sequence[Measurement]) -> Any:
@@ -132,7 +135,8 @@ class _SizeAxis:
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
         self._shapes = list(dict.fromkeys(entry.shape for entry in measurements))
-        self._in_turn = measurements[0].sweep == SHAPES
+        self._in_turn = measurements[0].sweep in (SHAPES, TINY_SHAPES)
+        self._of_channels = measurements[0].row.is_channel_norm
         self._by_columns = len({shape[-1] for shape in self._shapes}) > 1
         self._sizes = sorted({self(entry) for entry in measurements})
 
@@ -144,9 +148,10 @@ class _SizeAxis:
 
     def scale(self, axis: Any) -> None:
         """Logarithmic where sizes are far apart; ticks at sizes that occur, as many as there is room for."""
-        axis.set_xlabel("rows × columns" if self._in_turn else "columns" if self._by_columns else "rows")
+        in_turn = "samples × channels × positions" if self._of_channels else "rows × columns"
+        axis.set_xlabel(in_turn if self._in_turn else "columns" if self._by_columns else "rows")
         sizes = self._sizes
-        ticks, labels = sizes, [" × ".join(f"{size:,}" for size in shape) for shape in self._shapes]
+        ticks, labels = sizes, [readable(shape) for shape in self._shapes]
         if not self._in_turn:
             logarithmic = sizes[-1] >= 16 * sizes[0]
             if logarithmic:

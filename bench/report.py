@@ -5,7 +5,8 @@
 replaces what stands between ``<!-- bench: KIND SUITE [WORDS] -->`` and ``<!-- bench end -->`` by the table of that kind
 for the rows of the suite, of these the ones that match the words (`cunorm.bench.suites.Row.matches`). Kinds: ``table``
 (r beside that of the best peer), ``ours`` (cunorm alone), ``odd`` (rows of odd length beside their aligned neighbours),
-``host`` (host times) and ``providers`` (r of every provider).
+``host`` (host times), ``providers`` (r of every provider) and ``nv_norms`` (milliseconds beside those that nv_norms has
+published, of other GPUs).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cunorm.bench.published import NV_NORMS_GPUS, nv_norms_milliseconds
 from cunorm.bench.results import OURS, Measurement, Results, best_peer, by_row, load, merge, of
-from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, Row
+from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, Row, readable
 
 __all__ = ["KINDS", "fill", "not_first", "table"]
 
@@ -84,7 +86,7 @@ def providers(measurements: Sequence[Measurement]) -> str:
         [_problem(row, measurements), _HEADINGS[row.direction], *(_r(of(name, measured)) for name in names)]
         for row, measured in by_row(measurements).items()
     ]
-    return _markdown(["rows × columns", "", *names], lines)
+    return _markdown([_sizes(measurements), "", *names], lines)
 
 
 def odd(measurements: Sequence[Measurement]) -> str:
@@ -123,12 +125,24 @@ def host(measurements: Sequence[Measurement]) -> str:
     return _markdown(["tensors", "rows × columns", "call", "cunorm µs", "PyTorch's own µs", "ratio"], lines)
 
 
+def nv_norms(measurements: Sequence[Measurement]) -> str:
+    """Milliseconds of cunorm's forward and backward, and those that nv_norms has published; see `published`."""
+    chosen = [entry for entry in measurements if nv_norms_milliseconds(entry.row)]
+    lines = []
+    for row, measured in by_row(chosen).items():
+        entry, theirs = of(OURS, measured), nv_norms_milliseconds(row) or ()
+        time = f"{entry.seconds * 1e3:.2f}" if entry and entry.seconds else "–"
+        lines.append([_problem(row, chosen), time, *(f"{value:.2f}" for value in theirs)])
+    return _markdown([_sizes(measurements), "cunorm ms", *(f"nv_norms ms, {name}" for name in NV_NORMS_GPUS)], lines)
+
+
 KINDS: dict[str, Callable[[Sequence[Measurement]], str]] = {
     "table": table,
     "ours": ours,
     "odd": odd,
     "host": host,
     "providers": providers,
+    "nv_norms": nv_norms,
 }
 
 
@@ -144,13 +158,19 @@ def _problems(
         for problem, found in lines.items()
     ]
     titles = [f"{_HEADINGS[name]} {heading}" for name in directions for heading in headings]
-    return _markdown(["rows × columns", *titles], body)
+    return _markdown([_sizes(measurements), *titles], body)
+
+
+def _sizes(measurements: Sequence[Measurement]) -> str:
+    """What the sizes of a shape are."""
+    return "samples × channels × positions" if measurements[0].row.is_channel_norm else "rows × columns"
 
 
 def _problem(row: Row, measurements: Sequence[Measurement]) -> str:
     """The shape, and whatever else is not the same in all of the measurements."""
-    text = " × ".join(f"{size:,}" for size in row.shape)
-    for name, value in (("op", row.op), ("dtype", row.dtype), ("residual", "residual" if row.residual else "")):
+    text = readable(row.shape)
+    variants = {"op": row.op, "dtype": row.dtype, "residual": "residual" * row.residual}
+    for name, value in (variants | {"layout": row.layout, "activation": row.activation}).items():
         if len({getattr(entry, name) for entry in measurements}) > 1 and value:
             text += f", {value}"
     return text + (", unaligned" if row.offset else "")

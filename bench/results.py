@@ -35,6 +35,9 @@ class Measurement:
     clock: str
     framework: str
     sweep: str
+    layout: str
+    groups: int
+    activation: str
     provider: str
     moved_bytes: int
     copy_seconds: float | None

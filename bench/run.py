@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from cunorm import launch
-from cunorm.bench.inputs import Exact, Inputs
+from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
+from cunorm.bench.inputs import SUMS, Comparison, Exact, Inputs, Tensors
 from cunorm.bench.peers import Provider, find
 from cunorm.bench.results import Measurement, Results
 from cunorm.bench.suites import Row
 from cunorm.bench.timing import Machine
+from cunorm.bench.work import Work
 
 __all__ = ["Measurement", "Results", "describe_machine", "run"]
 
@@ -61,8 +63,8 @@ def run(
             if row.inputs_key != key:
                 inputs = exact = None  # before the next ones are made, which may be large
                 machine.release()
-                inputs = Inputs(row, machine.device)
-                exact, key = Exact(inputs), row.inputs_key
+                inputs, exact = _prepare(row, machine.device)
+                key = row.inputs_key
             assert inputs is not None and exact is not None
             if not warm and row.clock == "device" and row.moved_bytes not in copies:
                 copies[row.moved_bytes] = _copy_seconds(row.moved_bytes, machine)
@@ -95,6 +97,14 @@ def run(
     return results
 
 
+def _prepare(row: Row, device: str) -> tuple[Tensors, Comparison]:
+    if row.is_channel_norm:
+        channel_inputs = ChannelInputs(row, device)
+        return channel_inputs, ChannelExact(channel_inputs)
+    inputs = Inputs(row, device)
+    return inputs, Exact(inputs)
+
+
 def _broken(machine: Machine, what: str, row: Row) -> str:
     reason = machine.broken()
     return f"{what} left the device unusable at {row.label}: {reason}" if reason else ""
@@ -108,7 +118,7 @@ def _copy_seconds(moved_bytes: int, machine: Machine) -> float:
 
 
 def _measure(
-    row: Row, inputs: Inputs, exact: Exact, provider: Provider, machine: Machine, copy_seconds: float
+    row: Row, inputs: Tensors, exact: Comparison, provider: Provider, machine: Machine, copy_seconds: float
 ) -> Measurement | None:
     """None where the provider has no such function. What goes wrong in a provider becomes a note."""
     measured = Measurement.of(row, provider.name, copy_seconds=copy_seconds)
@@ -116,7 +126,7 @@ def _measure(
         work = provider.work(row, inputs)
         if work is None:
             return None
-        error, wrong = _check(row, inputs, exact, provider, work)
+        error, wrong = _check(row, inputs, exact, work)
         if wrong:
             return dataclasses.replace(measured, error=error, note=wrong)
         seconds = machine.pipelined_seconds(work.call, work.wait) if work.wait else machine.seconds(work.call)
@@ -125,7 +135,7 @@ def _measure(
         return dataclasses.replace(measured, note=_first_line(error))
 
 
-def _warm(row: Row, inputs: Inputs, provider: Provider) -> Measurement:
+def _warm(row: Row, inputs: Tensors, provider: Provider) -> Measurement:
     measured = Measurement.of(row, provider.name, copy_seconds=None)
     try:
         work = provider.work(row, inputs)
@@ -137,7 +147,7 @@ def _warm(row: Row, inputs: Inputs, provider: Provider) -> Measurement:
 
 
 def _measure_host(
-    row: Row, inputs: Inputs, exact: Exact, providers: Iterable[Provider], machine: Machine
+    row: Row, inputs: Tensors, exact: Comparison, providers: Iterable[Provider], machine: Machine
 ) -> list[Measurement]:
     """All providers of a row together, so that their calls take turns."""
     measured, calls = [], []
@@ -147,7 +157,7 @@ def _measure_host(
             work = provider.work(row, inputs)
             if work is None:
                 continue
-            error, wrong = _check(row, inputs, exact, provider, work)
+            error, wrong = _check(row, inputs, exact, work)
             measured.append(dataclasses.replace(measurement, error=error, note=wrong))
             if not wrong:
                 calls.append((len(measured) - 1, work.call))
@@ -158,13 +168,13 @@ def _measure_host(
     return measured
 
 
-def _check(row: Row, inputs: Inputs, exact: Exact, provider: Provider, work: Any) -> tuple[float, str]:
+def _check(row: Row, inputs: Tensors, exact: Comparison, work: Work) -> tuple[float, str]:
     """The largest error of the results; and what is wrong with them, if something is."""
     inputs.poison()
     errors = exact.errors(work.results(), row.residual)
     wrong = []
     for name, error in errors.items():
-        limit = exact.limit(name, inputs.dtype) * (provider.sum_slack if name in ("dweight", "dbias") else 1)
+        limit = exact.limit(name, inputs.dtype) * work.slack * (work.sum_slack if name in SUMS else 1)
         if not error <= limit:
             wrong.append(f"{name} is off by {error:.1e}, allowed are {limit:.1e}")
     return max(errors.values()), f"wrong: {'; '.join(wrong)}" if wrong else ""

@@ -6,10 +6,27 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["DIRECTIONS", "GELUS", "ODD_NEIGHBOURS", "SHAPES", "SUITES", "Row", "suite"]
+__all__ = [
+    "CHANNEL_NORMS",
+    "DIRECTIONS",
+    "GELUS",
+    "LAYOUTS",
+    "NV_INSTANCE_NORM",
+    "NV_NORMS",
+    "ODD_NEIGHBOURS",
+    "SHAPES",
+    "SUITES",
+    "TINY_SHAPES",
+    "Row",
+    "readable",
+    "suite",
+]
 
-# The sweep of rows of which neither the rows nor the columns are the same or grow: a plot shows one after the other.
-SHAPES = "shapes"
+# The sweeps of rows of which neither the rows nor the columns are the same or grow: a plot shows one after the other.
+SHAPES, TINY_SHAPES = "shapes", "tiny shapes"
+
+CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
+LAYOUTS = ("NC...", "N...C")
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -26,9 +43,12 @@ DIRECTIONS = tuple(_MOVED)
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: the norm of the last axis of a tensor, or a gelu of it, in one direction.
+    """One problem: the norm of the last axis of a tensor, or a gelu of it, or a norm of its channels, in one direction.
 
-    The gelus are gelu and gelu_tanh, and with a bias bias_gelu and bias_gelu_tanh.
+    The gelus are gelu and gelu_tanh, and with a bias bias_gelu and bias_gelu_tanh. The norms of channels are those of
+    CHANNEL_NORMS; their shapes are (N, C, spatial...) in both of the LAYOUTS, of which ``layout`` says how the tensors
+    lie in memory, as PyTorch has it: N...C is its channels_last. ``groups`` is for group norm only, and batch norm is
+    in training.
     ``direction`` is forward, forward_stats (mean and rstd are results too), backward (all gradients that the problem
     has), both (the one after the other) or recorded (forward, with automatic differentiation recording). ``offset`` is
     how many elements x and dy lie behind an aligned address. ``clock`` is device (time on the GPU) or host (time that a
@@ -45,6 +65,9 @@ class Row:
     clock: str = "device"
     framework: str = "torch"
     sweep: str = ""
+    layout: str = ""
+    groups: int = 0
+    activation: str = ""
 
     @property
     def columns(self) -> int:
@@ -58,6 +81,10 @@ class Row:
     @property
     def is_biased_gelu(self) -> bool:
         return self.op.startswith("bias_")
+
+    @property
+    def is_channel_norm(self) -> bool:
+        return self.op in CHANNEL_NORMS
 
     @property
     def rows(self) -> int:
@@ -77,6 +104,7 @@ class Row:
         """What sets the row apart from others of its op, shape, dtype and direction."""
         parts = ["residual"] * self.residual + ["unaligned"] * bool(self.offset)
         parts += [f"{self.clock} {self.framework}"] * (self.clock == "host")
+        parts += [part for part in (self.layout, self.activation) if part]
         return ", ".join(parts)
 
     @property
@@ -90,7 +118,16 @@ class Row:
     @property
     def inputs_key(self) -> tuple[object, ...]:
         """Rows with the same key can be measured on the same tensors."""
-        return self.op, self.shape, self.dtype, self.offset
+        return self.op, self.shape, self.dtype, self.offset, self.layout, self.groups, self.activation
+
+
+def readable(shape: tuple[int, ...]) -> str:
+    """A shape as people write it, and as short: 4,096 × 256; 2 × 32 × 128³ where the spatial sizes are the same."""
+    sizes = [f"{size:,}" for size in shape]
+    spatial = shape[2:]
+    if len(spatial) > 1 and len(set(spatial)) == 1:
+        sizes[2:] = [sizes[2] + {2: "²", 3: "³"}[len(spatial)]]
+    return " × ".join(sizes)
 
 
 def _rows(
@@ -121,7 +158,7 @@ def _triton_tutorial() -> Iterator[Row]:
     return _rows("triton-tutorial", shapes, ["float16"], ["forward", "backward"])
 
 
-_NV_NORMS = (
+NV_NORMS: tuple[tuple[int, ...], ...] = (
     (10_000_000, 10),
     (1_000_000, 100),
     (100_000, 1000),
@@ -136,7 +173,7 @@ _NV_NORMS = (
 
 def _nv_norms() -> Iterator[Row]:
     """The layer-norm rows of NVIDIA's nv_norms for TensorFlow."""
-    return _rows("nv-norms", _NV_NORMS, ["float16", "float32"], ["forward", "backward", "both"], sweep=SHAPES)
+    return _rows("nv-norms", NV_NORMS, ["float16", "float32"], ["forward", "backward", "both"], sweep=SHAPES)
 
 
 def _fast_layernorm_tf() -> Iterator[Row]:
@@ -193,7 +230,7 @@ def _acceptance() -> Iterator[Row]:
     yield from _rows("rows", shapes, ["bfloat16"], directions, _NORMS, "268 MB")
     shapes = [(4096, columns) for columns in (256, 1024, 4096, 8192)]
     yield from _rows("rows", shapes, ["bfloat16"], directions, _NORMS, "4096 rows")
-    yield from _rows("rows", _NV_NORMS, ["float32"], ["forward", "backward"], _NORMS, SHAPES)
+    yield from _rows("rows", NV_NORMS, ["float32"], ["forward", "backward"], _NORMS, SHAPES)
     shapes = [(2**27 // columns, columns) for columns in (1024, 4096, 8192, 16384, 65536)]
     yield from _rows("rows", shapes, ["bfloat16"], ["forward", "backward"], _NORMS, "268 MB", residual=True)
 
@@ -208,6 +245,68 @@ def _gelu() -> Iterator[Row]:
     yield from _rows("gelu", shapes, ["bfloat16"], directions, GELUS)
     yield from _rows("gelu", [(8192, 4096), (8192, 16384)], ["float16"], directions, GELUS)
     yield from _rows("gelu", [(64, 4096)], ["bfloat16"], directions, GELUS, sweep="64 rows")
+
+
+def _channel_rows(
+    name: str,
+    shapes: Iterable[tuple[int, ...]],
+    dtypes: Iterable[str],
+    sweep: str = SHAPES,
+    activations: Iterable[str] = ("",),
+    directions: Iterable[str] = ("forward", "backward"),
+) -> Iterator[Row]:
+    """Every combination, in both layouts; the suite has the name of its norm. Group norm has 32 groups, or fewer where
+    each would have a channel only."""
+    op = name.replace("-", "_")
+    for shape in shapes:
+        groups = min(32, shape[1] // 2) if op == "group_norm" else 0
+        for dtype in dtypes:
+            for layout in LAYOUTS:
+                for activation in activations:
+                    row = Row(name, op, shape, dtype, "", sweep=sweep, layout=layout, groups=groups)
+                    for direction in directions:
+                        yield replace(row, activation=activation, direction=direction)
+
+
+_TINY_NV_NORMS = (2, 32, 6, 6, 6)
+NV_INSTANCE_NORM: tuple[tuple[int, ...], ...] = (
+    (2, 32, 128, 128, 128),
+    (2, 64, 128, 128, 128),
+    (4, 32, 128, 128, 128),
+    (4, 64, 64, 64, 64),
+    (8, 32, 64, 64, 64),
+    (8, 64, 64, 64, 64),
+    (8, 128, 64, 64, 64),
+    (4, 256, 32, 32, 32),
+    (8, 256, 32, 32, 32),
+    _TINY_NV_NORMS,
+)
+_TINY = (_TINY_NV_NORMS, (1, 8, 4, 4), (4, 64, 14, 14), (16, 128, 7, 7))
+
+
+def _instance_norm() -> Iterator[Row]:
+    """The instance-norm rows of NVIDIA's nv_norms for TensorFlow, whose own times are for forward and backward together
+    in float16; and tiny ones."""
+    for shapes, sweep in ((NV_INSTANCE_NORM[:-1], SHAPES), (_TINY, TINY_SHAPES)):
+        for row in _channel_rows("instance-norm", shapes, ["float32", "float16"], sweep):
+            yield row
+            if row.direction == "backward" and row.dtype == "float16" and row.shape in NV_INSTANCE_NORM:
+                yield replace(row, direction="both")
+
+
+def _group_norm() -> Iterator[Row]:
+    """Group norms of diffusion models, from the UNet's to the decoder's, without and with the SiLU that follows; and
+    tiny ones."""
+    shapes = [(8, 320, 64, 64), (8, 1280, 16, 16), (8, 128, 256, 256), (2, 512, 64, 64), (8, 512, 64, 64)]
+    yield from _channel_rows("group-norm", shapes, ["float16"], activations=("", "silu"))
+    yield from _channel_rows("group-norm", _TINY, ["float16"], TINY_SHAPES, activations=("", "silu"))
+
+
+def _batch_norm() -> Iterator[Row]:
+    """Batch norms of ResNet-50 in training, early, in the middle and at the end; and tiny ones."""
+    shapes = [(64, 256, 56, 56), (32, 64, 112, 112), (64, 2048, 7, 7)]
+    yield from _channel_rows("batch-norm", shapes, ["float32", "float16"])
+    yield from _channel_rows("batch-norm", _TINY, ["float32", "float16"], TINY_SHAPES)
 
 
 def _host() -> Iterator[Row]:
@@ -229,6 +328,9 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "small": _small,
     "odd": _odd,
     "gelu": _gelu,
+    "instance-norm": _instance_norm,
+    "group-norm": _group_norm,
+    "batch-norm": _batch_norm,
     "host": _host,
 }
 

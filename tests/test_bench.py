@@ -15,17 +15,44 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cunorm
 from cunorm import cli
-from cunorm.bench import peers, report, timing
+from cunorm.bench import channel_peers, peers, report, timing
 from cunorm.bench import run as runner
+from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
 from cunorm.bench.inputs import Exact, Inputs
+from cunorm.bench.published import nv_norms_milliseconds
 from cunorm.bench.results import Measurement, Results, best_peer, by_row, load, merge, of
-from cunorm.bench.suites import DIRECTIONS, GELUS, ODD_NEIGHBOURS, SUITES, Row, suite
+from cunorm.bench.suites import (
+    CHANNEL_NORMS,
+    DIRECTIONS,
+    GELUS,
+    LAYOUTS,
+    NV_INSTANCE_NORM,
+    ODD_NEIGHBOURS,
+    SUITES,
+    TINY_SHAPES,
+    Row,
+    readable,
+    suite,
+)
 
 ROOT = Path(__file__).parents[1]
 ROW = Row("test", "layer_norm", (5, 33), "float32", "forward")
+CHANNEL_ROWS = [
+    Row("test", op, (3, 8, 5, 6), dtype, direction, layout=layout, groups=groups, activation=activation)
+    for op, groups, activation in (
+        ("instance_norm", 0, ""),
+        ("group_norm", 4, ""),
+        ("group_norm", 4, "silu"),
+        ("batch_norm", 0, ""),
+    )
+    for dtype in ("float32", "float16")
+    for layout in LAYOUTS
+    for direction in ("forward", "backward", "both")
+]
 PEERS = tuple(name for name in peers.PROVIDERS if name != "cunorm")
 
 
@@ -87,6 +114,10 @@ def measure(
 
 def small(row: Row) -> Row:
     """The same problem in a size that a CPU computes at once."""
+    if row.is_channel_norm:
+        samples, channels, *spatial = row.shape
+        shape = (min(samples, 2), 2 * row.groups or min(channels, 5), *(min(size, 4) for size in spatial))
+        return dataclasses.replace(row, shape=shape)
     return dataclasses.replace(row, shape=(*(min(size, 3) for size in row.shape[:-1]), min(row.columns, 33)))
 
 
@@ -116,10 +147,13 @@ def test_suite_is_sane(name: str) -> None:
     assert len(rows) == len(set(rows)) > 0
     for row in rows:
         assert row.suite == name
-        assert row.op in ("layer_norm", "rms_norm", *GELUS)
+        assert row.op in ("layer_norm", "rms_norm", *GELUS, *CHANNEL_NORMS)
         assert row.dtype in ("float16", "bfloat16", "float32")
         assert row.direction in DIRECTIONS
         assert min(row.shape) > 0
+        assert (row.layout in LAYOUTS) == row.is_channel_norm == (row.layout != "")
+        assert bool(row.groups) == (row.op == "group_norm")
+        assert row.shape[1] % (row.groups or 1) == 0
         # x, dy, dx, a residual and its gradient fit on the GPU that the suites were made for.
         assert 5 * math.prod(row.shape) * 4 < 141e9
 
@@ -138,6 +172,45 @@ def test_suites_reproduce_what_they_name() -> None:
     large = [row for row in suite("rows") if row.sweep == "268 MB" and not row.residual]
     assert {256, 5120, 12288, 15872, 16384, 50257, 262144} <= {row.columns for row in large}
     assert all(row.moved_bytes > 256e6 for row in large)
+
+
+def test_suites_of_channel_norms() -> None:
+    rows = {op: suite(op.replace("_", "-")) for op in CHANNEL_NORMS}
+    for op, of_op in rows.items():
+        assert {row.op for row in of_op} == {op}
+        assert {row.direction for row in of_op} >= {"forward", "backward"}
+        assert any(row.sweep == TINY_SHAPES for row in of_op)
+        # The same problems in both layouts.
+        of_layouts = [
+            [dataclasses.replace(row, layout="") for row in of_op if row.layout == layout] for layout in LAYOUTS
+        ]
+        assert of_layouts[0] == of_layouts[1] != []
+    instance = [row for row in rows["instance_norm"] if row.shape in NV_INSTANCE_NORM]
+    assert {row.shape for row in instance} == set(NV_INSTANCE_NORM)
+    assert {(2, 64, 128, 128, 128), (8, 256, 32, 32, 32), (2, 32, 6, 6, 6)} <= {row.shape for row in instance}
+    assert {row.dtype for row in instance} == {"float16", "float32"}
+    group = [row for row in rows["group_norm"] if row.sweep != TINY_SHAPES]
+    assert {row.groups for row in group} == {32}
+    assert {row.activation for row in group} == {"", "silu"}
+    assert {(8, 320, 64, 64), (8, 128, 256, 256)} <= {row.shape for row in group}
+    assert {(64, 256, 56, 56), (64, 2048, 7, 7)} <= {row.shape for row in rows["batch_norm"]}
+
+
+def test_only_chooses_layouts_and_activations() -> None:
+    chosen = suite("group-norm", "8x320x64x64 N...C silu backward")
+    assert [row.label for row in chosen] == ["group_norm 8x320x64x64 float16 backward (N...C, silu)"]
+    chosen = suite("group-norm", "8x320x64x64 NC... !silu")
+    assert [row.label for row in chosen] == [
+        f"group_norm 8x320x64x64 float16 {direction} (NC...)" for direction in ("forward", "backward")
+    ]
+
+
+def test_shapes_are_readable() -> None:
+    assert readable((4096, 1024)) == "4,096 × 1,024"
+    assert readable((16, 1024, 256)) == "16 × 1,024 × 256"
+    assert readable((2, 32, 128, 128, 128)) == "2 × 32 × 128³"
+    assert readable((8, 1280, 16, 16)) == "8 × 1,280 × 16²"
+    assert readable((8, 1280, 16, 32)) == "8 × 1,280 × 16 × 32"
 
 
 def test_parts_and_only_choose_rows() -> None:
@@ -229,6 +302,134 @@ def test_gelu_is_compared_with_what_it_is(op: str, direction: str, other: type[O
     assert ours.error is not None and ours.error < 1e-6
     assert wrong.seconds is None and wrong.note.startswith("wrong: ")
     assert measure(row, providers=("liger", "quack", "jax.jit")).measurements == []
+
+
+@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=lambda row: row.label.replace("/", "-"))
+def test_norms_of_channels_are_right(row: Row) -> None:
+    for entry in measure(row, providers=("cunorm", "torch")).measurements:
+        assert entry.seconds, entry
+        assert entry.error is not None
+        assert entry.error < (1e-6 if row.dtype == "float32" else 2e-3)
+        assert entry.r == pytest.approx(1e-5 / (row.moved_bytes // 2 * 1e-9))
+    assert measure(row, providers=("quack", "jax.jit", "triton-tutorial")).measurements == []
+
+
+def test_compiled_norms_of_channels_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch records all that it would compile, and compiles nothing, which takes seconds."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    for row in CHANNEL_ROWS:
+        if row.layout == "N...C" and row.dtype == "float32":
+            (entry,) = measure(row, providers=["torch.compile"]).measurements
+            assert entry.seconds, entry
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_channels_lie_as_the_layout_says(layout: str) -> None:
+    row = dataclasses.replace(CHANNEL_ROWS[0], layout=layout)
+    inputs = ChannelInputs(row, "cpu")
+    memory_format = {"NC...": torch.contiguous_format, "N...C": torch.channels_last}[layout]
+    for tensor in (inputs.x, inputs.dy):
+        assert tensor.shape == row.shape
+        assert tensor.is_contiguous(memory_format=memory_format)
+    assert inputs.by_set(inputs.x).data_ptr() == inputs.x.data_ptr()
+
+
+@pytest.mark.parametrize("row", [row for row in CHANNEL_ROWS if row.direction == "both" and row.dtype == "float32"])
+def test_exact_results_of_channels_are_those_of_autograd(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cunorm.bench.channel_inputs.CHUNK_ELEMENTS", 100)  # several parts
+    inputs = ChannelInputs(row, "cpu")
+    assert len(list(inputs.parts())) > 1
+    leaves = [tensor.double().requires_grad_() for tensor in (inputs.x, inputs.weight, inputs.bias)]
+    running = [tensor.double() for tensor in inputs.running()]
+    y = channel_peers._torch_norm(row)(*leaves, *running)
+    gradients = torch.autograd.grad(y, leaves, inputs.dy.double())
+    results = dict(zip(("y", "dx", "dweight", "dbias"), (y.detach(), *gradients)))
+    results |= dict(zip(("running_mean", "running_var"), running))
+    assert len(results) == (6 if row.op == "batch_norm" else 4)
+    assert max(ChannelExact(inputs).errors(results, residual=False).values()) < 1e-12
+
+
+@pytest.mark.parametrize("op", CHANNEL_NORMS)
+def test_statistics_of_channels_are_those_that_backward_wants(op: str) -> None:
+    row = next(row for row in CHANNEL_ROWS if row.op == op)
+    inputs = ChannelInputs(row, "cpu")
+    groups = [row.groups] if row.groups else []
+    training = {"training": True} if op == "batch_norm" else {}
+    _, mean, rstd = getattr(cunorm, op)(inputs.x, *groups, return_stats=True, **training)
+    torch.testing.assert_close(inputs.mean, mean)
+    torch.testing.assert_close(inputs.rstd, rstd)
+
+
+def _nan_at_the_end(y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y[-1, -2, -1, -1] = torch.nan
+    return y
+
+
+@pytest.mark.parametrize(
+    "op, wrong",
+    [
+        ("instance_norm", lambda x, weight, bias: F.instance_norm(x)),
+        ("instance_norm", lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, True)),
+        ("group_norm", lambda x, weight, bias: F.group_norm(x, 2, weight, bias)),
+        ("group_norm", lambda x, weight, bias: F.silu(F.group_norm(x, 4, weight, bias))),
+        ("group_norm", lambda x, weight, bias: F.group_norm(x, 4, weight, bias).flatten(2)),
+        ("group_norm", lambda x, weight, bias: _nan_at_the_end(F.group_norm(x, 4, weight, bias))),
+        ("batch_norm", lambda x, weight, bias, *running: F.instance_norm(x, weight=weight, bias=bias)),
+        # Running statistics that nobody updates, and ones that forget at another rate.
+        ("batch_norm", lambda x, weight, bias, *running: F.batch_norm(x, None, None, weight, bias, True)),
+        ("batch_norm", lambda x, weight, bias, *running: F.batch_norm(x, *running, weight, bias, True, 0.2)),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wrong_norms_of_channels_get_no_time(
+    op: str, wrong: Callable[..., torch.Tensor], layout: str, other: type[OtherProvider]
+) -> None:
+    row = next(row for row in CHANNEL_ROWS if row.op == op and row.layout == layout)
+    other.answer = staticmethod(lambda row, inputs: channel_peers._work(row, inputs, wrong))
+    (entry,) = measure(row, providers=["other"]).measurements
+    assert entry.seconds is None
+    assert entry.note.startswith("wrong: ")
+
+
+@pytest.mark.parametrize("name", ["y", "dx", "dweight", "dbias", "running_mean", "running_var"])
+def test_what_a_norm_of_channels_does_not_write_is_wrong(name: str) -> None:
+    row = next(row for row in CHANNEL_ROWS if row.op == "batch_norm")
+    shape = row.shape if name in ("y", "dx") else (row.shape[1],)
+    exact = ChannelExact(ChannelInputs(row, "cpu"))
+    for result in (torch.full(shape, torch.nan), torch.zeros(0), torch.zeros(shape)[..., :-1]):
+        assert not exact.errors({name: result}, residual=False)[name] <= exact.limit(name, torch.float32)
+
+
+def test_a_note_says_what_cudnn_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(CHANNEL_ROWS[-3], providers=["torch"]).measurements[0].note == ""
+    monkeypatch.setattr(torch._C, "_select_batch_norm_backend", lambda *inputs: torch._C._BatchNormBackend.Cudnn)
+    for row in CHANNEL_ROWS:
+        if row.direction == "forward":
+            (entry,) = measure(row, providers=["torch"]).measurements
+            assert entry.note == ("cuDNN" if row.op == "batch_norm" else "")
+
+
+class LigerFunction:
+    """What Liger's autograd function of group norm computes."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: Any, bias: Any, channels: int, groups: int, eps: float) -> torch.Tensor:
+        assert x.dim() == 3 and x.shape[1] == channels and x.is_contiguous()
+        return F.group_norm(x, groups, weight, bias, eps)
+
+
+def test_liger_has_group_norm_in_one_layout(other: type[OtherProvider]) -> None:
+    other.answer = staticmethod(lambda row, inputs: channel_peers.liger_work(row, inputs, LigerFunction))
+    for row in CHANNEL_ROWS:
+        entries = measure(row, providers=["other"]).measurements
+        if row.op != "group_norm" or row.activation:
+            assert not entries
+        elif row.layout == "NC...":
+            assert entries[0].seconds, entries
+        else:
+            assert entries[0].seconds is None
+            assert "not tried" in entries[0].note
 
 
 def test_a_wrong_result_gets_no_time(other: type[OtherProvider]) -> None:
@@ -452,6 +653,12 @@ def test_a_file_that_has_no_results_is_refused(text: str, tmp_path: Path) -> Non
         load(path)
 
 
+@pytest.mark.parametrize("name", ["nv-norms", "rows", "host"])
+def test_results_of_before_there_were_layouts_are_read(name: str) -> None:
+    measurements = load(ROOT / "bench" / "results" / "h200" / f"{name}.json").measurements
+    assert {entry.row for entry in measurements} <= set(suite(name))
+
+
 def test_parts_merge() -> None:
     whole = synthetic()
     first, second = (
@@ -483,6 +690,42 @@ def test_plots(tmp_path: Path) -> None:
         assert words in text
 
 
+def test_plots_of_norms_of_channels(tmp_path: Path) -> None:
+    from cunorm.bench.plots import _figures, draw
+
+    suites = [op.replace("_", "-") for op in CHANNEL_NORMS]
+    chosen = [entry for entry in synthetic().measurements if entry.suite in suites and entry.dtype == "float16"]
+    figures = {name: (title, measurements) for name, title, measurements in _figures(chosen)}
+    layouts = ("channels-first", "channels-last")
+    assert set(figures) == {
+        f"{figure}-float16-{layout}{rest}"
+        for layout in layouts
+        for figure, silu in (("instance-norm", [""]), ("group-norm", ["", "-silu"]), ("batch-norm", [""]))
+        for activation in silu
+        for rest in (activation, f"{activation}-tiny-shapes")
+    }
+    name = "group-norm-float16-channels-last-silu"
+    draw(dataclasses.replace(synthetic(), measurements=figures[name][1]), tmp_path)
+    text = (tmp_path / f"{name}.svg").read_text()
+    for words in ("channels last, with silu", "samples × channels × positions", "8 × 320 × 64²"):
+        assert words in text
+
+
+def test_nv_norms_times_stand_beside_ours() -> None:
+    published = [row for name in ("nv-norms", "instance-norm") for row in suite(name) if nv_norms_milliseconds(row)]
+    assert {(row.dtype, row.direction) for row in published} == {("float16", "both")}
+    assert len(published) == 9 + 2 * len(NV_INSTANCE_NORM)
+    end = "<!-- bench end -->"
+    text = f"<!-- bench: nv_norms instance-norm -->\n{end}\n<!-- bench: nv_norms nv-norms -->\n{end}\n"
+    filled = report.fill(text, synthetic())
+    assert "| samples × channels × positions | cunorm ms | nv_norms ms, H100 | nv_norms ms, A100 |" in filled
+    # 268 MB of float16 five times over at 4 TB/s, and a tenth.
+    assert "| 2 × 32 × 128³, NC... | 0.37 | 3.85 | 5.20 |" in filled
+    assert "| 2 × 32 × 128³, N...C | 0.37 | 6.05 | 7.51 |" in filled
+    assert "| 10,000,000 × 10 | 0.28 | 10.61 | 13.82 |" in filled
+    assert filled.count("\n| ") == len(published) + 4
+
+
 def test_tables_are_filled_in() -> None:
     end = "<!-- bench end -->"
     text = f"a\n<!-- bench: table triton-tutorial -->\nold\n{end}\nb\n<!-- bench: odd odd -->\n{end}\n"
@@ -490,6 +733,8 @@ def test_tables_are_filled_in() -> None:
     assert "old" not in filled
     assert "| 4,096 × 1,024 | 1.10 | 1.50 quack | 1.10 | 1.50 quack |" in filled
     assert "| 4,097 beside 4,096 | bfloat16 | 1.45 | 1.45 |" in filled
+    text = f"<!-- bench: table group-norm 8x320 -->\n{end}\n"
+    assert "| 8 × 320 × 64², N...C, silu | 1.10 | 1.50 quack |" in report.fill(text, synthetic())
     assert report.fill(filled, synthetic()) == filled
 
 
