@@ -32,6 +32,11 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     return aligned if run >= 128 else aligned * (1.5 if run >= 64 else 96 / run)
 
 
+def _narrow(problem: ChannelProblem, width: int) -> float:
+    """How much longer vectors of less than 16 bytes take."""
+    return math.sqrt(16 / (width * DTYPES[problem.x.dtype].itemsize))
+
+
 def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float, by_channels: float) -> float:
     """The time in which a thread sums its vectors."""
     elements = vectors * 16 // DTYPES[problem.x.dtype].itemsize
@@ -57,12 +62,12 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     turns, resident = grid.turns(problem), grid.tiles.min_blocks
     busy = min(1.0, grid.groups * grid.blocks_per_slab / (device.multiprocessors * resident))
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, grid.tiles) / busy
-    stream *= turns * grid.groups / grid.tiles.count(problem)
+    stream *= turns * grid.groups / grid.tiles.count(problem) * _narrow(problem, grid.tiles.width)
     exchange = (2.5 if grid.tiles.along_channels else 1.2) + 6e-4 * grid.sets(problem) * grid.blocks_per_slab
     exposed = exchange + _work(problem, grid.vectors, grid.tiles, 0.012, 0.014)
     # What is on its way meanwhile.
     exposed *= 1 - 0.15 * min(1.0, (grid.slots - grid.vectors) / grid.vectors)
-    return 5.0 + stream + turns * exposed
+    return 8.5 + stream + turns * exposed
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
@@ -70,5 +75,5 @@ def split_cost(problem: ChannelProblem, device: Device) -> float:
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.1 if along_channels and itemsize == 2 else 1.03
-    narrow = math.sqrt(16 / (width * itemsize))
-    return 8.0 + problem.bytes_moved / (_BYTES * device.multiprocessors) * passes * unpacked * narrow
+    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * passes * unpacked
+    return 8.0 + stream * _narrow(problem, width)
