@@ -1,9 +1,9 @@
-// Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster: y =
-// activate((x - mean) * rstd * weight + bias), moving x once in and y once out.
+// Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster:
+// y = activate((x - mean) * rstd * weight + bias), moving x once in and y once out.
 //
-// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel: PIVOT
-// of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are. The blocks of a slab
-// tell each other the statistics of their parts, and each merges all into those of the slab's sets of channels.
+// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel:
+// PIVOT of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are. The blocks of a
+// slab tell each other the statistics of their parts, and each merges all into those of the slab's sets of channels.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
