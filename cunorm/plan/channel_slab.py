@@ -1,10 +1,10 @@
-"""Channel norms of slabs that fit on chip: some channels of a sample, with all their points. Every number moved once."""
+"""Channel norms of slabs that fit on chip: some channels of a sample, with all their points. All is moved once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cunorm.plan.channel_tiles import (
     Tiles,
@@ -75,13 +75,13 @@ class Slab:
     def resident(self, problem: ChannelProblem, device: Device) -> int:
         """How many blocks share a multiprocessor."""
         shared = self.shared_bytes(problem) + self.static_bytes(problem) + _RESERVED_BYTES
-        most = min((device.shared_bytes + _RESERVED_BYTES) // shared, device.threads_per_multiprocessor // self.tiles.threads)
-        return min(most, 65536 // (self.tiles.threads * 64))
+        threads = self.tiles.threads
+        most = min((device.shared_bytes + _RESERVED_BYTES) // shared, device.threads_per_multiprocessor // threads)
+        return min(most, 65536 // (threads * 64))
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
     """Every way to lay the slabs of a problem over blocks."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
     along_channels, width = direction(problem)
     if problem.points == 0 or problem.samples * problem.channels == 0:
         return
@@ -117,7 +117,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
                     yield slab
 
 
-# The model that a slab is chosen by: bytes a microsecond of the whole device, and microseconds that a slab takes besides.
+# The model that a slab is chosen by: bytes a microsecond of the whole device, and microseconds that a slab takes
+# besides.
 _BYTES_PER_MICROSECOND = 4.2e6
 _LATENCY = 3.0
 _LATENCY_OF_CLUSTER = 1.0
