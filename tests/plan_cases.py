@@ -15,12 +15,17 @@ from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
     BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ChannelProblem,
+    ChannelTensor,
     ForwardProblem,
     Matrix,
     Norm,
     PointwiseBackward,
     PointwiseForward,
     Problem,
+    RunningStatistics,
     Vector,
 )
 
@@ -66,6 +71,41 @@ def plain_gelu(columns: int, dtype: str = "float32") -> PointwiseForward:
 def plain_gelu_backward(columns: int, dtype: str = "float32") -> PointwiseBackward:
     x = Matrix(dtype, (0,), (1,))
     return PointwiseBackward((1,), (columns,), x, x, x, None, None, "gelu")
+
+
+def plain_channel_norm(
+    shape: tuple[int, int, int],
+    dtype: str = "float32",
+    channels_per_set: int | None = 1,
+    *,
+    last: bool = False,
+    activation: str | None = None,
+) -> list[ChannelProblem]:
+    """The norm of samples by channels by points and its gradients, with the channels ``last`` in memory or second.
+
+    Without ``channels_per_set`` it is the batch norm of a training step, which updates running statistics.
+    """
+    samples, channels, points = shape
+    over_samples = channels_per_set is None
+    channel_stride, point_stride = (1, channels) if last else (points, 1)
+    sample_stride = channels * points
+    point_sizes, point_strides = (points,), (point_stride,)
+    running = None
+    if over_samples:
+        vector = Vector("float32")
+        running = RunningStatistics(vector, vector, False, 0.9, 0.1)
+        if last:
+            point_sizes = (samples * points,)
+        else:
+            point_sizes, point_strides = (samples, points), (sample_stride, point_stride)
+        samples, sample_stride = 1, 0
+    x = ChannelTensor(dtype, sample_stride, channel_stride, point_strides)
+    sizes, weight = (samples, channels, point_sizes, channels_per_set or 1), Vector(dtype)
+    bias = None if activation is None else weight
+    return [
+        ChannelForward(*sizes, x, x, weight, weight, True, 1e-5, activation, running),
+        ChannelBackward(*sizes, x, x, x, weight, bias, dtype, dtype, activation),
+    ]
 
 
 # ---- Those of every kind.
