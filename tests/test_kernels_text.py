@@ -125,7 +125,7 @@ def test_includes_are_expanded_or_the_compiler_s(file: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_arguments_are_parsed_whole(kernel: str) -> None:
-    """As many fields as the struct has semicolons, none twice, every number of rows, columns and the like in 64 bits."""
+    """As many fields as the struct has semicolons, none twice, sizes in 64 bits."""
     match = re.search(r"struct Arguments \{(.*?)\n\};", code_of(f"{kernel}.cu"), re.DOTALL)
     assert match is not None
     fields = kernels.argument_fields(kernel)
