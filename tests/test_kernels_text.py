@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_cases import plain_backward, plain_forward, plain_gelu, plain_gelu_backward
+from plan_cases import plain_backward, plain_channel_norm, plain_forward, plain_gelu, plain_gelu_backward
 
 from cunorm import kernels
 from cunorm.plan import Device, plan
@@ -254,4 +254,7 @@ def test_every_kernel_is_used_by_some_plan() -> None:
         norms = plain_forward(1000, columns), plain_backward(1000, columns)
         for problem in (*norms, plain_gelu(columns), plain_gelu_backward(columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
+    for points in (100, 3_000_000):
+        for channel_problem in plain_channel_norm((8, 64, points), channels_per_set=None):
+            used |= {launch.kernel for launch in plan(channel_problem, Device()).launches}
     assert used == set(KERNELS)
