@@ -296,9 +296,8 @@ def test_slabs_know_what_their_kernels_declare(dtype: str) -> None:
             continue
         item = plan(problem, device).launches[0]
         taken = compile_resources(item.kernel, dict(item.constants), device.arch)
-        # Without a cluster the compiler drops what blocks tell each other, without running statistics their moments.
-        reckoned = slab.static_bytes(problem)
-        assert taken.shared_bytes <= reckoned <= 2 * taken.shared_bytes + 256
+        # The compiler drops what a single block does not tell others, and moments that update no running statistics.
+        assert taken.shared_bytes <= slab.static_bytes(problem) <= taken.shared_bytes + 2048
         seen += 1
     assert seen >= 4
 
