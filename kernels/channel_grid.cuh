@@ -34,8 +34,8 @@ __device__ __forceinline__ Group group_of_block(long long slabs, long long block
   return {blockIdx.x / blocks, gridDim.x / blocks, slabs, blocks, static_cast<int>(blockIdx.x) % blocks};
 }
 
-// What the blocks of a group tell each other: COUNT numbers for each of the slab's sets. Of set s, the block of rank s %
-// blocks is the owner: it collects what all have, and tells all what follows from that. Everything twice, so that a
+// What the blocks of a group tell each other: COUNT numbers for each of the slab's sets. Of set s, the block of rank s
+// % blocks is the owner: it collects what all have, and tells all what follows from that. Everything twice, so that a
 // block may still read one turn's when another has gone on to the next. Further it cannot go, for it then needs this
 // one's numbers.
 template <int COUNT>

@@ -160,7 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     for (int first = 0; first < VECTORS; first += 2) {
 #pragma unroll
       for (int i = first; i < first + 2; ++i) {
-        if (i < count) store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+        if (i < count) {
+          store_global(dx + walk.offset(arguments.dx_point_strides),
+                       finish.of(dy_slots.get(i), x_slots.get(i), thread));
+        }
         walk.advance(arguments.point_sizes);
       }
       fill_next();

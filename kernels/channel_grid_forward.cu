@@ -1,6 +1,6 @@
 // Instance, group and batch norm of slabs that only several multiprocessors together can hold, without clusters: y =
-// activate((x - mean) * rstd * weight + bias), moving x once in and y once out. How the blocks share slabs and tell each
-// other the statistics of their parts is in channel_grid.cuh.
+// activate((x - mean) * rstd * weight + bias), moving x once in and y once out. How the blocks share slabs and tell
+// each other the statistics of their parts is in channel_grid.cuh.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"

@@ -1,8 +1,8 @@
 // Merging the statistics of parts: Chan, Golub and LeVeque's rule for many parts at once, by LANES neighbouring threads
 // in double. The squared deviation of the whole is that of the parts, plus the squared deviation of their means.
 
-// The sums of COUNT numbers over LANES threads: a part of a warp, or a whole block of as many. Every thread of the block
-// must call it. Scratch: COUNT * LANES / 32 numbers where LANES are more than a warp.
+// The sums of COUNT numbers over LANES threads: a part of a warp, or a whole block of as many. Every thread of the
+// block must call it. Scratch: COUNT * LANES / 32 numbers where LANES are more than a warp.
 template <int LANES, int COUNT>
 __device__ __forceinline__ void total_over(double (&values)[COUNT], double* scratch) {
   constexpr int WARP_LANES = LANES < 32 ? LANES : 32;
@@ -31,8 +31,8 @@ struct Moments {
   double variance;
 };
 
-// for_each_part(use) calls use(count, mean, deviation) for each of the thread's parts; they have `count` numbers in all.
-// The means are taken from a pivot, one of them, so that nothing cancels that a double does not hold.
+// for_each_part(use) calls use(count, mean, deviation) for each of the thread's parts; they have `count` numbers in
+// all. The means are taken from a pivot, one of them, so that nothing cancels that a double does not hold.
 template <int LANES, typename ForEach>
 __device__ __forceinline__ Moments merged(double count, double pivot, double* scratch, const ForEach& for_each_part) {
   double sums[2] = {0, 0};

@@ -1,4 +1,5 @@
-// What a batch norm in training does to the running statistics.
+// What a batch norm in training does to the running statistics: it moves them towards those of the batch, in double,
+// rounding once. The variance that they are moved towards is the UNBIASED one, or that which x was normalized with.
 
 // running = kept * running + taken * new, for one channel of so many values.
 struct RunningUpdate {

@@ -35,9 +35,10 @@ struct Slots {
   __device__ __forceinline__ Vector<X_TYPE, VECTOR> get(int i) const { return load<X_TYPE, VECTOR>(at(i)); }
 };
 
-// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, when they have arrived: a few
-// at a time, so that the reads of the next need not wait for the work on the last. Every slot is filled in a group of
-// copies of its own. An empty group is added for each that was waited for, so that there are always as many behind it.
+// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, when they have arrived: a
+// few at a time, so that the reads of the next need not wait for the work on the last. Every slot is filled in a group
+// of copies of its own. An empty group is added for each that was waited for, so that there are always as many behind
+// it.
 constexpr int AT_A_TIME = 4;
 
 template <int FIRST, int LAST, typename Use>

@@ -1,6 +1,6 @@
 // Instance, group and batch norm of slabs that fit into the shared memory of a block, or of the blocks of a cluster
-// (what cluster.cuh calls a row is a slab here): y = activate((x - mean) * rstd * weight + bias), moving x once in and y
-// once out. The blocks of a slab tell each other the statistics of their parts, and each merges all into those of the
+// (what cluster.cuh calls a row is a slab here): y = activate((x - mean) * rstd * weight + bias), moving x once in and
+// y once out. The blocks of a slab tell each other the statistics of their parts, and each merges all into those of the
 // slab's sets of channels.
 #include "types.cuh"
 #include "reduce.cuh"

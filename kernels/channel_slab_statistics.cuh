@@ -1,8 +1,8 @@
 // The statistics of a block's part of a slab, as it arrives, and the last step of a norm, for channel_slab_forward and
 // channel_grid_forward.
 //
-// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel: PIVOT
-// of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are.
+// The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel:
+// PIVOT of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are.
 
 // What the parts of a slab have of each channel: mean, its remainder, and the sum of squared deviations from it.
 constexpr int NUMBERS = 3;

@@ -1,6 +1,6 @@
-// Adds up the chunk sums of channel_split_gradient_sums, in double and in a fixed order: over the samples for dweight and
-// dbias, and over the channels of each set, times their weights, for the two means that dx needs. ITEM_LANES threads
-// take one channel or one set; the channels come first.
+// Adds up the chunk sums of channel_split_gradient_sums, in double and in a fixed order: over the samples for dweight
+// and dbias, and over the channels of each set, times their weights, for the two means that dx needs. ITEM_LANES
+// threads take one channel or one set; the channels come first.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "channel_merge.cuh"

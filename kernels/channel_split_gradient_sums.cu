@@ -1,6 +1,6 @@
 // The sums over one chunk of points of each channel that the gradients need: of dz, which is dy times the derivative of
-// the activation, and of dz * xhat (the first of three launches: channel_split_gradient_sums, channel_split_gradient_merge,
-// channel_split_backward). Reads x and dy once.
+// the activation, and of dz * xhat (the first of three launches: channel_split_gradient_sums,
+// channel_split_gradient_merge, channel_split_backward). Reads x and dy once.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
@@ -30,7 +30,8 @@ struct Arguments {
   long long x_point_strides[POINT_DIMS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_gradient_sums(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    channel_split_gradient_sums(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =

@@ -130,8 +130,8 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channe
   return chunk_at(sample * tiles + block % tiles, split, channels, points, points_per_split);
 }
 
-// A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that could
-// not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
+// A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that
+// could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
 struct Walk {
   long long point;
   long long digits[POINT_DIMS];

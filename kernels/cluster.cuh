@@ -96,8 +96,8 @@ __device__ __forceinline__ void expect(const unsigned long long* arrived, int by
 #endif
 }
 
-// Waits for them. A barrier of the cluster would also wait for all that was stored before, and empty the cache. So would
-// a wait that acquires at the cluster's scope, which what st.async brings does not need.
+// Waits for them. A barrier of the cluster would also wait for all that was stored before, and empty the cache. So
+// would a wait that acquires at the cluster's scope, which what st.async brings does not need.
 __device__ __forceinline__ void await(const unsigned long long* arrived, unsigned phase) {
 #if BLOCKS_PER_ROW == 1 || defined(CUNORM_EMULATOR)
   (void)arrived, (void)phase;

@@ -1,6 +1,6 @@
 // How blocks that all run at the same time tell each other numbers, without a fence or a barrier: a word of 64 bits
-// carries four bytes of a number and a tag, the number of the turn, so whoever sees the tag sees the bytes. All words are
-// zero at the start.
+// carries four bytes of a number and a tag, the number of the turn, so whoever sees the tag sees the bytes. All words
+// are zero at the start.
 constexpr int WORDS = sizeof(Compute) / 4;  // of a number
 
 __device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }

@@ -25,6 +25,7 @@ from cunorm.problem import (
     PointwiseBackward,
     PointwiseForward,
     Problem,
+    RunningStatistics,
     Vector,
 )
 
@@ -94,6 +95,41 @@ def plain_channel_backward(
     bias = vector if activation else None
     sizes = samples, channels, (points,), together
     return ChannelBackward(*sizes, x, x, x, vector, bias, dtype, dtype, activation)
+
+
+def plain_channel_norm(
+    shape: tuple[int, int, int],
+    dtype: str = "float32",
+    channels_per_set: int | None = 1,
+    *,
+    last: bool = False,
+    activation: str | None = None,
+) -> list[ChannelProblem]:
+    """The norm of samples by channels by points and its gradients, with the channels ``last`` in memory or second.
+
+    Without ``channels_per_set`` it is the batch norm of a training step, which updates running statistics.
+    """
+    samples, channels, points = shape
+    over_samples = channels_per_set is None
+    channel_stride, point_stride = (1, channels) if last else (points, 1)
+    sample_stride = channels * points
+    point_sizes, point_strides = (points,), (point_stride,)
+    running = None
+    if over_samples:
+        vector = Vector("float32")
+        running = RunningStatistics(vector, vector, False, 0.9, 0.1)
+        if last:
+            point_sizes = (samples * points,)
+        else:
+            point_sizes, point_strides = (samples, points), (sample_stride, point_stride)
+        samples, sample_stride = 1, 0
+    x = ChannelTensor(dtype, sample_stride, channel_stride, point_strides)
+    sizes, weight = (samples, channels, point_sizes, channels_per_set or 1), Vector(dtype)
+    bias = None if activation is None else weight
+    return [
+        ChannelForward(*sizes, x, x, weight, weight, True, 1e-5, activation, running),
+        ChannelBackward(*sizes, x, x, x, weight, bias, dtype, dtype, activation),
+    ]
 
 
 # ---- Those of every kind.
@@ -186,7 +222,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @st.composite
-def channel_problems(draw: st.DrawFn) -> ChannelProblem:
+def contiguous_channel_problems(draw: st.DrawFn) -> ChannelProblem:
     """Instance norm and group norm of contiguous NC... tensors of every size, dtype and alignment."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     itemsize = DTYPES[dtype].itemsize
@@ -215,6 +251,60 @@ def channel_problems(draw: st.DrawFn) -> ChannelProblem:
     bias = None if activation is None else bias
     wanted = st.sampled_from([None, dtype, "float32", "float64"])
     return ChannelBackward(*sizes, dy, x, dx, weight, bias, draw(wanted), draw(wanted), activation)
+
+
+@st.composite
+def channel_problems(draw: st.DrawFn) -> ChannelProblem:
+    """Instance, group and batch norms of every size, forward and backward, whose tensors lie in any way."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    itemsize = DTYPES[dtype].itemsize
+    over_samples = draw(st.booleans())
+    channels_per_set = 1 if over_samples else draw(st.sampled_from([1, 1, 2, 3, 4, 8, 10, 16, 40, 65]))
+    channels = channels_per_set * draw(_powers_up_to(10_000) | st.sampled_from([1, 3, 32, 64, 320]))
+    samples = 1 if over_samples else draw(st.sampled_from([1, 2, 8, 64, 1000]))
+    point_sizes = tuple(draw(st.lists(SMALL, min_size=1, max_size=3))) if draw(st.booleans()) else (draw(COLUMNS),)
+    if draw(st.integers(0, 30)) == 0:
+        point_sizes = (0,)
+    if draw(st.integers(0, 30)) == 0 and not over_samples:
+        samples = 0
+    points = math.prod(point_sizes)
+    assume(samples * channels * points * itemsize <= MOST_BYTES)
+
+    def tensor(last: bool) -> ChannelTensor:
+        # A gap of as many elements, which vectors of as many go on being aligned behind.
+        gap = draw(st.sampled_from([0, 0, 0, 8, 1]))
+        step = channels + gap if last else 1
+        strides = tuple(step * math.prod(point_sizes[i + 1 :]) for i in range(len(point_sizes)))
+        if points == 1:
+            strides = (0,) * len(point_sizes)
+        elif draw(st.integers(0, 10)) == 0:
+            strides = tuple(2 * stride for stride in strides)
+        sample_stride = channels * points + gap if samples > 1 else 0
+        channel_stride = 0 if channels == 1 else 1 if last else points + gap
+        alignment = draw(st.sampled_from([16, 16, 16, itemsize]))
+        return ChannelTensor(dtype, sample_stride, channel_stride, strides, alignment)
+
+    def vector() -> Vector | None:
+        name = draw(st.sampled_from([None, dtype, dtype, *DTYPES]))
+        return name and Vector(name, draw(st.sampled_from([16, DTYPES[name].itemsize])))
+
+    last = draw(st.booleans())
+    x, other, third = tensor(last), tensor(draw(st.sampled_from([last, last, not last]))), tensor(last)
+    sizes = (samples, channels, point_sizes, channels_per_set)
+    activation, weight, bias = draw(st.sampled_from([None, None, *ACTIVATIONS])), vector(), vector()
+    if draw(st.booleans()):
+        running, stats = None, draw(st.booleans())
+        if over_samples and draw(st.booleans()):
+            given, mean, variance = draw(st.booleans()), Vector("float32"), Vector(dtype)
+            running = RunningStatistics(mean, variance, given, 0.9, 0.1, draw(st.booleans()))
+        elif over_samples and draw(st.integers(0, 3)) == 0:
+            return ChannelForward(*sizes, x, None, None, None, True, 0.0)
+        return ChannelForward(*sizes, x, third, weight, bias, stats, 1e-5, activation, running)
+    wanted = st.sampled_from([None, dtype, "float32"])
+    dx = draw(st.sampled_from([None, third, third]))
+    bias = None if activation is None else bias
+    given = over_samples and draw(st.booleans())
+    return ChannelBackward(*sizes, other, x, dx, weight, bias, draw(wanted), draw(wanted), activation, given)
 
 
 devices = st.sampled_from(list(DEVICES.values()))

@@ -19,13 +19,16 @@ import cupy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import channel_cases
 from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Array, Case, CupyRunner, columns_shape, data, poisoned
+from channel_cases import Shape
 from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_of
 
 import cunorm
 from cunorm import launch
 from cunorm.plan import Plan
 from cunorm.plan.rows_of_channels import plan_rows
+from cunorm.problem import ACTIVATIONS
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -87,6 +90,39 @@ def run_rows_of_channels(norm: Norm) -> None:
     launch_rows_of_channels(plan_rows(backward_problem(norm, norm.x), launch.device(0)), given | gradients)
 
 
+CHANNEL_PROBLEMS = [
+    (Shape("instance_norm", (2, 3, 7, 7), "NCHW"), "float32"),
+    (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
+    (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),  # a cluster
+    (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # a cluster along the channels
+    (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # chunks
+    (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # chunks along the channels
+    (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4), "float16"),  # groups that no slab holds
+    (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
+    (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
+    (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
+    (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),
+    (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
+    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),
+    (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
+    (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge
+]
+
+
+def run_channel_norm(shape: Shape, dtype: str, activation: str) -> None:
+    """Forward and backward: plainly, with more and with less than that, and of evaluation."""
+    runner = channel_cases.CupyRunner(pool=False)
+    dy = shape.array(17, dtype, "contiguous")
+    cases = [shape.case(dtype), shape.case(dtype, "weight", "float32", activation=activation)]
+    if shape.name == "batch_norm":
+        cases += [shape.case(dtype, running_dtype="float32", training=training) for training in (True, False)]
+    for case in cases:
+        runner.backward(case.backward(runner.forward(case), dy))
+    for mask in ((True, False, False), (False, True, True)):
+        runner.backward(cases[0].backward(runner.forward(cases[0]), dy, mask))
+    runner.forward(cases[0], stats=False)
+
+
 def main() -> None:
     cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
     for place, (shape, axis, dtype) in enumerate(PROBLEMS):
@@ -111,8 +147,10 @@ def main() -> None:
     for sizes in ROWS_OF_CHANNELS:
         for activation in (None, "gelu"):
             run_rows_of_channels(norm_of(*sizes, activation))
+    for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
+        run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    print(f"{len(PROBLEMS) + len(ROWS_OF_CHANNELS)} problems done")
+    print(f"{len(PROBLEMS) + len(ROWS_OF_CHANNELS) + len(CHANNEL_PROBLEMS)} problems done")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ which one takes from a tenth of a second to two. Covered is:
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   pointwise_* and column_sums: for every dtype and architecture.
+   pointwise_*, channel_* along points and along channels, and column_sums: for every dtype and architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else.
 
@@ -28,16 +28,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forward
+from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forward, plain_channel_norm
 
 from cunorm import kernels, launch, resources
-from cunorm.plan import Device, Launch, plan
+from cunorm.plan import Device, Launch, channel_slab, plan
 from cunorm.plan.rows_of_channels import plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
     AnyProblem,
     BackwardProblem,
+    ChannelForward,
+    ChannelProblem,
     ForwardProblem,
     Matrix,
     Norm,
@@ -234,6 +236,27 @@ def pointwise_problems(dtype: str) -> Iterator[AnyProblem]:
             yield PointwiseBackward(rows, (columns,), x, x, x, vector, None, activation)
 
 
+# Samples by channels by points, channels a set (None: a batch norm), whether the channels are last, the activation.
+CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] = [
+    ((2, 64, 128**3), 1, False, None),
+    ((4, 32, 128**3), 1, True, "gelu"),
+    ((2, 32, 216), 1, False, "gelu"),
+    ((2, 32, 216), 1, True, None),
+    ((8, 320, 64 * 64), 10, False, "silu"),
+    ((8, 320, 64 * 64), 10, True, "silu"),
+    ((2, 512, 64 * 64), 16, False, None),
+    ((64, 256, 56 * 56), None, False, None),
+    ((64, 256, 56 * 56), None, True, "silu"),
+    ((64, 2048, 49), None, True, None),
+]
+
+
+def channel_problems(dtype: str) -> Iterator[ChannelProblem]:
+    """Instance, group and batch norms as models have them: on chip and not, in both layouts."""
+    for shape, channels_per_set, last, activation in CHANNEL_NORMS:
+        yield from plain_channel_norm(shape, dtype, channels_per_set, last=last, activation=activation)
+
+
 def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
     for problem in problems:
         yield from plan.__wrapped__(problem, GPUS[arch]).launches
@@ -242,7 +265,7 @@ def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     """The launches of a kernel, with each set of constants once."""
     rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
-    others = (split_problems, grid_problems, sums_problems, pointwise_problems)
+    others = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
     every = launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch)
     every = itertools.chain(every, channel_launches(dtype, arch))
     return list({item.constants: item for item in every if item.kernel == kernel}.values())
@@ -284,6 +307,24 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
         if found is not None:
             complaints[" ".join(f"{name}={value}" for name, value in item.constants)] = found
     assert not complaints, "\n".join(f"{kernel} {arch} {what}: {found}" for what, found in complaints.items())
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_slabs_know_what_their_kernels_declare(dtype: str) -> None:
+    """A slab's shared memory is reckoned before anything is compiled: never with less than there will be."""
+    device, seen = GPUS["sm_90"], 0
+    for problem in channel_problems(dtype):
+        forward = isinstance(problem, ChannelForward)
+        geometry = channel_slab.forward_geometry if forward else channel_slab.backward_geometry
+        slab = geometry(problem, device)  # type: ignore[arg-type]
+        if slab is None:
+            continue
+        item = plan(problem, device).launches[0]
+        taken = compile_resources(item.kernel, dict(item.constants), device.arch)
+        # The compiler drops what a single block does not tell others, and moments that update no running statistics.
+        assert taken.shared_bytes <= slab.static_bytes(problem) <= taken.shared_bytes + 2048
+        seen += 1
+    assert seen >= 4
 
 
 def _ways(items: Iterable[Launch]) -> set[tuple[object, ...]]:
@@ -377,7 +418,7 @@ LET_GO, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
 
 def launches_at(places: slice, dtype: str) -> list[Launch]:
     """Those at some places of plans, each kernel once."""
-    problems = [*split_problems(dtype), *grid_problems(dtype), *sums_problems(dtype)]
+    problems = [*split_problems(dtype), *grid_problems(dtype), *sums_problems(dtype), *channel_problems(dtype)]
     every = (item for problem in problems for item in plan(problem, GPUS["sm_90"]).launches[places])
     return list({item.kernel: item for item in every}.values())
 
@@ -386,7 +427,8 @@ def launches_at(places: slice, dtype: str) -> list[Launch]:
 def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = launches_at(slice(1, None), dtype)
     assert {item.kernel for item in later} == {
-        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward"
+        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
+        "channel_split_merge", "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward"
     }  # fmt: skip
     for item in later:
         ptx = ptx_of(item)
@@ -399,7 +441,8 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     assert {item.kernel for item in earlier} == {
         "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
-        "row_split_statistics"
+        "row_split_statistics", "channel_split_statistics", "channel_split_merge", "channel_split_gradient_sums",
+        "channel_split_gradient_merge", "channel_slab_backward"
     }  # fmt: skip
     for item in earlier:
         assert not [line for line in before(LET_GO, ptx_of(item)) if touches_memory(line) or "bra" in line], item.kernel

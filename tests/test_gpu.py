@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import channel_cases
 import numpy as np
 import pytest
+from channel_cases import Shape
 
 import cunorm
 
@@ -259,3 +261,164 @@ def test_nothing_is_synchronized_and_nothing_new_allocated() -> None:
         assert not stream.done, "the calls waited for the work ahead of them"
         assert pool.total_bytes() >= allocated >= before
     stream.synchronize()
+
+
+# ---- Instance, group and batch norm.
+
+
+CHANNEL_SHAPES = [(8, 64, 16, 16), (2, 32, 300, 301), (64, 96, 7, 7), (2, 6, 1000, 2000)]
+# For plans with clusters, with many chunks, and with more channels than a block takes.
+LARGER = [
+    Shape("instance_norm", (2, 32, 24, 24, 24), "NCDHW"),
+    Shape("instance_norm", (2, 24, 24, 24, 32), "NDHWC"),
+    Shape("instance_norm", (2, 3, 1000, 301), "NCHW"),
+    Shape("instance_norm", (2, 1000, 301, 3), "NHWC"),
+    Shape("group_norm", (4, 320, 32, 32), "NCHW", 32),
+    Shape("group_norm", (4, 32, 32, 320), "NHWC", 32),
+    Shape("group_norm", (4, 64, 32, 32), "NCHW", 4),
+    Shape("group_norm", (2, 320, 32, 32), "NCHW", 32, "other order"),
+    Shape("batch_norm", (16, 40, 28, 28), "NCHW"),
+    Shape("batch_norm", (16, 28, 28, 40), "NHWC"),
+    Shape("batch_norm", (4, 2048, 7, 7), "NCHW"),
+    Shape("batch_norm", (4, 7, 7, 2048), "NHWC"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [*channel_cases.SHAPES, *LARGER], ids=str)
+def test_channel_norms_equal_float64(shape: Shape, dtype: str) -> None:
+    runner = channel_cases.CupyRunner()
+    # Float16 does not hold the sums of so many outliers.
+    channel_cases.check(runner, shape.case(dtype, parameter_dtype="float32" if shape in LARGER else None))
+    channel_cases.check(runner, shape.case(dtype, parameter_dtype="float32", activation="silu"))
+    if shape.name == "batch_norm":
+        for training in (True, False):
+            options: Any = {"running_dtype": "float32", "training": training}
+            channel_cases.check(runner, shape.case(dtype, parameter_dtype="float32", **options))
+
+
+def every_channel_norm(x: Any, weight: Any, dy: Any, data_format: str) -> tuple[Any, ...]:
+    """The three norms with their gradients, of which the second has an activation, the third running statistics."""
+    layout: Any = {"data_format": data_format}
+    y, mean, rstd = cunorm.instance_norm(x, weight, weight, return_stats=True, **layout)
+    results = [y, mean, rstd, *cunorm.instance_norm_backward(dy, x, weight, mean, rstd, **layout)]
+    layout["activation"] = "silu"
+    y, mean, rstd = cunorm.group_norm(x, 2, weight, weight, return_stats=True, **layout)
+    results += [y, *cunorm.group_norm_backward(dy, x, 2, weight, mean, rstd, bias=weight, **layout)]
+    running: Any = {"running_mean": 0 * weight, "running_var": 0 * weight + 1}
+    y, mean, rstd = cunorm.batch_norm(x, weight, training=True, return_stats=True, **running, **layout)
+    results += [y, *running.values()]
+    results += cunorm.batch_norm_backward(dy, x, weight, mean, rstd, training=True, **layout)
+    return tuple(results)
+
+
+def in_format(shape: tuple[int, ...], data_format: str) -> tuple[int, ...]:
+    return (shape[0], *shape[2:], shape[1]) if data_format == "N...C" else shape
+
+
+@pytest.mark.parametrize("data_format", ["NC...", "N...C"])
+@pytest.mark.parametrize("shape", CHANNEL_SHAPES, ids=str)
+def test_two_hundred_runs_of_channel_norms_give_the_same_bits(shape: tuple[int, ...], data_format: str) -> None:
+    x, dy = (gpu_data(seed, *in_format(shape, data_format)) for seed in (0, 2))
+    weight = gpu_data(1, shape[1])
+    first = every_channel_norm(x, weight, dy, data_format)
+    for _ in range(199):
+        for result, expected in zip(every_channel_norm(x, weight, dy, data_format), first):
+            assert bool((result == expected).all())
+
+
+@pytest.mark.parametrize("data_format", ["NC...", "N...C"])
+@pytest.mark.parametrize("shape", CHANNEL_SHAPES, ids=str)
+def test_cupy_graph_capture_of_channel_norms(shape: tuple[int, ...], data_format: str) -> None:
+    import cupy
+
+    x, dy = (gpu_data(seed, *in_format(shape, data_format)) for seed in (0, 2))
+    weight = gpu_data(1, shape[1])
+    every_channel_norm(x, weight, dy, data_format)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        every_channel_norm(x, weight, dy, data_format)
+        stream.synchronize()
+        stream.begin_capture()
+        captured = every_channel_norm(x, weight, dy, data_format)
+        graph = stream.end_capture()
+    x[...], dy[...] = (gpu_data(seed, *x.shape) for seed in (3, 4))
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for result, expected in zip(captured, every_channel_norm(x, weight, dy, data_format)):
+        assert result.get().tobytes() == expected.get().tobytes()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", channel_cases.NAMES)
+def test_torch_autograd_of_channel_norms(name: str, channels_last: bool) -> None:
+    """Tensors of either memory format, as they are, with a gradient that comes in the other one."""
+    import torch
+    import torch.nn.functional as F
+
+    formats = [torch.contiguous_format, torch.channels_last]
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, dy = (torch.randn(8, 64, 28, 30, device="cuda", generator=generator) for _ in range(2))
+    x = x.contiguous(memory_format=formats[channels_last]).requires_grad_()
+    dy = dy.contiguous(memory_format=formats[not channels_last])
+    weight, bias = (torch.randn(64, device="cuda", generator=generator, requires_grad=True) for _ in range(2))
+    options: Any = {"training": True} if name == "batch_norm" else {"num_groups": 8} if name == "group_norm" else {}
+    y = getattr(cunorm, name)(x, weight=weight, bias=bias, **options)
+    assert y.is_contiguous(memory_format=formats[channels_last])
+    gradients = torch.autograd.grad(y, (x, weight, bias), dy)
+    assert gradients[0].is_contiguous(memory_format=formats[channels_last])
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    if name == "group_norm":
+        expected = F.group_norm(exact[0], 8, *exact[1:])
+    elif name == "batch_norm":
+        expected = F.batch_norm(exact[0], None, None, *exact[1:], training=True)
+    else:
+        expected = F.instance_norm(exact[0], weight=exact[1], bias=exact[2])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, exact, dy.double())):
+        torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("data_format", ["NC...", "N...C"])
+def test_channel_norms_of_more_than_two_to_the_31_elements(data_format: str) -> None:
+    import cupy
+
+    shape = in_format((9, 32, 2**23 + 8), data_format)
+    _free()
+    if cupy.cuda.runtime.memGetInfo()[0] < 20e9:
+        pytest.skip("needs an NVIDIA GPU with 20 GB to spare")
+    x = cupy.empty(shape, dtype="float16")
+    generator = cupy.random.default_rng(0)
+    for sample in x:
+        sample[...] = generator.standard_normal(sample.shape, dtype="float32").astype("float16")
+
+    def part(array: Any, sample: int, group: int) -> Any:
+        """Two channels of a sample in float64: those of one of sixteen groups."""
+        channels = slice(2 * group, 2 * group + 2)
+        return (array[sample, channels] if data_format == "NC..." else array[sample, :, channels].T).astype("float64")
+
+    y, mean, rstd = cunorm.group_norm(x, 16, data_format=data_format, return_stats=True)
+    dx, _, dbias = cunorm.group_norm_backward(y, x, 16, None, mean, rstd, data_format=data_format)
+    for sample, group in ((0, 0), (0, 15), (4, 7), (8, 0), (8, 15)):
+        exact = part(x, sample, group)
+        assert abs(float(mean[sample, group]) - float(exact.mean())) < 1e-6
+        expected = (exact - exact.mean()) / (exact.var() + 1e-5) ** 0.5
+        error = cupy.linalg.norm(part(y, sample, group) - expected) / cupy.linalg.norm(expected)
+        assert float(error) < 2.0**-11
+        # The gradient along xhat is nothing but the eps in it.
+        assert float(abs(part(dx, sample, group)).max()) < 5e-3
+    sums = sum(part(y, sample, 15).sum(1) for sample in range(9))
+    np.testing.assert_allclose(dbias[30:].get(), sums.get(), rtol=2e-3, atol=0.1)
+    del y, dx
+
+    running: Any = {"running_mean": gpu_data(1, 32), "running_var": abs(gpu_data(2, 32)) + 0.5}
+    y = cunorm.batch_norm(x, training=False, data_format=data_format, **running)
+    for sample, group in ((0, 0), (4, 7), (8, 15)):
+        mean, var = (array[2 * group : 2 * group + 2, None].astype("float64") for array in running.values())
+        expected = (part(x, sample, group) - mean) / (var + 1e-5) ** 0.5
+        error = cupy.linalg.norm(part(y, sample, group) - expected) / cupy.linalg.norm(expected)
+        assert float(error) < 2.0**-11
+    del x, y
+    _free()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_cases import plain_backward, plain_forward, plain_gelu, plain_gelu_backward
+from plan_cases import plain_backward, plain_channel_norm, plain_forward, plain_gelu, plain_gelu_backward
 
 from cunorm import kernels
 from cunorm.plan import Device, plan
@@ -125,7 +125,7 @@ def test_includes_are_expanded_or_the_compiler_s(file: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_arguments_are_parsed_whole(kernel: str) -> None:
-    """As many fields as the struct has semicolons, none twice, sizes and rows in 64 bits."""
+    """As many fields as the struct has semicolons, none twice, sizes in 64 bits."""
     match = re.search(r"struct Arguments \{(.*?)\n\};", code_of(f"{kernel}.cu"), re.DOTALL)
     assert match is not None
     fields = kernels.argument_fields(kernel)
@@ -133,7 +133,8 @@ def test_arguments_are_parsed_whole(kernel: str) -> None:
     assert len({name for name, _, _ in fields}) == len(fields)
     assert {kind for _, kind, _ in fields} <= {"pointer", "long long", "double"}
     kinds = {name: kind for name, kind, _ in fields}
-    assert kinds["rows"] == kinds["columns"] == "long long"
+    sizes = ("channels", "points") if kernel.startswith("channel_") else ("rows", "columns")
+    assert {kinds[size] for size in sizes} == {"long long"}
     included = re.findall(r'#include "([\w.]+)"', text_of(f"{kernel}.cu"))
     code = "".join(map(code_of, [f"{kernel}.cu", *included]))
     for name, _, _ in fields:
@@ -255,4 +256,7 @@ def test_every_kernel_is_used_by_some_plan() -> None:
         norms = plain_forward(1000, columns), plain_backward(1000, columns)
         for problem in (*norms, plain_gelu(columns), plain_gelu_backward(columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
+    for points in (100, 3_000_000):
+        for channel_problem in plain_channel_norm((8, 64, points), channels_per_set=None):
+            used |= {launch.kernel for launch in plan(channel_problem, Device()).launches}
     assert used == set(KERNELS)

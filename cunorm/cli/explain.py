@@ -8,7 +8,6 @@ from typing import NamedTuple
 from cunorm.cli import UsageError, gpus, output
 from cunorm.plan import Device, Launch, Plan, fitted, plan
 from cunorm.problem import (
-    AnyProblem,
     ForwardProblem,
     Norm,
     PointwiseBackward,
@@ -42,7 +41,7 @@ def run(
     """
     target = _target(arch)
     device = target.device
-    problem: AnyProblem
+    problem: Problem | PointwiseProblem
     tuned = None
     if op == "gelu":
         problem = _gelu_problem(shape, dtype, axis, backward, activation, residual, bias)
@@ -113,7 +112,7 @@ def _gelu_problem(
     return PointwiseForward.of(x, vector, x, activation=kind)
 
 
-def _chosen_by(tuned: Entry | None, problem: AnyProblem, device: Device) -> str:
+def _chosen_by(tuned: Entry | None, problem: Problem | PointwiseProblem, device: Device) -> str:
     if tuned is None or isinstance(problem, PointwiseForward | PointwiseBackward):
         return "built in"
     where = f"measured here on {'x'.join(map(str, tuned.shape))}"
@@ -158,13 +157,13 @@ def _here(gpu: gpus.LocalGpu) -> _Target:
     return _Target(title, device, known.rate, f"{known.rate_is} of {known.name}, since {failure}", True)
 
 
-def _floor(problem: AnyProblem, target: _Target) -> str:
+def _floor(problem: Problem | PointwiseProblem, target: _Target) -> str:
     if target.rate is None:
         return f"unknown: {target.rate_is}"
     return f"{output.duration(problem.bytes_moved / target.rate)} at {output.rate(target.rate)}, {target.rate_is}"
 
 
-def _moves(problem: AnyProblem) -> str:
+def _moves(problem: Problem | PointwiseProblem) -> str:
     if isinstance(problem, PointwiseForward):
         return "x read, y written"
     if isinstance(problem, PointwiseBackward):

@@ -118,6 +118,13 @@ struct Block {
 
 enum class State { ready, at_block_barrier, at_warp_collective, at_cluster_barrier, exited };
 
+struct AsyncCopy {
+  unsigned group;
+  void* shared;
+  const void* global;
+  unsigned bytes;
+};
+
 struct Fiber {
   Context context;
   char* stack;
@@ -134,6 +141,7 @@ struct Fiber {
   uint64_t value, result;
   int source;
   unsigned copy_groups;  // of asynchronous copies that it has committed
+  std::vector<AsyncCopy> copies_under_way;
   bool arrived_at_cluster;
   unsigned cluster_phase;
 };
@@ -153,21 +161,6 @@ std::vector<uint64_t> arguments;
 std::vector<Fiber> fibers;
 std::vector<Fiber*> ready;
 Fiber* current = nullptr;
-struct AsyncCopy {
-  const Fiber* fiber;
-  unsigned group;
-  void* shared;
-  const void* global;
-  unsigned bytes;
-};
-std::vector<AsyncCopy> copies_under_way;
-
-bool has_copies_under_way(const Fiber* fiber) {
-  for (const AsyncCopy& copy : copies_under_way) {
-    if (copy.fiber == fiber) return true;
-  }
-  return false;
-}
 
 Fiber main_fiber;  // only its context is used
 const void* main_stack = nullptr;
@@ -423,7 +416,9 @@ SharedVariable& find_shared(Block* block, const char* name, const void* key, siz
   cunorm_emulator_kernel(arguments.data());
   Fiber* self = current;
   if (self->arrived_at_cluster) fail({"", 0}, "a thread exits between cluster arrive and cluster wait");
-  if (has_copies_under_way(self)) fail({"", 0}, "the thread ends with asynchronous copies that it did not wait for");
+  if (!self->copies_under_way.empty()) {
+    fail({"", 0}, "the thread ends with asynchronous copies that it did not wait for");
+  }
   self->state = State::exited;
   Block* block = self->block;
   --block->alive;
@@ -698,21 +693,19 @@ void copy_async(void* shared, const void* global, unsigned bytes, Site site) {
   check_aligned(shared, bytes, site);
   check_aligned(global, bytes, site);
   memset(shared, 0xFF, bytes);
-  copies_under_way.push_back({current, current->copy_groups, shared, global, bytes});
+  current->copies_under_way.push_back({current->copy_groups, shared, global, bytes});
 }
 
 void copy_async_commit() { ++current->copy_groups; }
 
 void copy_async_wait(unsigned pending) {
-  std::vector<AsyncCopy> others;
-  for (const AsyncCopy& copy : copies_under_way) {
-    if (copy.fiber == current && copy.group + pending < current->copy_groups) {
-      memcpy(copy.shared, copy.global, copy.bytes);
-    } else {
-      others.push_back(copy);
-    }
+  // They lie in the order of their groups.
+  std::vector<AsyncCopy>& copies = current->copies_under_way;
+  auto copy = copies.begin();
+  for (; copy != copies.end() && copy->group + pending < current->copy_groups; ++copy) {
+    memcpy(copy->shared, copy->global, copy->bytes);
   }
-  copies_under_way.swap(others);
+  copies.erase(copies.begin(), copy);
 }
 
 unsigned long long clock() {

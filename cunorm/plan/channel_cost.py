@@ -24,7 +24,7 @@ _BYTES = 32e3
 def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     """How much longer memory takes where a tile's channels are not whole and aligned lines of it."""
     if not tiles.along_channels:
-        return 1.06 ** math.log2(tiles.channel_lanes)
+        return float(1.06 ** math.log2(tiles.channel_lanes))
     run = tiles.channels * DTYPES[problem.x.dtype].itemsize
     if tiles.channels >= problem.channels:
         return 1.0
@@ -55,7 +55,7 @@ def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
         stream *= 1 + 0.54 * (waves * at_once / grid - 1)
     work = _work(problem, slab.vectors, slab.tiles, 0.029, 0.046) * slab.tiles.threads * resident / 512
     latency = 2.7 + 1.05 * (slab.blocks_per_slab > 1) + work
-    return 3.3 + stream + latency * (1 + (waves - 1) / resident**0.8)
+    return 3.3 + stream + latency * (1 + (waves - 1) / float(resident**0.8))
 
 
 def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:

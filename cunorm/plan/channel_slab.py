@@ -1,4 +1,4 @@
-"""Channel norms of slabs that fit on chip: some channels of a sample, with all their points. Every number moved once."""
+"""Channel norms of slabs, some channels of a sample with all their points, that a block or a cluster can hold."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ class Slab:
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
         exchanged = self.blocks_per_slab if self.blocks_per_slab > 1 else 1
-        if isinstance(problem, ChannelForward):  # the last four are running statistics in double
-            per_channel = (exchanged + 1) * 3 + 3 + 4
-        else:
-            per_channel = (exchanged + 2) * 2 + 2
+        forward = isinstance(problem, ChannelForward)
+        # Forward the last four are running statistics in double.
+        per_channel = (exchanged + 1) * 3 + 3 + 4 if forward else (exchanged + 2) * 2 + 2
         return static_bytes(problem, self.tiles, per_channel * self.tiles.channels)
 
     def constants(self, problem: ChannelProblem) -> Constants:
@@ -80,7 +79,6 @@ class Slab:
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
     """Every way to lay the slabs of a problem over blocks."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
     if problem.points == 0 or problem.samples * problem.channels == 0:
         return
     along_channels, width = direction(problem)

@@ -41,7 +41,7 @@ class _Pass:
     waves: int  # chunks are such that there are about so many blocks for each that runs at a time
 
 
-# By whether vectors lie along the channels: there the blocks are larger, since each leaves sums for all of its channels.
+# By whether vectors lie along the channels: there the blocks are larger, since each leaves sums for all its channels.
 _STATISTICS = {False: _Pass(128, 8, 5, 4), True: _Pass(256, 4, 4, 2)}
 _FORWARD = {False: _Pass(128, 8, 5, 8), True: _Pass(256, 8, 2, 8)}
 _GRADIENT_SUMS = {False: _Pass(128, 4, 5, 4), True: _Pass(256, 4, 2, 2)}
@@ -132,9 +132,7 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
     return "channel_split"
 
 
-def _plan_statistics(
-    problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder
-) -> None:
+def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder) -> None:
     """The launches that leave the statistics of every set, and update running ones."""
     layout = _layout(problem, device, _STATISTICS)
     splits = layout.splits if problem.points > 0 else 0

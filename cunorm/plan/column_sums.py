@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cunorm.plan.constants import compute_itemsize, dtype_constants
 from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.problem import DTYPES, AnyProblem, BackwardProblem
@@ -42,7 +44,7 @@ def launch_column_sums(builder: Builder, problem: BackwardProblem, targets: dict
 
 
 def launch_sum(
-    builder: Builder, problem: AnyProblem, matrices: list[tuple[Value, Value, str]], rows: int, columns: int
+    builder: Builder, problem: AnyProblem, matrices: Sequence[tuple[Value, Value, str]], rows: int, columns: int
 ) -> None:
     """Add up one or two matrices of partial sums: (partial sums, sums, the sums' dtype) for each."""
     (partials, sums, dtype), (second_partials, second_sums, second_dtype) = (*matrices, (0, 0, matrices[0][2]))[:2]

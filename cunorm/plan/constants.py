@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Problem, Vector
+from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, PointwiseProblem, Problem, Vector
 
 __all__ = [
     "affine_constants",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def vector_width(problem: AnyProblem) -> int:
+def vector_width(problem: Problem | PointwiseProblem) -> int:
     """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
     itemsize = DTYPES[problem.x.dtype].itemsize
     matrices = problem.matrices

@@ -103,9 +103,7 @@ def _full_layout(problem: PointwiseProblem) -> _Layout:
     # Few columns: a power of two of threads and several rows. Many: whole warps, as few as leave no tile over.
     column_lanes = 1 << (vectors - 1).bit_length() if vectors <= 32 else -(-vectors // tiles // 32) * 32
     row_lanes = _THREADS // column_lanes
-    return _Layout(
-        False, width, column_lanes, row_lanes, _steps(problem, width), problem.rows, problem.columns, 0
-    )
+    return _Layout(False, width, column_lanes, row_lanes, _steps(problem, width), problem.rows, problem.columns, 0)
 
 
 def _is_run(problem: PointwiseProblem) -> bool:

@@ -1,0 +1,354 @@
+"""The kernels of instance, group and batch norm, on the emulator: every family, in both layouts, against float64.
+
+Small problems look alike to a plan, so each is computed in several ways: as the plan has it for two GPUs, by the passes
+of channel_split_*, and by slabs of one block and of clusters. Sizes are few, since each set of constants is a program
+to compile.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import OLD_DEVICE, SMALL_DEVICE, Array, data, float64, poisoned, relative_error, view_of
+from channel_cases import Case, EmulatorRunner, Shape, assert_forward, check
+
+from cunorm.plan import Device, Plan, channel_slab, channel_split
+from cunorm.plan.launches import Builder
+from cunorm.problem import ChannelForward, ChannelProblem
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
+)
+
+Choose = Callable[[ChannelProblem, Device], Plan]
+
+
+def by_passes(problem: ChannelProblem, device: Device) -> Plan:
+    builder = Builder()
+    if isinstance(problem, ChannelForward):
+        return builder.finished(channel_split.plan_forward(problem, device, builder))
+    return builder.finished(channel_split.plan_backward(problem, device, builder))
+
+
+def by_slabs(blocks: int, lanes: int | None) -> Choose:
+    """The plan with slabs of so many blocks, which have so many lanes of channels, or as many as there can be."""
+
+    def choose(problem: ChannelProblem, device: Device) -> Plan:
+        slabs = [slab for slab in channel_slab.candidates(problem, device) if slab.blocks_per_slab == blocks]
+        most = lanes or max(slab.tiles.channel_lanes for slab in slabs)
+        slab = next(slab for slab in slabs if slab.tiles.channel_lanes == most)
+        builder = Builder()
+        if isinstance(problem, ChannelForward):
+            return builder.finished(channel_slab.plan_forward(problem, slab, builder))
+        return builder.finished(channel_slab.plan_backward(problem, slab, builder))
+
+    return choose
+
+
+OWN, OLD = EmulatorRunner(), EmulatorRunner(OLD_DEVICE)
+PASSES, OLD_PASSES = EmulatorRunner(choose=by_passes), EmulatorRunner(OLD_DEVICE, by_passes)
+
+
+def slabs(blocks: int, lanes: int | None = None) -> EmulatorRunner:
+    return EmulatorRunner(SMALL_DEVICE, by_slabs(blocks, lanes))
+
+
+# ---- Every norm, by every family of kernels.
+
+# A shape, what else is asked for, and the ways to compute it: the plan's own, and others that it would not choose here.
+Asked = tuple[Shape, dict[str, Any], dict[str, EmulatorRunner]]
+PLANNED = {"own": OWN, "own on sm_75": OLD}
+SPLIT = {"passes": PASSES, "passes on sm_75": OLD_PASSES}
+
+ASKED: list[Asked] = [
+    (
+        Shape("instance_norm", (2, 3, 7, 7), "NCHW"),
+        {},
+        {**PLANNED, **SPLIT, "1 block": slabs(1, 2), "2 blocks": slabs(2, 4), "4 blocks": slabs(4, 1)},
+    ),
+    (
+        Shape("instance_norm", (2, 7, 7, 40), "NHWC"),
+        {"dtype": "float16", "activation": "silu"},
+        {**PLANNED, **SPLIT, "2 blocks, 3 lanes": slabs(2, 3), "4 blocks, 5 lanes": slabs(4, 5)},
+    ),
+    # Ten channels a group are no power of two: along the points no slab takes whole groups.
+    (
+        Shape("group_norm", (2, 40, 7, 7), "NCHW", 4),
+        {"dtype": "float16", "activation": "gelu", "parameter_dtype": "bfloat16"},
+        SPLIT,
+    ),
+    (
+        Shape("group_norm", (2, 7, 7, 40), "NHWC", 4),
+        {"dtype": "bfloat16", "activation": "gelu_tanh", "parameter_dtype": "float32"},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 5), "4 blocks": slabs(4, 5)},
+    ),
+    (
+        Shape("group_norm", (2, 8, 7, 8), "NCHW", 2),
+        {"activation": "relu", "affine": "bias"},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8), "4 blocks": slabs(4, 4)},
+    ),
+    (
+        Shape("group_norm", (3, 35, 6), "NWC", 2),
+        {"dtype": "float64", "activation": "silu", "affine": "weight", "parameter_dtype": "float32"},
+        {**PLANNED, **SPLIT, "2 blocks, 3 lanes": slabs(2, 3)},
+    ),
+    (
+        Shape("batch_norm", (3, 7, 7, 3), "NHWC"),
+        {"running_dtype": "float32"},
+        {**PLANNED, **SPLIT, "2 blocks, 2 lanes": slabs(2, 2), "4 blocks, 3 lanes": slabs(4, 3)},
+    ),
+    (
+        Shape("batch_norm", (3, 5, 8, 8), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "update": {"momentum": 0.99, "convention": "keras"}},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8)},
+    ),
+    (
+        Shape("batch_norm", (5, 6, 9), "NCW"),
+        {"dtype": "float64", "running_dtype": "float64", "affine": "none"},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 2)},
+    ),
+    (
+        Shape("batch_norm", (2, 5, 5, 16), "NHWC"),
+        {"dtype": "bfloat16", "running_dtype": "bfloat16", "affine": "none", "activation": "relu"},
+        {**PLANNED, **SPLIT, "4 blocks": slabs(4, 2)},
+    ),
+    # Given statistics: there is one way.
+    (
+        Shape("batch_norm", (3, 5, 8, 8), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "training": False, "activation": "gelu"},
+        PLANNED,
+    ),
+    (Shape("batch_norm", (3, 7, 7, 3), "NHWC"), {"running_dtype": "float64", "training": False}, PLANNED),
+    # Many chunks; sets that as many threads merge as there are, and fewer.
+    (Shape("instance_norm", (2, 5, 3001), "NCW"), {"affine": "none"}, {"passes": PASSES, "4 blocks": slabs(4, 4)}),
+    (Shape("instance_norm", (1, 3001, 5), "NWC"), {"affine": "none"}, {"passes": PASSES, "4 blocks": slabs(4, 5)}),
+    (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
+    (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "runner"),
+    [
+        pytest.param(shape, options, runner, id=f"{shape}-{'-'.join(map(str, options.values()))}-{way}")
+        for shape, options, ways in ASKED
+        for way, runner in ways.items()
+    ],
+)
+def test_values_and_gradients(shape: Shape, options: dict[str, Any], runner: EmulatorRunner) -> None:
+    """In two orders of the threads, which must not show."""
+    case = shape.case(**options)
+    check(runner, case)
+    dy = data(17, case.x.shape, case.x.dtype.name, shift=0.1)
+    first, second = (every_result(replace(runner, seed=seed), case, dy) for seed in (0, 1))
+    assert first == second
+
+
+def every_result(runner: EmulatorRunner, case: Case, dy: Array) -> list[bytes | None]:
+    results = runner.forward(case)
+    arrays = (*results, *runner.backward(case.backward(results, dy)))
+    return [None if array is None else array.tobytes() for array in arrays]
+
+
+# ---- Tensors that lie in memory in another way.
+
+
+def _instances(shape: tuple[int, ...], data_format: str) -> Shape:
+    return Shape("instance_norm", shape, data_format)
+
+
+def behind_one_element(array: Array) -> Array:
+    """The same numbers at an address that no vector is aligned to."""
+    view = np.empty(array.size + 1, array.dtype)[1:].reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def sliced(array: Array, axis: int, step: int = 1) -> Array:
+    """The same numbers as a part of a longer axis, from its second element on."""
+    shape = list(array.shape)
+    shape[axis] = step * shape[axis] + 2
+    part = [slice(None)] * array.ndim
+    part[axis] = slice(1, 1 + step * array.shape[axis], step)
+    view = np.full(shape, 7, array.dtype)[tuple(part)]
+    view[...] = array
+    return view
+
+
+def x_in(shape: Shape, change: Callable[[Array], Array], dtype: str = "float16") -> Case:
+    case = shape.case(dtype)
+    return replace(case, x=change(case.x))
+
+
+LAST, SECOND = _instances((2, 5, 8, 8), "NHWC"), _instances((2, 3, 6, 8), "NCHW")
+VIEWS: dict[str, tuple[Shape, Callable[[Array], Array]]] = {
+    "NHWC behind one element": (LAST, behind_one_element),
+    "NHWC every second sample": (LAST, lambda array: sliced(array, 0, 2)),
+    "NHWC some columns": (LAST, lambda array: sliced(array, 2)),
+    "NHWC some channels": (LAST, lambda array: sliced(array, 3)),
+    "NHWC every second channel": (LAST, lambda array: sliced(array, 3, 2)),
+    "NCHW behind one element": (SECOND, behind_one_element),
+    "NCHW every second sample": (SECOND, lambda array: sliced(array, 0, 2)),
+    "NCHW some channels": (SECOND, lambda array: sliced(array, 1)),
+    "NCHW every second column": (SECOND, lambda array: sliced(array, 3, 2)),
+}
+WAYS = {"passes": PASSES, "2 blocks": slabs(2)}
+
+
+@pytest.mark.parametrize("runner", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("shape", "change"), VIEWS.values(), ids=VIEWS)
+def test_views(shape: Shape, change: Callable[[Array], Array], runner: EmulatorRunner) -> None:
+    """Of x alone, and of dy with it."""
+    case = x_in(shape, change)
+    dy = data(17, case.x.shape, case.x.dtype.name, shift=0.1)
+    check(runner, case, dy)
+    check(runner, case, change(dy))
+
+
+@pytest.mark.parametrize("runner", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("shape", [LAST, SECOND], ids=str)
+def test_dy_lies_in_another_order(shape: Shape, runner: EmulatorRunner) -> None:
+    case = shape.case("float16")
+    check(runner, case, shape.array(17, "float16", "other order", shift=0.1))
+    check(runner, case, np.broadcast_to(np.float16(0.5), case.x.shape).copy())
+
+
+@pytest.mark.parametrize("runner", WAYS.values(), ids=WAYS)
+def test_weights_that_are_not_aligned(runner: EmulatorRunner) -> None:
+    case = LAST.case("float16", parameter_dtype="float32")
+    assert case.weight is not None and case.bias is not None
+    check(runner, replace(case, weight=behind_one_element(case.weight), bias=behind_one_element(case.bias)))
+
+
+@pytest.mark.parametrize("runner", WAYS.values(), ids=WAYS)
+def test_points_of_three_dimensions(runner: EmulatorRunner) -> None:
+    """The samples of a batch, and spatial dimensions with gaps: nothing merges."""
+    shape = Shape("batch_norm", (3, 2, 4, 4, 5), "NCDHW", layout="strided")
+    case = shape.case("float32")
+    check(runner, replace(case, x=sliced(case.x, 3)))
+
+
+def test_y_may_be_x() -> None:
+    for runner in ASKED[0][2].values():
+        case = ASKED[0][0].case()
+        expected = case.expected()
+        y = case.x.copy()
+        in_place = replace(case, x=y)
+
+        class InPlace(EmulatorRunner):
+            def run(self, problem: Any, operands: dict[str, Array | None]) -> None:
+                super().run(problem, operands | {"y": operands["x"]})
+
+        InPlace(runner.device, runner.choose).forward(in_place)
+        assert relative_error(y, expected.y) <= 3e-7
+
+
+# ---- What is asked for, and what is not.
+
+
+MASKS = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("way", ["own", "passes"])
+def test_only_the_gradients_that_are_asked_for(way: str, mask: tuple[bool, bool, bool]) -> None:
+    shape, options, ways = ASKED[0]
+    runner, case = ways[way], shape.case(**options)
+    dy = data(17, case.x.shape, case.x.dtype.name)
+    results = runner.forward(case)
+    every = runner.backward(case.backward(results, dy))
+    for wanted, gradient, one in zip(mask, every, runner.backward(case.backward(results, dy, mask))):
+        assert (one is not None) == wanted
+        if wanted:
+            np.testing.assert_array_equal(one, gradient)
+
+
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[3], ASKED[6], ASKED[10]], ids=lambda asked: str(asked[0]))
+def test_statistics_that_are_not_asked_for(asked: Asked) -> None:
+    shape, options, ways = asked
+    case = shape.case(**options)
+    for runner in ways.values():
+        alone, results = runner.forward(case, stats=False), runner.forward(case)
+        np.testing.assert_array_equal(alone.y, results.y)
+        for one, other in zip(alone[3:], results[3:]):
+            assert one is None or one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("asked", [ASKED[6], ASKED[9]], ids=lambda asked: str(asked[0]))
+def test_statistics_alone(asked: Asked) -> None:
+    """As `cunorm.batch_norm_stats` asks for them: the variance where rstd would be."""
+    case = asked[0].case(dtype=asked[1].get("dtype", "float32"))
+    mean, variance = (poisoned(case.statistic_shape, case.statistic_dtype) for _ in range(2))
+    x: Any = view_of(case.x)
+    options: Any = {"channel_axis": case.channel_axis, "channels_per_set": 1, "over_samples": True}
+    problem = ChannelForward.of(x, None, None, None, **options, eps=0.0, stats=True)
+    OWN.run(problem, {"x": case.x, "weight": None, "bias": None, "mean": mean, "rstd": variance})
+    expected = case.seen(float64(case.x))[0].reshape(case.channels, -1)
+    np.testing.assert_allclose(mean, expected.mean(1), rtol=1e-6, atol=1e-6 * float(expected.std()))
+    np.testing.assert_allclose(variance, expected.var(1), rtol=1e-6)
+
+
+# ---- Numbers and sizes at the edges.
+
+
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[6], ASKED[12], ASKED[13]], ids=lambda asked: str(asked[0]))
+def test_a_mean_far_above_the_deviation(asked: Asked) -> None:
+    """E[x^2] - E[x]^2 would have no digits left."""
+    shape, options, ways = asked
+    case = shape.case(**options)
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal(case.x.shape) * 0.1 + 1000).astype(np.float32)
+    shifted = replace(case, x=x, eps=1e-12)
+    for runner in ways.values():
+        assert_forward(shifted, runner.forward(shifted))
+
+
+def test_means_that_differ_from_chunk_to_chunk() -> None:
+    """What merging adds to the squared deviations is then most of them."""
+    for shape, _, ways in (ASKED[12], ASKED[13]):
+        case = shape.case(affine="none")
+        along = np.arange(3001, dtype=np.float32) if case.channel_axis == 1 else np.arange(3001)[:, None]
+        stepped = replace(case, x=(case.x + 100 * (along // 600)).astype(np.float32))
+        for runner in ways.values():
+            check(runner, stepped)
+
+
+EDGES: list[tuple[Shape, str]] = [
+    (Shape("instance_norm", (5, 8, 1), "NCW"), "own"),
+    (Shape("instance_norm", (5, 8, 1), "NCW"), "passes"),
+    (Shape("batch_norm", (9, 8)), "own"),
+    (Shape("batch_norm", (9, 8)), "passes"),
+    (Shape("batch_norm", (4, 1, 37), "NCW"), "own"),
+    (Shape("group_norm", (1, 37, 1), "NWC", 1), "passes"),
+]
+
+
+@pytest.mark.parametrize(("shape", "way"), EDGES, ids=str)
+def test_one_position_one_channel_one_sample(shape: Shape, way: str) -> None:
+    check({"own": OWN, "passes": PASSES}[way], shape.case())
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
+def test_empty(name: str, shape: tuple[int, ...]) -> None:
+    case = Case(name, np.ones(shape, np.float32), data(2, shape[1:2]), None)
+    for runner in (OWN, OLD):
+        results = runner.forward(case)
+        assert results.y.shape == shape and np.isnan(results.mean).all() and np.isnan(results.rstd).all()
+        dx, dweight, dbias = runner.backward(case.backward(results, case.x))
+        assert dx.shape == shape
+        assert not dweight.any() and not dbias.any()
+
+
+def test_an_empty_batch_in_evaluation() -> None:
+    case = Shape("batch_norm", (2, 4, 3), "NCW").case(running_dtype="float32", training=False)
+    assert case.running is not None
+    results = OWN.forward(replace(case, x=case.x[:0]))
+    np.testing.assert_array_equal(results.mean, case.running.mean)
+    np.testing.assert_allclose(results.rstd, 1 / np.sqrt(case.running.var + case.eps), rtol=3e-7)

@@ -1,0 +1,312 @@
+"""What every plan of an instance, group or batch norm keeps, as test_plan_rules.py says it of the norms of rows.
+
+Every slab that a plan may choose is held to the same rules as the one it does choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm
+from test_plan_rules import (
+    Constants,
+    _assert_access_to_weights,
+    _compute_bytes,
+    _every_field_has_a_value,
+    _launches_may_overlap,
+    _scratch_is_written_before_it_is_read,
+    _scratch_memory,
+)
+
+from cunorm import kernels
+from cunorm.plan import Device, Launch, Plan, channel_slab, plan
+from cunorm.plan.launches import Builder
+from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
+
+TILES_PER_CHUNK = 64  # kernels/channel_split_statistics.cu relies on it
+MOST_STATIC_BYTES = 48 * 1024
+
+
+# ---- Limits.
+
+
+def _point_lanes(constants: Constants) -> int:
+    return int(constants["THREADS"] // constants["CHANNEL_LANES"])
+
+
+def _tile_channels(constants: Constants) -> int:
+    return int(constants["CHANNEL_LANES"] * (constants["VECTOR"] if constants["ALONG_CHANNELS"] else 1))
+
+
+def _scratch_numbers(constants: Constants) -> int:
+    """SUM_SCRATCH of kernels/channel_tile.cuh, for each of a vector's channels."""
+    lanes, point_lanes = constants["CHANNEL_LANES"], _point_lanes(constants)
+    if not constants["ALONG_CHANNELS"]:
+        return int(lanes * -(-point_lanes // 32))
+    rows = constants["THREADS"] // 32 if 32 % lanes == 0 else point_lanes
+    while rows > 40:
+        rows = (rows + 1) // 2
+    return int(lanes * rows * constants["VECTOR"])
+
+
+def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
+    """What a kernel declares itself: at least, since a compiler may align it."""
+    constants, size = dict(item.constants), _compute_bytes(problem)
+    if "merge" in item.kernel or item.kernel == "column_sums":
+        return 0
+    kept: Constants = dict(constants)
+    scratch = _scratch_numbers(kept)
+    if not item.kernel.startswith("channel_slab"):
+        sums = {"channel_split_statistics": 3, "channel_split_gradient_sums": 2}.get(item.kernel, 0)
+        return sums * scratch * size
+    channels, blocks = _tile_channels(kept), item.cluster
+    sets = channels // int(constants["CHANNELS_PER_SET"])
+    exchanged = blocks if blocks > 1 else 0
+    if item.kernel == "channel_slab_forward":
+        moments = 2 * 8 * sets if constants["UPDATES_RUNNING"] else 0
+        return (2 * scratch + 3 * channels * (1 + exchanged) + 3 * sets) * size + moments
+    return (2 * scratch + 2 * channels * (2 + exchanged) + 2 * sets) * size
+
+
+def _within_the_limits_of_cuda(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    for item in chosen.launches:
+        threads = item.block[0] * item.block[1]
+        assert 1 <= item.grid <= 2**31 - 1
+        assert threads % 32 == 0 and 32 <= threads <= min(1024, device.threads_per_multiprocessor)
+        static = _static_shared_bytes(item, problem)
+        assert static <= MOST_STATIC_BYTES
+        assert static + item.shared_bytes <= device.shared_bytes
+        assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
+        assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
+        assert not item.cooperative
+
+
+def _planning_twice_gives_the_same(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    assert plan.__wrapped__(problem, device) == plan(problem, device)
+
+
+# ---- Every element is taken, once.
+
+
+def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    for item in chosen.launches:
+        arguments: dict[str, Any] = dict(item.arguments)
+        constants: Constants = dict(item.constants)
+        if item.kernel == "column_sums":
+            assert (arguments["rows"], arguments["columns"]) == (problem.samples, problem.channels)
+            continue
+        assert (arguments["channels"], arguments["points"]) == (problem.channels, problem.points)
+        if item.kernel.startswith("channel_slab"):
+            _covers_slab(problem, item, constants, arguments)
+        elif item.kernel.endswith("merge"):
+            _covers_merge(problem, item, constants, arguments)
+        else:
+            _covers_pass(problem, item, constants, arguments)
+
+
+def _assert_lanes(item: Launch, constants: Constants) -> None:
+    threads, lanes = constants["THREADS"], constants["CHANNEL_LANES"]
+    along = constants["ALONG_CHANNELS"]
+    assert threads % 32 == 0 and threads % lanes == 0
+    assert item.block == ((threads, 1) if along else (threads // lanes, lanes))
+    # Sums along the points go by shuffles of a power of two, or by whole warps of one channel.
+    assert along or _point_lanes(constants) in (1, 2, 4, 8, 16) or _point_lanes(constants) % 32 == 0
+
+
+def _tiles(problem: ChannelProblem, constants: Constants) -> int:
+    return problem.samples * -(-problem.channels // _tile_channels(constants))
+
+
+def _covers_pass(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    _assert_lanes(item, constants)
+    points_of_vector = 1 if constants["ALONG_CHANNELS"] else constants["VECTOR"]
+    tile_points = _point_lanes(constants) * points_of_vector * constants["UNROLL"]
+    splits, per_split = arguments["splits"], arguments["points_per_split"]
+    assert per_split % tile_points == 0
+    assert 1 <= per_split // tile_points <= TILES_PER_CHUNK
+    assert splits * per_split >= problem.points
+    assert splits == 1 or problem.points > (splits - 1) * per_split, "a chunk is empty"
+    assert item.grid == _tiles(problem, constants) * splits
+    if item.kernel == "channel_split_statistics":
+        assert not constants["ONE_CHUNK"] or (splits, problem.channels_per_set) == (1, 1)
+
+
+def _covers_slab(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    _assert_lanes(item, constants)
+    points_of_vector = 1 if constants["ALONG_CHANNELS"] else constants["VECTOR"]
+    step = _point_lanes(constants) * points_of_vector
+    blocks, per_block = constants["BLOCKS_PER_ROW"], arguments["points_per_block"]
+    assert item.cluster == blocks and item.grid == _tiles(problem, constants) * blocks
+    assert per_block % points_of_vector == 0
+    assert (blocks - 1) * per_block < problem.points <= blocks * per_block, "a block has nothing to do"
+    assert (constants["VECTORS"] - 1) * step < per_block <= constants["VECTORS"] * step
+    assert constants["CHANNELS_PER_SET"] == problem.channels_per_set
+    assert _tile_channels(constants) % problem.channels_per_set == 0, "a set lies in two slabs"
+    assert constants["SET_LANES"] in (1, 2, 4, 8, 16, 32)
+    tensors = 1 if isinstance(problem, ChannelForward) else 2
+    slots = constants["VECTORS"] * constants["THREADS"] * constants["VECTOR"]
+    assert item.shared_bytes == tensors * slots * DTYPES[problem.x.dtype].itemsize
+
+
+def _covers_merge(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    forward = item.kernel == "channel_split_merge"
+    lanes, items = ("SET_LANES", "SETS_PER_BLOCK") if forward else ("ITEM_LANES", "ITEMS_PER_BLOCK")
+    assert item.block == (constants[lanes], constants[items])
+    # Part of a warp, by shuffles, or all of a block, by its shared memory.
+    assert constants[lanes] in (1, 2, 4, 8, 16, 32) or (constants[lanes] % 32 == 0 and constants[items] == 1)
+    count = arguments["sets"] if forward else arguments["sets"] + arguments["wanted_channels"]
+    assert (item.grid - 1) * constants[items] < count <= item.grid * constants[items]
+    assert arguments["sets"] in (problem.sets, 0)
+    splits = arguments["splits"]
+    assert (splits > 0) == (problem.points * problem.samples > 0)
+    if forward and splits:
+        chunk = arguments["points_per_split"]
+        assert splits * chunk >= problem.points > (splits - 1) * chunk
+
+
+# ---- Every access is aligned.
+
+
+def _every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    if problem.samples * problem.channels * problem.points == 0:  # nothing is walked
+        return
+    for item in chosen.launches:
+        constants: Constants = dict(item.constants)
+        if "VECTOR" not in constants:
+            continue
+        width, along = constants["VECTOR"], constants["ALONG_CHANNELS"]
+        assert width in (1, 2, 4, 8) and width * itemsize <= 16
+        assert constants["POINT_DIMS"] == len(problem.point_sizes)
+        for tensor in problem.tensors:
+            assert tensor.alignment % (width * itemsize) == 0 or width == 1
+            last = tensor.point_strides[-1]
+            run, stride = (problem.channels, tensor.channel_stride) if along else (problem.point_sizes[-1], last)
+            others = (*tensor.point_strides[:-1], last if along else tensor.channel_stride, tensor.sample_stride)
+            assert run % width == 0
+            assert width == 1 or stride == 1
+            assert all(other % width == 0 for other in others)
+        if isinstance(problem, ChannelForward) and problem.y is None:
+            continue
+        for name, operand in (("WEIGHT", problem.weight), ("BIAS", problem.bias)):
+            if f"{name}_ACCESS" in constants:
+                _assert_access_to_weights(constants, name, operand, width if along else 1)
+
+
+# ---- Scratch memory, and results.
+
+
+def _scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    size, sizes = _compute_bytes(problem), {scratch.name: scratch.bytes for scratch in chosen.scratch}
+    every_channel = problem.samples * problem.channels
+    for item in chosen.launches:
+        splits = dict(item.arguments).get("splits", 0)
+        expected = {
+            "chunk_means": every_channel * splits * 8,
+            "chunk_deviations": every_channel * splits * 8,
+            "sums": every_channel * splits * 2 * size,
+            "means": 2 * problem.sets * size,
+            "dweight": every_channel * size,
+            "dbias": every_channel * size,
+        } | dict.fromkeys(("mean", "mean_remainder", "rstd"), problem.sets * size)
+        for name, value in item.arguments:
+            writes = item.kernel in ("channel_split_statistics", "channel_split_gradient_sums", "channel_slab_backward")
+            merges = item.kernel in ("channel_split_merge", "channel_split_gradient_merge")
+            if value in sizes and (writes or merges):
+                assert sizes[str(value)] == expected[name], (item.kernel, name)
+
+
+def _the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    """A third of what must move at most, beside a few numbers of each channel of each sample."""
+    small = 80 * problem.samples * problem.channels + 4096
+    assert chosen.workspace_bytes <= problem.bytes_moved // 3 + small
+
+
+def _every_result_is_written(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    """Each output that is wanted and not empty is a field of one last launch."""
+    written = {
+        str(value)
+        for item in chosen.launches
+        for field, value in item.arguments
+        if isinstance(value, str) and f"const X_TYPE* {field};" not in kernels.kernel_source(item.kernel, {})
+    }
+    filled = problem.samples * problem.channels * problem.points > 0
+    wanted: set[str] = set()
+    if isinstance(problem, ChannelForward):
+        if filled and problem.y is not None:
+            wanted.add("y")
+        if problem.sets and problem.stats:
+            wanted |= {"mean", "rstd"}
+        if filled and problem.running is not None and not problem.running.given:
+            wanted |= {"running_mean", "running_var"}
+        assert written >= wanted
+        return
+    wanted |= {"dx"} if filled and problem.dx is not None else set()
+    parameters = {name for name in ("dweight", "dbias") if getattr(problem, name) is not None}
+    assert written >= wanted | parameters
+    assert not written & {"dweight", "dbias"} - parameters
+    last = {name: item for item in chosen.launches for _, value in item.arguments for name in parameters & {value}}
+    for name, item in last.items():
+        types = {value for key, value in item.constants if key.endswith("_TYPE")}
+        assert DTYPES[getattr(problem, name)].cuda in types
+
+
+# ---- Who keeps them.
+
+RULES: list[Callable[[Any, Device, Plan], None]] = [
+    _within_the_limits_of_cuda,
+    _planning_twice_gives_the_same,
+    _every_field_has_a_value,
+    _points_and_channels_are_covered,
+    _every_access_is_aligned_and_contiguous,
+    _scratch_memory,
+    _scratch_is_written_before_it_is_read,
+    _scratch_buffers_hold_what_the_kernels_put_there,
+    _the_workspace_is_modest,
+    _every_result_is_written,
+    _launches_may_overlap,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
+@many
+@given(problem=channel_problems(), device=devices)
+def test_every_plan_keeps(rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device) -> None:
+    rule(problem, device, plan(problem, device))
+
+
+def plan_of(slab: channel_slab.Slab, problem: ChannelProblem) -> Plan:
+    builder = Builder()
+    if isinstance(problem, ChannelForward):
+        return builder.finished(channel_slab.plan_forward(problem, slab, builder))
+    return builder.finished(channel_slab.plan_backward(problem, slab, builder))
+
+
+SHAPES: list[tuple[tuple[int, int, int], int | None]] = [
+    ((2, 32, 216), 1),
+    ((4, 3, 49), 1),
+    ((4, 40, 64), 10),
+    ((8, 320, 256), 10),
+    ((2, 512, 64), 16),
+    ((64, 2048, 49), None),
+    ((3, 6, 35), None),
+]
+
+
+@pytest.mark.parametrize("device", ["sm_75", "sm_90", "few clusters"])
+@pytest.mark.parametrize("last", [False, True], ids=["NC", "N...C"])
+@pytest.mark.parametrize(("shape", "channels_per_set"), SHAPES, ids=str)
+def test_every_slab_keeps_the_same_rules(
+    shape: tuple[int, int, int], channels_per_set: int | None, last: bool, device: str
+) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        for problem in plain_channel_norm(shape, dtype, channels_per_set, last=last, activation="silu"):
+            for slab in set(channel_slab.candidates(problem, DEVICES[device])):
+                chosen = plan_of(slab, problem)
+                for rule in RULES:
+                    rule(problem, DEVICES[device], chosen)
+                declared = _static_shared_bytes(chosen.launches[0], problem)
+                assert declared <= slab.static_bytes(problem) <= MOST_STATIC_BYTES
