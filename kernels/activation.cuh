@@ -25,7 +25,7 @@ __device__ __forceinline__ Compute exponential_kept(Compute value) {
 
 __device__ __forceinline__ Compute sigmoid(Compute value) { return reciprocal(1 + exponential_kept(-value)); }
 
-// The sigmoid, and what it lacks of 1, which as a difference would lose its digits.
+// The sigmoid, and what it lacks of 1, which as a difference would lose its digits (more than sixteen bits keep).
 struct SigmoidPair {
   Compute value;
   Compute complement;
@@ -115,6 +115,10 @@ __device__ __forceinline__ Compute activate(Compute z) {
 
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
+  if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2) {
+    const Compute s = sigmoid(z);
+    return s + z * s * (1 - s);
+  }
   if constexpr (activation == Activation::silu) {
     const SigmoidPair s = sigmoid_pair(z);
     return s.value * (1 + z * s.complement);
