@@ -10,7 +10,6 @@ struct Ahead {
   int vector;
   int slot;
   Chunk part;
-  long long end;
   Walk walk;
 };
 

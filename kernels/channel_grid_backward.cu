@@ -64,7 +64,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   const X_TYPE *ahead_dy = nullptr, *ahead_x = nullptr;
   const auto begin_ahead = [&] {
     ahead.part = part_of(ahead.slab);
-    ahead.end = ahead.part.there ? ahead.part.end_point : 0;
     ahead.walk = walk_over(ahead.part, arguments.point_sizes);
     ahead.vector = 0;
     ahead_dy = arguments.dy + ahead.part.sample * arguments.dy_sample_stride +
@@ -77,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
       ahead.slab += group.step;
       begin_ahead();
     }
-    if (ahead.walk.point < ahead.end) {
+    if (ahead.walk.left > 0) {
       Slots{dy_slots.memory, 0}.fill(ahead.slot, ahead_dy + ahead.walk.offset(arguments.dy_point_strides));
       Slots{x_slots.memory, 0}.fill(ahead.slot, ahead_x + ahead.walk.offset(arguments.x_point_strides));
     }
@@ -96,10 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   int turn = 0;
   for (long long slab = group.first_slab; slab < group.slabs; slab += group.step, ++turn) {
     const Chunk part = part_of(slab);
-    // Threads past the last channel go along with nothing to add: the sums need every lane.
-    const long long end = part.there ? part.end_point : 0;
     Walk walk = walk_over(part, arguments.point_sizes);
-    const int count = own_vectors(walk, end);
+    const int count = walk.left;
     Own thread = {};
     thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
 

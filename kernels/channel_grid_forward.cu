@@ -61,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   const X_TYPE* ahead_x = nullptr;
   const auto begin_ahead = [&] {
     ahead.part = part_of(ahead.slab);
-    ahead.end = ahead.part.there ? ahead.part.end_point : 0;
     ahead.walk = walk_over(ahead.part, arguments.point_sizes);
     ahead.vector = 0;
     ahead_x = arguments.x + ahead.part.sample * arguments.x_sample_stride +
@@ -72,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       ahead.slab += group.step;
       begin_ahead();
     }
-    if (ahead.walk.point < ahead.end) {
+    if (ahead.walk.left > 0) {
       Slots{staged, 0}.fill(ahead.slot, ahead_x + ahead.walk.offset(arguments.x_point_strides));
     }
     copy_async_commit();
@@ -91,10 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   int turn = 0;
   for (long long slab = group.first_slab; slab < group.slabs; slab += group.step, ++turn) {
     const Chunk part = part_of(slab);
-    // Threads past the last channel go along with nothing to add: the sums need every lane.
-    const long long end = part.there ? part.end_point : 0;
     Walk walk = walk_over(part, arguments.point_sizes);
-    const int count = own_vectors(walk, end);
+    const int count = walk.left;
     Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
     if (part.there) {
       load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);

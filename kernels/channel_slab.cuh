@@ -57,9 +57,3 @@ __device__ __forceinline__ void as_they_arrive(int count, const Use& use) {
   for (int first = FIRST; first < FIRST + WHOLE; first += AT_A_TIME) take(first, Size<AT_A_TIME>());
   if constexpr (REST > 0) take(FIRST + WHOLE, Size<REST>());
 }
-
-// How many vectors a thread has.
-__device__ __forceinline__ int own_vectors(const Walk& walk, long long end) {
-  constexpr int STEP = POINT_LANES * POINT_VECTOR;
-  return walk.point < end ? static_cast<int>((end - walk.point + STEP - 1) / STEP) : 0;
-}

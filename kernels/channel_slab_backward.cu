@@ -54,13 +54,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
-  // Threads past the last channel go along with nothing to add: the sums need every lane.
-  const long long end = part.there ? part.end_point : 0;
   const X_TYPE* dy =
       arguments.dy + part.sample * arguments.dy_sample_stride + part.channel * arguments.dy_channel_stride;
   const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
   const Walk begin = walk_over(part, arguments.point_sizes);
-  const int count = own_vectors(begin, end);
+  const int count = begin.left;
   const Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * THREADS * VECTOR, 0};
   Walk walk = begin;
 #pragma unroll 2

@@ -62,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   }
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
-  while (walk.point < chunk.end_point) {
+  take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
     long long targets[UNROLL];
     bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = walk.point < chunk.end_point;
+      there[i] = whole.value || walk.left > 0;
       if (there[i]) {
         dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
         x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
@@ -89,5 +89,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       }
       store_global(dx + targets[i], rounded<X_TYPE>(results));
     }
-  }
+  });
 }

@@ -69,13 +69,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   }
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
-  while (walk.point < chunk.end_point) {
+  take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> values[UNROLL];
     long long targets[UNROLL];
     bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = walk.point < chunk.end_point;
+      there[i] = whole.value || walk.left > 0;
       if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
       targets[i] = walk.offset(arguments.y_point_strides);
       walk.advance(arguments.point_sizes);
@@ -91,5 +91,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       }
       store_global(y + targets[i], rounded<X_TYPE>(results));
     }
-  }
+  });
 }

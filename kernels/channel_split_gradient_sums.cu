@@ -36,8 +36,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  // Threads past the last channel go along with nothing to add: the sums need every lane.
-  const long long end = chunk.there ? chunk.end_point : 0;
   const X_TYPE* dy =
       arguments.dy + chunk.sample * arguments.dy_sample_stride + chunk.channel * arguments.dy_channel_stride;
   const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
@@ -58,12 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Compute sums[2 * CHANNEL_VECTOR] = {};
-  while (walk.point < end) {
+  take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
     bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = walk.point < end;
+      there[i] = whole.value || walk.left > 0;
       if (there[i]) {
         dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
         x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
@@ -81,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;
       });
     }
-  }
+  });
   sum_over_points(sums, scratch);
 
   if (point_lane() > 0 || !chunk.there) return;

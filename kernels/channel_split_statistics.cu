@@ -34,24 +34,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  // Threads past the last channel go along with nothing to add: the sums need every lane.
-  const long long end = chunk.there ? chunk.end_point : 0;
   const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Vector<X_TYPE, VECTOR> values[UNROLL];
   bool there[UNROLL];
-  const auto load_tile = [&] {
+  const auto load_tile = [&](auto whole) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = walk.point < end;
+      there[i] = whole.value || walk.left > 0;
       if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
       walk.advance(arguments.point_sizes);
     }
   };
 
   // The pivots: the means of the first tile.
-  load_tile();
+  load_tile(Whole<false>());
   Compute pivots[CHANNEL_VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
@@ -65,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 
   // The sums of the differences from them, then those of their squares.
   Compute sums[2 * CHANNEL_VECTOR] = {};
-  while (true) {
+  const auto add_tile = [&] {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       forget_widened(values[i]);
@@ -77,9 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
         parts[CHANNEL_VECTOR + own] += difference * difference;
       });
     }
-    if (walk.point >= end) break;
-    load_tile();
-  }
+  };
+  add_tile();
+  take_tiles(walk, [&](auto whole) {
+    load_tile(whole);
+    add_tile();
+  });
   sum_over_points(sums, scratch + CHANNEL_VECTOR * SUM_SCRATCH);
 
   if (point_lane() > 0 || !chunk.there) return;

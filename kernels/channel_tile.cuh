@@ -133,7 +133,7 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channe
 // A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that
 // could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
 struct Walk {
-  long long point;
+  int left;  // vectors that are still to come, this one too; not positive behind the last
   long long digits[POINT_DIMS];
   long long steps[POINT_DIMS];
 
@@ -145,7 +145,7 @@ struct Walk {
   }
 
   __device__ __forceinline__ void advance(const long long (&sizes)[POINT_DIMS]) {
-    point += POINT_LANES * POINT_VECTOR;
+    --left;
 #pragma unroll
     for (int i = POINT_DIMS - 1; i >= 0; --i) {
       digits[i] += steps[i];
@@ -168,9 +168,25 @@ __device__ __forceinline__ void to_digits(long long number, const long long (&si
 }
 
 __device__ __forceinline__ Walk walk_over(const Chunk& chunk, const long long (&sizes)[POINT_DIMS]) {
+  constexpr int STEP = POINT_LANES * POINT_VECTOR;
+  const long long first = chunk.first_point + point_lane() * POINT_VECTOR, rest = chunk.end_point - first;
   Walk walk;
-  walk.point = chunk.first_point + point_lane() * POINT_VECTOR;
-  to_digits(walk.point, sizes, walk.digits);
-  to_digits(POINT_LANES * POINT_VECTOR, sizes, walk.steps);
+  // Threads past the last channel have none, but go along: the sums need every lane.
+  walk.left = chunk.there && rest > 0 ? static_cast<int>((rest + STEP - 1) / STEP) : 0;
+  to_digits(first, sizes, walk.digits);
+  to_digits(STEP, sizes, walk.steps);
   return walk;
+}
+
+template <bool VALUE>
+struct Whole {
+  static constexpr bool value = VALUE;
+};
+
+// Calls take(whole) for each UNROLL vectors of the way, along which it goes: whole but for the last, of which some may
+// not be there.
+template <typename Take>
+__device__ __forceinline__ void take_tiles(const Walk& walk, const Take& take) {
+  while (walk.left >= UNROLL) take(Whole<true>());
+  if (walk.left > 0) take(Whole<false>());
 }

@@ -5,7 +5,7 @@ Forward reads x twice, backward x and dy; where the second pass finds them in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
     Tiles,
@@ -39,13 +39,15 @@ class _Pass:
     unroll: int  # vectors of a tensor that a thread has on their way
     min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
     waves: int  # chunks are such that there are about so many blocks for each that runs at a time
+    activates: bool = True
 
 
-# By whether vectors lie along the channels: there the blocks are larger, since each leaves sums for all its channels.
-_STATISTICS = {False: _Pass(128, 8, 5, 4), True: _Pass(256, 4, 4, 2)}
-_FORWARD = {False: _Pass(128, 8, 5, 8), True: _Pass(256, 8, 2, 8)}
-_GRADIENT_SUMS = {False: _Pass(128, 4, 5, 4), True: _Pass(256, 4, 2, 2)}
-_BACKWARD = {False: _Pass(128, 4, 5, 8), True: _Pass(256, 4, 2, 8)}
+# By whether vectors lie along the channels: there each block leaves sums for many channels, so there are as many blocks
+# as run at a time.
+_STATISTICS = {False: _Pass(128, 8, 5, 6, False), True: _Pass(256, 4, 4, 1, False)}
+_FORWARD = {False: _Pass(128, 8, 5, 12), True: _Pass(256, 8, 2, 16)}
+_GRADIENT_SUMS = {False: _Pass(128, 4, 5, 6), True: _Pass(256, 4, 2, 1)}
+_BACKWARD = {False: _Pass(128, 4, 5, 12), True: _Pass(256, 4, 2, 16)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     itemsize = DTYPES[problem.x.dtype].itemsize
     along_channels, width = direction(problem)
     of = passes[along_channels]
+    if along_channels and itemsize == 2 and of.activates and problem.activation is not None:
+        of = replace(of, unroll=of.unroll // 2)  # ptxas spills with more
     if along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
@@ -86,8 +90,8 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     tiles = Tiles(width, along_channels, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
     count = max(1, -(-problem.points // tile_points))
-    wanted = of.waves * device.multiprocessors * min(1024, device.threads_per_multiprocessor) // of.threads
-    per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, count * tiles.count(problem) // wanted)))
+    wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
+    per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
     splits = -(-count // per_split)
     return _Layout(tiles, of.unroll, splits, -(-count // splits) * tile_points)
 
