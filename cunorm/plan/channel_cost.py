@@ -50,12 +50,13 @@ def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     grid = slab.grid(problem)
     waves = -(-grid // at_once)
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, slab.tiles)
-    stream /= min(1.0, 1.4 * grid / device.multiprocessors)
+    stream /= min(1.0, 2.2 * grid / device.multiprocessors)
     if waves > 1:
-        stream *= 1 + 0.54 * (waves * at_once / grid - 1)
-    work = _work(problem, slab.vectors, slab.tiles, 0.029, 0.046) * slab.tiles.threads * resident / 512
-    latency = 2.7 + 1.05 * (slab.blocks_per_slab > 1) + work
-    return 3.3 + stream + latency * (1 + (waves - 1) / float(resident**0.8))
+        stream *= 1 + 0.6 * (waves * at_once / grid - 1)
+    work = _work(problem, slab.vectors, slab.tiles, 0.02, 0.04)
+    latency = 1.8 + (0.95 + 0.06 * math.log2(slab.blocks_per_slab)) * (slab.blocks_per_slab > 1)
+    latency += work * max(0.66, slab.tiles.threads * resident / 512)
+    return 4.2 + stream + latency * (1 + (waves - 1) / float(resident**0.6))
 
 
 def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
@@ -63,7 +64,7 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, grid.groups * grid.blocks_per_slab / (device.multiprocessors * resident))
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, grid.tiles) / busy
     stream *= turns * grid.groups / grid.tiles.count(problem) * _narrow(problem, grid.tiles.width)
-    exchange = (2.5 if grid.tiles.along_channels else 1.2) + 6e-4 * grid.sets(problem) * grid.blocks_per_slab
+    exchange = (3.2 if grid.tiles.along_channels else 1.2) + 6e-4 * grid.sets(problem) * grid.blocks_per_slab
     exposed = exchange + _work(problem, grid.vectors, grid.tiles, 0.012, 0.014)
     # What is on its way meanwhile.
     exposed *= 1 - 0.15 * min(1.0, (grid.slots - grid.vectors) / grid.vectors)
@@ -74,6 +75,6 @@ def split_cost(problem: ChannelProblem, device: Device) -> float:
     along_channels, width = direction(problem)
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
-    unpacked = 1.1 if along_channels and itemsize == 2 else 1.03
+    unpacked = 1.05 if along_channels and itemsize == 2 else 1.03
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * passes * unpacked
-    return 8.0 + stream * _narrow(problem, width)
+    return 14.0 + stream * _narrow(problem, width)
