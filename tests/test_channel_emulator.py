@@ -314,7 +314,8 @@ def test_only_the_gradients_that_are_asked_for(way: str, mask: tuple[bool, bool,
     for wanted, gradient, one in zip(mask, every, runner.backward(case.backward(results, dy, mask))):
         assert (one is not None) == wanted
         if wanted:
-            np.testing.assert_array_equal(one, gradient)
+            # Rows lie in another way, and are added up in another order, where less is asked for.
+            assert relative_error(one, float64(gradient)) <= (1e-6 if way == "own" else 0)
 
 
 @pytest.mark.parametrize("asked", [ASKED[0], ASKED[3], ASKED[6], ASKED[10]], ids=lambda asked: str(asked[0]))

@@ -282,9 +282,9 @@ def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> Non
     blocks: Any = arguments["blocks_per_slab"]
     words = 2 * (item.grid + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
     assert sizes[str(arguments["words"])] == 8 * words
-    clearing = chosen.launches[0]
+    clearing, following = chosen.launches[:2]
+    assert clearing.kernel == "column_sums" and following is item
     cleared: Any = dict(clearing.arguments)
-    assert clearing is not item and clearing.kernel == "column_sums"
     assert (cleared["sums"], cleared["rows"], cleared["second_columns"]) == (arguments["words"], 0, 0)
     assert cleared["columns"] * size == 8 * words
     assert dict(clearing.constants)["SUM_TYPE"] == DTYPES[DTYPES[problem.x.dtype].compute].cuda
