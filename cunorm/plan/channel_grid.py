@@ -106,10 +106,14 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
         return
     along_channels, width = direction(problem)
     read = 1 if isinstance(problem, ChannelForward) else 2
-    # The derivative of an activation in double leaves too few registers for the rest: ptxas would spill.
-    if problem.x.dtype == "float64" and read == 2 and problem.activation is not None:
+    # In double ptxas would spill registers: backward for the derivative of an activation, forward where a whole block
+    # sums one channel over points of several dimensions.
+    double = problem.x.dtype == "float64"
+    if double and read == 2 and problem.activation is not None:
         return
     for lanes, threads, resident in _tiles(problem, along_channels, width):
+        if double and read == 1 and lanes == 1 and len(problem.point_sizes) > 1:
+            continue
         tiles = Tiles(width, along_channels, lanes, threads, resident)
         multiprocessors = device.multiprocessors * resident
         shared_bytes = (device.shared_bytes + _RESERVED_BYTES) // resident - _RESERVED_BYTES
