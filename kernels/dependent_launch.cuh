@@ -7,6 +7,10 @@
 // what it wrote can be seen. That one has waited likewise, also where it had already let this one begin: so all earlier
 // launches are complete, and what they read may be written too. The first launch of a plan begins when all that was
 // before it on the stream is complete; in it, as in any launch that does not ask for an overlap, the wait does nothing.
+//
+// What a plan is given is therefore complete before any of its launches begins: a kernel may read it before it waits,
+// but write nothing, where no launch before it in the plan writes it. channel_grid_* do, to have their slabs on the way
+// early: each is the second launch of its plan, and the first only clears the words between its blocks.
 
 // The next launch may begin; what this one writes, before or after, it will see when it has waited.
 __device__ __forceinline__ void let_next_launch_begin() {

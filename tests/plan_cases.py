@@ -6,11 +6,15 @@ They have no memory behind them, so sizes go up to what no machine holds.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
-from cunorm.plan import Device
+from cunorm.plan import Device, Plan, channel_grid, channel_slab
+from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_slab import Slab
+from cunorm.plan.launches import Builder
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -130,6 +134,14 @@ def plain_channel_norm(
         ChannelForward(*sizes, x, x, weight, weight, True, 1e-5, activation, running),
         ChannelBackward(*sizes, x, x, x, weight, bias, dtype, dtype, activation),
     ]
+
+
+def plan_of(geometry: Slab | Grid, problem: ChannelProblem) -> Plan:
+    """The plan of a channel norm with slabs that lie so, whatever would be chosen."""
+    family: Any = channel_slab if isinstance(geometry, Slab) else channel_grid
+    builder = Builder()
+    plan = family.plan_forward if isinstance(problem, ChannelForward) else family.plan_backward
+    return builder.finished(plan(problem, geometry, builder))
 
 
 # ---- Those of every kind.

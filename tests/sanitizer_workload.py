@@ -93,18 +93,19 @@ def run_rows_of_channels(norm: Norm) -> None:
 CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 3, 7, 7), "NCHW"), "float32"),
     (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
-    (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),  # a cluster
-    (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # a cluster along the channels
-    (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # chunks
-    (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # chunks along the channels
-    (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4), "float16"),  # groups that no slab holds
+    (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),
+    (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # chunks along the channels
+    (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # all blocks share the slabs
+    (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # along the channels
+    (Shape("group_norm", (4, 100, 100, 128), "NHWC", 8), "float32"),  # several channels a set, in turns
+    (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4, "strided"), "float16"),  # groups that no slab holds: chunks
     (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
-    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),
-    (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
+    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),  # all blocks, in turns
+    (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),  # chunks
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge
 ]
 

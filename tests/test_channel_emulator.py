@@ -1,8 +1,8 @@
 """The kernels of instance, group and batch norm, on the emulator: every family, in both layouts, against float64.
 
 Small problems look alike to a plan, so each is computed in several ways: as the plan has it for two GPUs, by the passes
-of channel_split_*, and by slabs of one block and of clusters. Sizes are few, since each set of constants is a program
-to compile.
+of channel_split_*, and by slabs of one block, of clusters, and of blocks that all run at the same time. Sizes are few,
+since each set of constants is a program to compile.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from cases import OLD_DEVICE, SMALL_DEVICE, Array, data, float64, poisoned, relative_error, view_of
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, check
+from plan_cases import plan_of
 
-from cunorm.plan import Device, Plan, channel_slab, channel_split
+from cunorm.plan import Device, Plan, channel_grid, channel_slab, channel_split
 from cunorm.plan.launches import Builder
 from cunorm.problem import ChannelForward, ChannelProblem
 
@@ -42,11 +43,25 @@ def by_slabs(blocks: int, lanes: int | None) -> Choose:
     def choose(problem: ChannelProblem, device: Device) -> Plan:
         slabs = [slab for slab in channel_slab.candidates(problem, device) if slab.blocks_per_slab == blocks]
         most = lanes or max(slab.tiles.channel_lanes for slab in slabs)
-        slab = next(slab for slab in slabs if slab.tiles.channel_lanes == most)
-        builder = Builder()
-        if isinstance(problem, ChannelForward):
-            return builder.finished(channel_slab.plan_forward(problem, slab, builder))
-        return builder.finished(channel_slab.plan_backward(problem, slab, builder))
+        return plan_of(next(slab for slab in slabs if slab.tiles.channel_lanes == most), problem)
+
+    return choose
+
+
+def by_grids(lanes: int, turns: int, resident: int, ahead: int | None) -> Choose:
+    """The plan with slabs of so many lanes of channels, over which blocks take so many turns.
+
+    ``ahead`` are the slots for the next turn; without it there are as many as there can be.
+    """
+
+    def choose(problem: ChannelProblem, device: Device) -> Plan:
+        grid = next(
+            grid
+            for grid in channel_grid.candidates(problem, device)
+            if (grid.tiles.channel_lanes, grid.turns(problem), grid.tiles.min_blocks) == (lanes, turns, resident)
+        )
+        assert ahead is None or grid.vectors + ahead < grid.slots
+        return plan_of(grid if ahead is None else replace(grid, slots=grid.vectors + ahead), problem)
 
     return choose
 
@@ -57,6 +72,11 @@ PASSES, OLD_PASSES = EmulatorRunner(choose=by_passes), EmulatorRunner(OLD_DEVICE
 
 def slabs(blocks: int, lanes: int | None = None) -> EmulatorRunner:
     return EmulatorRunner(SMALL_DEVICE, by_slabs(blocks, lanes))
+
+
+def grids(lanes: int, turns: int, resident: int = 2, ahead: int | None = None) -> EmulatorRunner:
+    device = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
+    return EmulatorRunner(device, by_grids(lanes, turns, resident, ahead))
 
 
 # ---- Every norm, by every family of kernels.
@@ -70,12 +90,25 @@ ASKED: list[Asked] = [
     (
         Shape("instance_norm", (2, 3, 7, 7), "NCHW"),
         {},
-        {**PLANNED, **SPLIT, "1 block": slabs(1, 2), "2 blocks": slabs(2, 4), "4 blocks": slabs(4, 1)},
+        {
+            **PLANNED,
+            **SPLIT,
+            "1 block": slabs(1, 2),
+            "2 blocks": slabs(2, 4),
+            "4 blocks": slabs(4, 1),
+            "all blocks": grids(2, 2),
+        },
     ),
     (
         Shape("instance_norm", (2, 7, 7, 40), "NHWC"),
         {"dtype": "float16", "activation": "silu"},
-        {**PLANNED, **SPLIT, "2 blocks, 3 lanes": slabs(2, 3), "4 blocks, 5 lanes": slabs(4, 5)},
+        {
+            **PLANNED,
+            **SPLIT,
+            "2 blocks, 3 lanes": slabs(2, 3),
+            "4 blocks, 5 lanes": slabs(4, 5),
+            "all blocks, 3 lanes": grids(3, 2),
+        },
     ),
     # Ten channels a group are no power of two: along the points no slab takes whole groups.
     (
@@ -86,12 +119,12 @@ ASKED: list[Asked] = [
     (
         Shape("group_norm", (2, 7, 7, 40), "NHWC", 4),
         {"dtype": "bfloat16", "activation": "gelu_tanh", "parameter_dtype": "float32"},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 5), "4 blocks": slabs(4, 5)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 5), "4 blocks": slabs(4, 5), "all blocks": grids(5, 1)},
     ),
     (
         Shape("group_norm", (2, 8, 7, 8), "NCHW", 2),
         {"activation": "relu", "affine": "bias"},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8), "4 blocks": slabs(4, 4)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8), "4 blocks": slabs(4, 4), "all blocks": grids(4, 2)},
     ),
     (
         Shape("group_norm", (3, 35, 6), "NWC", 2),
@@ -101,22 +134,29 @@ ASKED: list[Asked] = [
     (
         Shape("batch_norm", (3, 7, 7, 3), "NHWC"),
         {"running_dtype": "float32"},
-        {**PLANNED, **SPLIT, "2 blocks, 2 lanes": slabs(2, 2), "4 blocks, 3 lanes": slabs(4, 3)},
+        {
+            **PLANNED,
+            **SPLIT,
+            "2 blocks, 2 lanes": slabs(2, 2),
+            "4 blocks, 3 lanes": slabs(4, 3),
+            "all blocks, 2 lanes": grids(2, 2),
+            "all blocks, 3 lanes": grids(3, 1),
+        },
     ),
     (
         Shape("batch_norm", (3, 5, 8, 8), "NCHW"),
         {"dtype": "float16", "running_dtype": "float32", "update": {"momentum": 0.99, "convention": "keras"}},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 8), "all blocks": grids(1, 3)},
     ),
     (
         Shape("batch_norm", (5, 6, 9), "NCW"),
         {"dtype": "float64", "running_dtype": "float64", "affine": "none"},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 2)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 2), "all blocks": grids(2, 2)},
     ),
     (
         Shape("batch_norm", (2, 5, 5, 16), "NHWC"),
         {"dtype": "bfloat16", "running_dtype": "bfloat16", "affine": "none", "activation": "relu"},
-        {**PLANNED, **SPLIT, "4 blocks": slabs(4, 2)},
+        {**PLANNED, **SPLIT, "4 blocks": slabs(4, 2), "all blocks": grids(2, 1, resident=1)},
     ),
     # Given statistics: there is one way.
     (
@@ -126,8 +166,16 @@ ASKED: list[Asked] = [
     ),
     (Shape("batch_norm", (3, 7, 7, 3), "NHWC"), {"running_dtype": "float64", "training": False}, PLANNED),
     # Many chunks; sets that as many threads merge as there are, and fewer.
-    (Shape("instance_norm", (2, 5, 3001), "NCW"), {"affine": "none"}, {"passes": PASSES, "4 blocks": slabs(4, 4)}),
-    (Shape("instance_norm", (1, 3001, 5), "NWC"), {"affine": "none"}, {"passes": PASSES, "4 blocks": slabs(4, 5)}),
+    (
+        Shape("instance_norm", (2, 5, 3001), "NCW"),
+        {"affine": "none"},
+        {"passes": PASSES, "4 blocks": slabs(4, 4), "all blocks": grids(4, 2, ahead=3)},
+    ),
+    (
+        Shape("instance_norm", (1, 3001, 5), "NWC"),
+        {"affine": "none"},
+        {"passes": PASSES, "4 blocks": slabs(4, 5), "all blocks": grids(3, 2, ahead=1)},
+    ),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),
 ]
@@ -266,7 +314,8 @@ def test_only_the_gradients_that_are_asked_for(way: str, mask: tuple[bool, bool,
     for wanted, gradient, one in zip(mask, every, runner.backward(case.backward(results, dy, mask))):
         assert (one is not None) == wanted
         if wanted:
-            np.testing.assert_array_equal(one, gradient)
+            # Rows lie in another way, and are added up in another order, where less is asked for.
+            assert relative_error(one, float64(gradient)) <= (1e-6 if way == "own" else 0)
 
 
 @pytest.mark.parametrize("asked", [ASKED[0], ASKED[3], ASKED[6], ASKED[10]], ids=lambda asked: str(asked[0]))

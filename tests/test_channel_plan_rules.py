@@ -1,16 +1,18 @@
 """What every plan of an instance, group or batch norm keeps, as test_plan_rules.py says it of the norms of rows.
 
-Every slab that a plan may choose is held to the same rules as the one it does choose.
+Slabs that a plan may choose are held to the same rules as those it does choose; plans by rows to the rules of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import test_plan_rules
 from hypothesis import given
-from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm
+from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_of
 from test_plan_rules import (
     Constants,
     _assert_access_to_weights,
@@ -22,12 +24,15 @@ from test_plan_rules import (
 )
 
 from cunorm import kernels
-from cunorm.plan import Device, Launch, Plan, channel_slab, plan
-from cunorm.plan.launches import Builder
+from cunorm.plan import Device, Launch, Plan, channel_grid, channel_slab, plan
+from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_slab import Slab
+from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
 
 TILES_PER_CHUNK = 64  # kernels/channel_split_statistics.cu relies on it
 MOST_STATIC_BYTES = 48 * 1024
+RESERVED_BYTES = 1024  # of shared memory, for each block
 
 
 # ---- Limits.
@@ -39,6 +44,16 @@ def _point_lanes(constants: Constants) -> int:
 
 def _tile_channels(constants: Constants) -> int:
     return int(constants["CHANNEL_LANES"] * (constants["VECTOR"] if constants["ALONG_CHANNELS"] else 1))
+
+
+def _numbers(item: Launch) -> int:
+    """How many a block of channel_grid_* has for each channel, and for each set."""
+    return 3 if item.kernel == "channel_grid_forward" else 2
+
+
+def _sets(constants: Constants) -> int:
+    """Sets of a slab."""
+    return int(_tile_channels(constants) // constants["CHANNELS_PER_SET"])
 
 
 def _scratch_numbers(constants: Constants) -> int:
@@ -59,11 +74,13 @@ def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
         return 0
     kept: Constants = dict(constants)
     scratch = _scratch_numbers(kept)
+    if item.kernel.startswith("channel_grid"):
+        numbers = _numbers(item)
+        return (2 * scratch + numbers * _tile_channels(kept) + 2 * numbers * _sets(kept)) * size
     if not item.kernel.startswith("channel_slab"):
         sums = {"channel_split_statistics": 3, "channel_split_gradient_sums": 2}.get(item.kernel, 0)
         return sums * scratch * size
-    channels, blocks = _tile_channels(kept), item.cluster
-    sets = channels // int(constants["CHANNELS_PER_SET"])
+    channels, sets, blocks = _tile_channels(kept), _sets(kept), item.cluster
     exchanged = blocks if blocks > 1 else 0
     if item.kernel == "channel_slab_forward":
         moments = 2 * 8 * sets if constants["UPDATES_RUNNING"] else 0
@@ -81,7 +98,15 @@ def _within_the_limits_of_cuda(problem: ChannelProblem, device: Device, chosen: 
         assert static + item.shared_bytes <= device.shared_bytes
         assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
-        assert not item.cooperative
+        assert item.cooperative == item.kernel.startswith("channel_grid")
+        if item.cooperative:
+            # All blocks run at the same time: as many on each multiprocessor as the compiler leaves registers for.
+            resident = int(dict(item.constants)["MIN_BLOCKS"])
+            assert device.capability >= 80, "nothing is copied asynchronously"
+            assert item.grid <= device.multiprocessors * resident
+            assert resident * threads <= device.threads_per_multiprocessor
+            taken = static + item.shared_bytes + RESERVED_BYTES
+            assert resident * taken <= device.shared_bytes + RESERVED_BYTES
 
 
 def _planning_twice_gives_the_same(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
@@ -92,15 +117,20 @@ def _planning_twice_gives_the_same(problem: ChannelProblem, device: Device, chos
 
 
 def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    parts = problem.samples  # that have sums of their own
     for item in chosen.launches:
         arguments: dict[str, Any] = dict(item.arguments)
         constants: Constants = dict(item.constants)
         if item.kernel == "column_sums":
-            assert (arguments["rows"], arguments["columns"]) == (problem.samples, problem.channels)
+            clears = chosen.strategy == "channel_grid" and item is chosen.launches[0]
+            assert clears or (arguments["rows"], arguments["columns"]) == (parts, problem.channels)
             continue
         assert (arguments["channels"], arguments["points"]) == (problem.channels, problem.points)
         if item.kernel.startswith("channel_slab"):
             _covers_slab(problem, item, constants, arguments)
+        elif item.kernel.startswith("channel_grid"):
+            _covers_grid(problem, item, constants, arguments)
+            parts *= arguments["blocks_per_slab"]
         elif item.kernel.endswith("merge"):
             _covers_merge(problem, item, constants, arguments)
         else:
@@ -135,20 +165,43 @@ def _covers_pass(problem: ChannelProblem, item: Launch, constants: Constants, ar
 
 
 def _covers_slab(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    blocks = constants["BLOCKS_PER_ROW"]
+    assert item.cluster == blocks and item.grid == _tiles(problem, constants) * blocks
+    assert constants["SLOTS"] == constants["VECTORS"]
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"])
+    assert item.shared_bytes == _slot_bytes(problem, constants)
+
+
+def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    slabs, blocks = arguments["slabs"], arguments["blocks_per_slab"]
+    assert slabs == _tiles(problem, constants) < 2**32
+    groups = item.grid // blocks
+    assert item.grid == groups * blocks and blocks >= 2 and 1 <= groups <= slabs, "a group has nothing to do"
+    assert constants["VECTORS"] <= constants["SLOTS"] <= constants["VECTORS"] * (2 if slabs > groups else 1)
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"])
+    # Behind the slots is what the owner of the most sets collects of all blocks.
+    collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * _compute_bytes(problem)
+    slots = _slot_bytes(problem, constants)
+    assert slots % _compute_bytes(problem) == 0 and item.shared_bytes == slots + collected
+
+
+def _assert_parts(problem: ChannelProblem, item: Launch, constants: Constants, blocks: int, per_block: int) -> None:
+    """Each block of a slab has some of its points, which its threads' vectors just hold."""
     _assert_lanes(item, constants)
     points_of_vector = 1 if constants["ALONG_CHANNELS"] else constants["VECTOR"]
     step = _point_lanes(constants) * points_of_vector
-    blocks, per_block = constants["BLOCKS_PER_ROW"], arguments["points_per_block"]
-    assert item.cluster == blocks and item.grid == _tiles(problem, constants) * blocks
     assert per_block % points_of_vector == 0
     assert (blocks - 1) * per_block < problem.points <= blocks * per_block, "a block has nothing to do"
     assert (constants["VECTORS"] - 1) * step < per_block <= constants["VECTORS"] * step
     assert constants["CHANNELS_PER_SET"] == problem.channels_per_set
     assert _tile_channels(constants) % problem.channels_per_set == 0, "a set lies in two slabs"
     assert constants["SET_LANES"] in (1, 2, 4, 8, 16, 32)
+
+
+def _slot_bytes(problem: ChannelProblem, constants: Constants) -> int:
     tensors = 1 if isinstance(problem, ChannelForward) else 2
-    slots = constants["VECTORS"] * constants["THREADS"] * constants["VECTOR"]
-    assert item.shared_bytes == tensors * slots * DTYPES[problem.x.dtype].itemsize
+    slots = constants["SLOTS"] * constants["THREADS"] * constants["VECTOR"]
+    return int(tensors * slots * DTYPES[problem.x.dtype].itemsize)
 
 
 def _covers_merge(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
@@ -203,6 +256,9 @@ def _scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, de
     size, sizes = _compute_bytes(problem), {scratch.name: scratch.bytes for scratch in chosen.scratch}
     every_channel = problem.samples * problem.channels
     for item in chosen.launches:
+        if item.kernel.startswith("channel_grid"):
+            _scratch_of_grid(problem, item, chosen)
+            continue
         splits = dict(item.arguments).get("splits", 0)
         expected = {
             "chunk_means": every_channel * splits * 8,
@@ -217,6 +273,24 @@ def _scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, de
             merges = item.kernel in ("channel_split_merge", "channel_split_gradient_merge")
             if value in sizes and (writes or merges):
                 assert sizes[str(value)] == expected[name], (item.kernel, name)
+
+
+def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> None:
+    """Words for two turns of every block, and of the answers to every group, all cleared by the launch before."""
+    sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
+    constants, arguments, size = dict(item.constants), dict(item.arguments), _compute_bytes(problem)
+    blocks: Any = arguments["blocks_per_slab"]
+    words = 2 * (item.grid + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
+    assert sizes[str(arguments["words"])] == 8 * words
+    clearing, following = chosen.launches[:2]
+    assert clearing.kernel == "column_sums" and following is item
+    cleared: Any = dict(clearing.arguments)
+    assert (cleared["sums"], cleared["rows"], cleared["second_columns"]) == (arguments["words"], 0, 0)
+    assert cleared["columns"] * size == 8 * words
+    assert dict(clearing.constants)["SUM_TYPE"] == DTYPES[DTYPES[problem.x.dtype].compute].cuda
+    for name in ("dweight", "dbias"):
+        if arguments.get(name):
+            assert sizes[str(arguments[name])] == problem.samples * blocks * problem.channels * size
 
 
 def _the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
@@ -275,14 +349,21 @@ RULES: list[Callable[[Any, Device, Plan], None]] = [
 @many
 @given(problem=channel_problems(), device=devices)
 def test_every_plan_keeps(rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device) -> None:
-    rule(problem, device, plan(problem, device))
+    chosen = plan(problem, device)
+    if not chosen.strategy.startswith("row_"):
+        rule(problem, device, chosen)
 
 
-def plan_of(slab: channel_slab.Slab, problem: ChannelProblem) -> Plan:
-    builder = Builder()
-    if isinstance(problem, ChannelForward):
-        return builder.finished(channel_slab.plan_forward(problem, slab, builder))
-    return builder.finished(channel_slab.plan_backward(problem, slab, builder))
+@pytest.mark.parametrize("rule", test_plan_rules.RULES, ids=lambda rule: rule.__name__.strip("_"))
+@many
+@given(problem=channel_problems(), device=devices)
+def test_every_plan_by_rows_keeps_the_rules_of_rows(
+    rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device
+) -> None:
+    chosen = plan(problem, device)
+    if chosen.strategy.startswith("row_"):
+        assert chosen == plan_rows(problem, device)
+        rule(as_rows(problem), device, chosen)
 
 
 SHAPES: list[tuple[tuple[int, int, int], int | None]] = [
@@ -296,6 +377,18 @@ SHAPES: list[tuple[tuple[int, int, int], int | None]] = [
 ]
 
 
+def some(geometries: Sequence[Slab | Grid]) -> Sequence[Slab | Grid]:
+    """Up to a few tens of them, of every kind: neighbours are alike."""
+    return geometries[:: len(geometries) // 30 + 1]
+
+
+@functools.cache
+def every_geometry(problem: ChannelProblem, device: Device) -> tuple[Slab | Grid, ...]:
+    grids = list(channel_grid.candidates(problem, device))
+    assert len(grids) == len(set(grids))
+    return (*set(channel_slab.candidates(problem, device)), *some(grids))
+
+
 @pytest.mark.parametrize("device", ["sm_75", "sm_90", "few clusters"])
 @pytest.mark.parametrize("last", [False, True], ids=["NC", "N...C"])
 @pytest.mark.parametrize(("shape", "channels_per_set"), SHAPES, ids=str)
@@ -304,9 +397,12 @@ def test_every_slab_keeps_the_same_rules(
 ) -> None:
     for dtype in ("float16", "float32", "float64"):
         for problem in plain_channel_norm(shape, dtype, channels_per_set, last=last, activation="silu"):
-            for slab in set(channel_slab.candidates(problem, DEVICES[device])):
+            for slab in every_geometry(problem, DEVICES[device]):
                 chosen = plan_of(slab, problem)
                 for rule in RULES:
-                    rule(problem, DEVICES[device], chosen)
-                declared = _static_shared_bytes(chosen.launches[0], problem)
+                    # Words between blocks are many beside a slab of few numbers, which is left to other kernels.
+                    if rule is not _the_workspace_is_modest or isinstance(slab, Slab):
+                        rule(problem, DEVICES[device], chosen)
+                item = next(item for item in chosen.launches if item.kernel != "column_sums")
+                declared = _static_shared_bytes(item, problem)
                 assert declared <= slab.static_bytes(problem) <= MOST_STATIC_BYTES

@@ -106,19 +106,25 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
         return
     along_channels, width = direction(problem)
     read = 1 if isinstance(problem, ChannelForward) else 2
+    # In double ptxas would spill registers: backward for the derivative of an activation, forward where a whole block
+    # sums one channel over points of several dimensions.
+    double = problem.x.dtype == "float64"
+    if double and read == 2 and problem.activation is not None:
+        return
     for lanes, threads, resident in _tiles(problem, along_channels, width):
+        if double and read == 1 and lanes == 1 and len(problem.point_sizes) > 1:
+            continue
         tiles = Tiles(width, along_channels, lanes, threads, resident)
         multiprocessors = device.multiprocessors * resident
         shared_bytes = (device.shared_bytes + _RESERVED_BYTES) // resident - _RESERVED_BYTES
         point_vectors = -(-problem.points // tiles.point_vector)
         slabs = tiles.count(problem)
-        seen = set()
-        for turns in range(1, slabs + 1):
-            groups = -(-slabs // turns)
+        for groups in range(min(slabs, multiprocessors // 2), 0, -1):
+            turns = -(-slabs // groups)
             blocks = min(multiprocessors // groups, point_vectors)
-            if groups in seen or blocks < 2:
+            # As many turns as with fewer groups would leave blocks idle; a block alone shares nothing.
+            if -(-slabs // turns) < groups or blocks < 2:
                 continue
-            seen.add(groups)
             per_block = -(-point_vectors // blocks)
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
