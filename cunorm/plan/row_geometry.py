@@ -419,6 +419,8 @@ def _fits_registers(
         other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
     if isinstance(problem, ForwardProblem):
         other += 12 * _has_channels(problem)
+        # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
+        other += 16 * (problem.channels is not None and device.capability >= 100)
         other += 36 * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double
