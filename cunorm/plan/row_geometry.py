@@ -26,7 +26,7 @@ from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "candidates", "forward_geometry"]
 
-# What the kernels declare of shared memory themselves, at most.
+# What the kernels declare of shared memory themselves, mostly at most.
 _STATIC_SHARED_BYTES = 3 * 1024
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 _MOST_THREADS = 512
@@ -443,7 +443,10 @@ def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    return geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES <= device.shared_bytes
+    # Many rows a block have sums that take more, each in two places, of up to two numbers.
+    sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
+    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
+    return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
 
 
 def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
