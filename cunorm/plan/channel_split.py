@@ -74,8 +74,10 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     itemsize = DTYPES[problem.x.dtype].itemsize
     along_channels, width = direction(problem)
     of = passes[along_channels]
-    if along_channels and itemsize == 2 and of.activates and problem.activation is not None:
-        of = replace(of, unroll=of.unroll // 2)  # ptxas spills with more
+    if itemsize == 2 and of.activates:
+        # With more, ptxas spills: along the channels under an activation, and before sm_90.
+        halvings = (along_channels and problem.activation is not None) + (device.capability < 90)
+        of = replace(of, unroll=of.unroll >> halvings)
     if along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
