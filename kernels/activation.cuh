@@ -17,22 +17,21 @@ __device__ __forceinline__ double power_of_two(double value) { return exp2(value
 __device__ __forceinline__ float reciprocal(float value) { return __fdividef(1, value); }
 __device__ __forceinline__ double reciprocal(double value) { return 1 / value; }
 
-// exp(value) with the digits that the result keeps: for sixteen bits of it, two instructions.
-__device__ __forceinline__ Compute exponential_kept(Compute value) {
-  if constexpr (sizeof(X_TYPE) == 2) return power_of_two(static_cast<Compute>(1.4426950408889634) * value);
-  return exponential(value);
+// For results of sixteen bits the exponential takes two instructions.
+__device__ __forceinline__ Compute sigmoid(Compute value) {
+  constexpr Compute LOG2_E = 1.4426950408889634;
+  if constexpr (sizeof(X_TYPE) == 2) return reciprocal(1 + power_of_two(-LOG2_E * value));
+  return reciprocal(1 + exponential(-value));
 }
 
-__device__ __forceinline__ Compute sigmoid(Compute value) { return reciprocal(1 + exponential_kept(-value)); }
-
-// The sigmoid, and what it lacks of 1, which as a difference would lose its digits (more than sixteen bits keep).
+// The sigmoid, and what it lacks of 1, which as a difference would lose digits that more than sixteen bits keep.
 struct SigmoidPair {
   Compute value;
   Compute complement;
 };
 
 __device__ __forceinline__ SigmoidPair sigmoid_pair(Compute value) {
-  const Compute power = exponential_kept(value < 0 ? value : -value), larger = reciprocal(1 + power);
+  const Compute power = exponential(value < 0 ? value : -value), larger = reciprocal(1 + power);
   const Compute smaller = power * larger;
   return value < 0 ? SigmoidPair{smaller, larger} : SigmoidPair{larger, smaller};
 }

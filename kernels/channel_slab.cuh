@@ -8,11 +8,6 @@ constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
 // Vectors of a thread that give the pivot.
 constexpr int PIVOT = (VECTORS + 3) / 4;
 
-template <int VALUE>
-struct Size {
-  static constexpr int value = VALUE;
-};
-
 struct Slots {
   X_TYPE* memory;
   int first;
@@ -54,6 +49,6 @@ __device__ __forceinline__ void as_they_arrive(int count, const Use& use) {
     for (int i = 0; i < size.value; ++i) copy_async_commit();
   };
 #pragma unroll 1
-  for (int first = FIRST; first < FIRST + WHOLE; first += AT_A_TIME) take(first, Size<AT_A_TIME>());
-  if constexpr (REST > 0) take(FIRST + WHOLE, Size<REST>());
+  for (int first = FIRST; first < FIRST + WHOLE; first += AT_A_TIME) take(first, Known<AT_A_TIME>());
+  if constexpr (REST > 0) take(FIRST + WHOLE, Known<REST>());
 }

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   };
 
   // The pivots: the means of the first tile.
-  load_tile(Whole<false>());
+  load_tile(Known<false>());
   Compute pivots[CHANNEL_VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {

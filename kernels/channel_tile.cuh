@@ -178,15 +178,10 @@ __device__ __forceinline__ Walk walk_over(const Chunk& chunk, const long long (&
   return walk;
 }
 
-template <bool VALUE>
-struct Whole {
-  static constexpr bool value = VALUE;
-};
-
 // Calls take(whole) for each UNROLL vectors of the way, along which it goes: whole but for the last, of which some may
 // not be there.
 template <typename Take>
 __device__ __forceinline__ void take_tiles(const Walk& walk, const Take& take) {
-  while (walk.left >= UNROLL) take(Whole<true>());
-  if (walk.left > 0) take(Whole<false>());
+  while (walk.left >= UNROLL) take(Known<true>());
+  if (walk.left > 0) take(Known<false>());
 }

@@ -77,8 +77,3 @@ __device__ __forceinline__ void widen_pairs(const Vector<__nv_bfloat16, COUNT>& 
     widen_all(values, widened);
   }
 }
-
-template <bool VALUE>
-struct Flag {
-  static constexpr bool value = VALUE;
-};

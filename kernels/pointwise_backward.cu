@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
   };
   const long long distance = arguments.groups * TURN_ROWS;
   long long first_row = place.first_row;
-  for (; is_whole(first_row, arguments.rows); first_row += distance) take_turn(first_row, Flag<true>());
-  if (first_row < arguments.rows + RUN) take_turn(first_row, Flag<false>());
+  for (; is_whole(first_row, arguments.rows); first_row += distance) take_turn(first_row, Known<true>());
+  if (first_row < arguments.rows + RUN) take_turn(first_row, Known<false>());
 
   if constexpr (WANTS_DBIAS) {
     if constexpr (ROW_LANES > 1) {

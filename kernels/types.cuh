@@ -10,6 +10,12 @@
 
 using Compute = COMPUTE_TYPE;
 
+// A number that is known when the kernel is compiled, as an argument of a lambda.
+template <int VALUE>
+struct Known {
+  static constexpr int value = VALUE;
+};
+
 __device__ __forceinline__ Compute widen(__half value) { return __half2float(value); }
 // The upper half of a float. As a shift it takes one instruction also from the middle of a word.
 __device__ __forceinline__ Compute widen(__nv_bfloat16 value) {

@@ -17,7 +17,7 @@ from test_plan_rules import (
     Constants,
     _assert_access_to_weights,
     _compute_bytes,
-    _every_field_has_a_value,
+    _every_field_of_the_kernel,
     _launches_may_overlap,
     _scratch_is_written_before_it_is_read,
     _scratch_memory,
@@ -333,7 +333,7 @@ def _every_result_is_written(problem: ChannelProblem, device: Device, chosen: Pl
 RULES: list[Callable[[Any, Device, Plan], None]] = [
     _within_the_limits_of_cuda,
     _planning_twice_gives_the_same,
-    _every_field_has_a_value,
+    _every_field_of_the_kernel,
     _points_and_channels_are_covered,
     _every_access_is_aligned_and_contiguous,
     _scratch_memory,

@@ -92,16 +92,11 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
     return int(scratch + exchange)
 
 
-def _every_field_of_the_kernel(problem: Problem, device: Device, chosen: Plan) -> None:
-    _every_field_has_a_value(problem, device, chosen)
+def _every_field_of_the_kernel(problem: AnyProblem, device: Device, chosen: Plan) -> None:
+    buffers = OPERANDS[type(problem)] | {scratch.name for scratch in chosen.scratch}
     for item in chosen.launches:
         fields = kernels.argument_fields(item.kernel)
         assert sorted(name for name, _, _ in fields) == sorted(name for name, _ in item.arguments)
-
-
-def _every_field_has_a_value(problem: AnyProblem, device: Device, chosen: Plan) -> None:
-    buffers = OPERANDS[type(problem)] | {scratch.name for scratch in chosen.scratch}
-    for item in chosen.launches:
         for code, value in launch.argument_values(item):
             if code == "P":
                 assert value is None or value in buffers

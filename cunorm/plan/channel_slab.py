@@ -51,10 +51,9 @@ class Slab:
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
-        exchanged = self.blocks_per_slab if self.blocks_per_slab > 1 else 1
         forward = isinstance(problem, ChannelForward)
         # Forward the last four are running statistics in double.
-        per_channel = (exchanged + 1) * 3 + 3 + 4 if forward else (exchanged + 2) * 2 + 2
+        per_channel = (self.blocks_per_slab + 1) * 3 + 3 + 4 if forward else (self.blocks_per_slab + 2) * 2 + 2
         return static_bytes(problem, self.tiles, per_channel * self.tiles.channels)
 
     def constants(self, problem: ChannelProblem) -> Constants:

@@ -14,6 +14,7 @@ from cunorm.plan.channel_tiles import (
     pass_arguments,
     running_arguments,
     running_constants,
+    running_pointers,
 )
 from cunorm.plan.constants import compute_itemsize, dtype_constants
 from cunorm.plan.launches import Builder, Constants, Device, Value
@@ -128,8 +129,9 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
             layout.tiles.block,
             {
                 **{name: name for name in ("x", "weight", "bias", "y")},
-                **running_arguments(problem),
+                **running_pointers(problem),
                 **statistics,
+                "channels_per_set": problem.channels_per_set,
                 **layout.arguments,
                 **pass_arguments(problem, x=problem.x, y=problem.y),
                 "eps": problem.eps,
@@ -210,6 +212,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                 {
                     **inputs,
                     "sums": sums,
+                    "channels_per_set": problem.channels_per_set,
                     **layout.arguments,
                     **pass_arguments(problem, dy=problem.dy, x=problem.x),
                 },
@@ -252,6 +255,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                 "means": means,
                 "dx": "dx",
                 "sets": problem.sets,
+                "channels_per_set": problem.channels_per_set,
                 **layout.arguments,
                 **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
             },

@@ -17,6 +17,7 @@ __all__ = [
     "pass_arguments",
     "running_arguments",
     "running_constants",
+    "running_pointers",
     "static_bytes",
     "tile_lanes",
 ]
@@ -128,7 +129,6 @@ def pass_arguments(problem: ChannelProblem, **tensors: ChannelTensor) -> dict[st
     """Sizes, and the strides of each tensor."""
     arguments: dict[str, Value] = {
         "channels": problem.channels,
-        "channels_per_set": problem.channels_per_set,
         "points": problem.points,
         "point_sizes": problem.point_sizes,
     }
@@ -157,11 +157,14 @@ def running_constants(problem: ChannelForward) -> Constants:
     }
 
 
+def running_pointers(problem: ChannelForward) -> dict[str, Value]:
+    return {name: name if problem.running else 0 for name in ("running_mean", "running_var")}
+
+
 def running_arguments(problem: ChannelForward) -> dict[str, Value]:
+    """Of a kernel that updates running statistics."""
     running = problem.running
-    return {
-        "running_mean": "running_mean" if running else 0,
-        "running_var": "running_var" if running else 0,
-        "kept": running.kept if running else 0.0,
-        "taken": running.taken if running else 0.0,
-    }
+    update: dict[str, Value] = (
+        {"kept": running.kept, "taken": running.taken} if running else {"kept": 0.0, "taken": 0.0}
+    )
+    return running_pointers(problem) | update
