@@ -1,8 +1,8 @@
-"""How the tensors of each framework meet cunorm: one file a framework.
+"""How the tensors of each framework meet cunorm: one file or folder a framework.
 
 The framework is found from the type of the tensor, by the name of the package that defines it; its adapter is imported
 when its first tensor arrives. So no framework is ever imported that the user has not imported already, and a new one is
-a new file, whose ADAPTER provides ``cunorm.execute.Adapter``, and a line in the table.
+a new file or folder, whose ADAPTER provides ``cunorm.execute.Adapter``, and a line in the table.
 """
 
 from __future__ import annotations

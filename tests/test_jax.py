@@ -37,7 +37,7 @@ from cunorm import execute, launch
 from cunorm.plan import Plan, plan, plan_with
 from cunorm.problem import Norm
 
-jax_adapter: Any = importlib.import_module("cunorm.adapters.jax")
+jax_adapter: Any = importlib.import_module("cunorm.adapters.jax.adapter")
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 DTYPES = list(NORM_TOLERANCE)

@@ -212,10 +212,13 @@ def test_public_functions_are_documented_and_annotated(name: str) -> None:
         assert parameter.name in function.__doc__
 
 
+def python_blocks(file: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
+
+
 def readme_examples() -> list[Any]:
     """The Python blocks of README.md, by the framework that each imports first."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    named = [(re.search(r"import (\w+)", block), block) for block in blocks]
+    named = [(re.search(r"import (\w+)", block), block) for block in python_blocks(ROOT / "README.md")]
     return [
         pytest.param(block, id=name[1], marks=pytest.mark.gpu if name[1] == "cupy" else ())
         for name, block in named
@@ -234,6 +237,15 @@ def test_readme_example(block: str) -> None:
     results += [names["x"].grad, names["weight"].grad] if framework[1] == "torch" else []
     assert results
     assert all(result.shape in (names["x"].shape, names["weight"].shape) for result in results)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_examples_of_the_documentation(page: Path) -> None:
+    """Those of a page run one after the other, in one process of their own, and assert what they show."""
+    code = "\n".join(python_blocks(page))
+    assert "assert " in code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_readme_names_every_public_function_and_command() -> None:

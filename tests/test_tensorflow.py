@@ -30,7 +30,7 @@ from cunorm import execute, launch
 from cunorm.plan import Plan
 from cunorm.problem import Norm
 
-tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow")
+tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow.adapter")
 
 DEVICES = [pytest.param("CPU", id="cpu"), pytest.param("GPU", id="cuda", marks=pytest.mark.gpu)]
 MODES = [pytest.param(False, id="eager"), pytest.param(True, id="function")]

@@ -1,0 +1,5 @@
+"""JAX: `adapter` is how its tensors meet cunorm."""
+
+from cunorm.adapters.jax.adapter import ADAPTER
+
+__all__ = ["ADAPTER"]
