@@ -44,6 +44,13 @@ def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float,
     return elements * each * (1 if isinstance(problem, ChannelForward) else 1.6)
 
 
+def _activation(problem: ChannelProblem, forward: float, backward: float) -> float:
+    """How much longer the numbers take under an activation."""
+    if problem.activation is None:
+        return 1.0
+    return forward if isinstance(problem, ChannelForward) else backward
+
+
 def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     resident = max(1, slab.resident(problem, device))
     at_once = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab * resident
@@ -51,6 +58,7 @@ def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     waves = -(-grid // at_once)
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, slab.tiles)
     stream /= min(1.0, 2.2 * grid / device.multiprocessors)
+    stream *= _activation(problem, 1.05, 1.15)
     if waves > 1:
         stream *= 1 + 0.6 * (waves * at_once / grid - 1)
     work = _work(problem, slab.vectors, slab.tiles, 0.02, 0.04)
@@ -64,6 +72,11 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, grid.groups * grid.blocks_per_slab / (device.multiprocessors * resident))
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, grid.tiles) / busy
     stream *= turns * grid.groups / grid.tiles.count(problem) * _narrow(problem, grid.tiles.width)
+    stream *= _activation(problem, 1.08, 1.4)
+    if isinstance(problem, ChannelForward):
+        stream *= 1.08 if grid.tiles.along_channels else 1.0
+    elif grid.groups <= 2:
+        stream *= 1.3  # all blocks sum, wait, and store at the same time
     exchange = (3.2 if grid.tiles.along_channels else 1.2) + 6e-4 * grid.sets(problem) * grid.blocks_per_slab
     exposed = exchange + _work(problem, grid.vectors, grid.tiles, 0.012, 0.014)
     # What is on its way meanwhile.
@@ -77,4 +90,5 @@ def split_cost(problem: ChannelProblem, device: Device) -> float:
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * passes * unpacked
+    stream *= _activation(problem, 1.0, 1.0 if itemsize > 2 else 1.06)
     return 14.0 + stream * _narrow(problem, width)

@@ -34,6 +34,9 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+# What an activation takes besides, forward; and its derivative, beside sums of columns or in double.
+_ACTIVATION_REGISTERS = 8
+_DERIVATIVE_REGISTERS = 24
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
 _FEW_SUM_BYTES = 1 << 20
 # Weights by channel take next to no room, and come late.
@@ -80,12 +83,13 @@ def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
 
     The weights come early: 64 rows of 4096 bfloat16 numbers take 5.1 us, with late weights 5.8. Long rows are shared,
     so that more multiprocessors work: 16 of 16,384 take 6.5 us in four blocks each, in one 7.3; 16 of 32,768 in eight
-    6.5, in one 9.1. Of 512 rows neither makes a difference.
+    6.5, in one 9.1; 64 groups of 65,536 float16 numbers in two 1.29, in one 1.44. Of 512 rows neither makes a
+    difference.
     """
     vectors_per_row = problem.columns // width
     blocks = min(16, 1 << max(0, (vectors_per_row - 1) // 512).bit_length()) if vectors_per_row > 1024 else 1
     if problem.rows > device.groups(blocks):
-        blocks = 1
+        blocks = 2 if blocks > 1 and problem.rows <= device.groups(2) else 1
     vectors_per_block = -(-vectors_per_row // blocks)
     threads = min(256 if vectors_per_block <= 1024 else _MOST_THREADS, 1 << vectors_per_block.bit_length() - 1)
     vectors = -(-vectors_per_block // threads)
@@ -110,7 +114,11 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     geometry = _backward_geometry(problem, device)
     if geometry is not None:
         geometry = _with_room(replace(geometry, weights="late"), problem, device)
-    return geometry if geometry is not None and _fits(geometry, problem, device) else None
+    if geometry is None or not _fits(geometry, problem, device):
+        return None
+    # Under an activation 8 vectors of sixteen-bit numbers would spill in a block that has whole rows.
+    full = geometry.blocks_per_row == 1 and geometry.threads * geometry.vectors >= 8 * _MOST_THREADS
+    return None if full and geometry.width == 8 and problem.norm.activation is not None else geometry
 
 
 def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -311,13 +319,17 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
             return replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
     vectors_per_row = problem.columns // width
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
-    threads, vectors = _spread(vectors_per_row, 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5)
+    wanted = 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5
+    if problem.rows <= 2 * device.multiprocessors:
+        wanted = min(wanted, max(1.0, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
+    threads, vectors = _spread(vectors_per_row, wanted)
     if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
         return _peeled(problem, device, piece) if may_peel else None
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     if threads == 1 and vectors > 1:
         threads, vectors = 2, -(-vectors // 2)
-    geometry = RowBlock(width, vectors, threads, max(1, (64 if forward else 256) // threads))
+    rows = max(1, 64 // threads) if forward else _rows_per_block(problem, device, 256 // threads, threads)
+    geometry = RowBlock(width, vectors, threads, rows)
     if forward:
         early = replace(geometry, weights="early")  # 257 columns of bfloat16: 1.65, late 1.76
         return early if threads == 32 and _fits_early(early, problem, device) else geometry
@@ -399,7 +411,9 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
     weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
     sums = 2 * width * compute_itemsize(problem) // 4 if problem.channels is None else 0
     unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
-    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64") + 24 * (problem.norm.activation is not None)
+    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
+    if problem.norm.activation is not None and (problem.channels is None or problem.x.dtype == "float64"):
+        more += _DERIVATIVE_REGISTERS
     return 2 * loaded + sums + 4 * narrow + unpacked, more
 
 
@@ -417,11 +431,12 @@ def _fits_registers(
         # Without sums of columns, whose count is generous, the rest counts for more.
         several, activated = _has_channels(problem), problem.norm.activation is not None
         other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
+        other += 8 * (problem.norm.activation == "relu")  # which of all spills at 8 vectors in clusters of 8 blocks
     if isinstance(problem, ForwardProblem):
         other += 12 * _has_channels(problem)
         # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
         other += 16 * (problem.channels is not None and device.capability >= 100)
-        other += 36 * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
+        other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None) + 4 * (problem.residual is not None)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double
         # Read directly, all of a thread's are loaded at once.
@@ -437,7 +452,7 @@ def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     registers, more = _registers(problem, geometry.width)
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if isinstance(problem, ForwardProblem):
-        other += 36 * (problem.norm.activation is not None)
+        other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
     total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
     return total <= min(255, 65536 // geometry.threads // 8 * 8)
 
@@ -470,7 +485,7 @@ def _crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
 
     Left alone, ptxas loads so much ahead that at 12,288 columns of bfloat16 two blocks fit, not three: 1.21, not 1.03.
     """
-    if problem.norm.activation is not None or DTYPES[problem.x.dtype].itemsize == 8:
+    if DTYPES[problem.x.dtype].itemsize == 8:
         return geometry
     held = geometry.vectors * _registers(problem, geometry.width)[0]
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
