@@ -26,6 +26,8 @@ __all__ = [
     "InstanceNormalization",
     "LayerNormalization",
     "RMSNormalization",
+    "from_keras",
+    "to_keras",
 ]
 
 _serializable = keras.saving.register_keras_serializable(package="cunorm")
@@ -208,7 +210,7 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         data_format = _data_format(inputs, self.axis)
-        # Keras has renorm since 3.13.
+        # Older Keras has no renorm.
         others = mask is not None or self.synchronized or getattr(self, "renorm", False)
         if others or data_format is None or not _is_supported(inputs):
             return super().call(inputs, training=training, mask=mask)
@@ -227,6 +229,79 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
     def _move(self, moving: Any, new: Any) -> None:
         """Assigned, not updated in place by the kernel: what is immutable cannot be, nor may what Keras only traces."""
         moving.assign(ops.cast(moving, new.dtype) * self.momentum + new * (1 - self.momentum))
+
+
+_KERAS: dict[type, type] = {
+    BatchNormalization: keras.layers.BatchNormalization,
+    GroupNormalization: keras.layers.GroupNormalization,
+    LayerNormalization: keras.layers.LayerNormalization,
+    RMSNormalization: keras.layers.RMSNormalization,
+}
+_OURS = {theirs: ours for ours, theirs in _KERAS.items()}
+
+
+def from_keras(layer: Any) -> Any:
+    """A new layer of the same configuration: one of these for one of Keras's own, else of the same class.
+
+    It is a ``clone_function`` of `keras.models.clone_model`, whose result takes the weights of the model.
+
+    Parameters
+    ----------
+    layer : keras.layers.Layer
+        Any layer. It is not modified. Subclasses of Keras's layers stay what they are.
+
+    Returns
+    -------
+    keras.layers.Layer
+        With weights of its own, once it is built.
+
+    Raises
+    ------
+    NotImplementedError
+        For a layer that has no configuration, by Keras.
+
+    Examples
+    --------
+    >>> from cunorm.adapters.keras import from_keras
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.LayerNormalization()])
+    >>> faster = keras.models.clone_model(model, clone_function=from_keras)
+    >>> faster.set_weights(model.get_weights())
+    >>> [type(layer).__module__ for layer in faster.layers][1]
+    'cunorm.adapters.keras'
+    """
+    return _OURS.get(type(layer), type(layer)).from_config(layer.get_config())  # type: ignore[attr-defined]
+
+
+def to_keras(layer: Any) -> Any:
+    """A new layer of the same configuration: one of Keras's own for one of these, else of the same class.
+
+    The way back from `from_keras`, for what has to do without cunorm. An `InstanceNormalization` becomes a
+    `keras.layers.GroupNormalization`.
+
+    Parameters
+    ----------
+    layer : keras.layers.Layer
+        Any layer. It is not modified.
+
+    Returns
+    -------
+    keras.layers.Layer
+        With weights of its own, once it is built.
+
+    Raises
+    ------
+    NotImplementedError
+        For a layer that has no configuration, by Keras.
+
+    Examples
+    --------
+    >>> from cunorm.adapters.keras import InstanceNormalization, to_keras
+    >>> to_keras(InstanceNormalization(epsilon=1e-5)).groups
+    -1
+    """
+    if type(layer) is InstanceNormalization:
+        return keras.layers.GroupNormalization.from_config(layer.get_config() | {"groups": -1})
+    return _KERAS.get(type(layer), type(layer)).from_config(layer.get_config())  # type: ignore[attr-defined]
 
 
 def _tensor(variable: Any) -> Any:

@@ -343,6 +343,21 @@ def test_calls_without_end_on_a_gpu(function: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_nothing_is_copied_on_a_gpu() -> None:
+    """A call takes the memory of its results and no more, from TensorFlow's allocator, and none of CuPy's."""
+    import cupy
+
+    x = tensor(data(1, (4096, 4096), outliers=False), "GPU")
+    cunorm.layer_norm(x)
+    pool, before = cupy.get_default_memory_pool().total_bytes(), tf.config.experimental.get_memory_info("GPU:0")
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    y = cunorm.layer_norm(x)
+    peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    assert y.shape == x.shape and peak - before["current"] < 1.25 * (64 << 20)
+    assert cupy.get_default_memory_pool().total_bytes() == pool
+
+
+@pytest.mark.gpu
 def test_kernels_run_on_cupys_current_stream() -> None:
     """Where CuPy has another stream for current, they wait for what is queued there, and TensorFlow for them."""
     import cupy
