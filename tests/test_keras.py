@@ -30,6 +30,11 @@ def test_layers_on_the_cpu(backend: str) -> None:
     assert passed and int(passed[1]) > 70 and "skipped" not in printed
 
 
+def test_inference_on_the_numpy_backend() -> None:
+    printed = run(*CASES, "-k", "test_values", KERAS_BACKEND="numpy")
+    assert re.search(r"\d\d passed", printed) and "failed" not in printed
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_on_a_gpu(backend: str) -> None:
