@@ -244,11 +244,19 @@ def test_gradients_asked_for_more_than_once() -> None:
     for ours, theirs in zip(first, again):
         np.testing.assert_array_equal(ours, theirs)
     assert not np.allclose(tape.gradient(other, weight), first[1])
-    # One row at a time, through a while loop: py_function has no rule that would make one call of it.
-    with tf.GradientTape(persistent=True) as tape:
+
+
+def test_many_calls_as_one_are_many() -> None:
+    """Where TensorFlow would vectorize, it loops."""
+    x = tf.constant(data(1, (4, 8)))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
         y = cunorm.layer_norm(x)
-    jacobian = tape.jacobian(y, x, experimental_use_pfor=False)
-    assert jacobian.shape == (4, 8, 4, 8) and not np.asarray(jacobian)[0, :, 1].any()
+    jacobian = np.asarray(tape.jacobian(y, x))
+    assert jacobian.shape == (4, 8, 4, 8) and jacobian[0, :, 0].any() and not jacobian[0, :, 1].any()
+    np.testing.assert_allclose(tf.vectorized_map(cunorm.layer_norm, x), y, rtol=1e-5)
+    with tf.autodiff.ForwardAccumulator(x, x), pytest.raises(NotImplementedError):
+        cunorm.layer_norm(x)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

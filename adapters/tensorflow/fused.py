@@ -1,6 +1,6 @@
 """`fused_layer_norm` and `fused_instance_norm`: NVIDIA's ``nv_norms`` ops for TensorFlow, as they are called.
 
-Those were compiled for a TensorFlow of their time (github.com/NVIDIA/atex, last released in 2023). These are
+Those were compiled for a TensorFlow of their time (github.com/NVIDIA/atex, last changed in 2023). These are
 `cunorm.layer_norm` and `cunorm.instance_norm` with the names, defaults and results that calls of them expect. Beyond
 theirs, any axes can be normalized, x has any number of dimensions, and all may be of any of the four dtypes.
 """
