@@ -46,7 +46,8 @@ class LayerNormalization(_Computed, keras.layers.LayerNormalization):  # type: i
     """Layer normalization, as `keras.layers.LayerNormalization`, by `cunorm.layer_norm`.
 
     ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(var + epsilon)`` over ``axis`` (Ba, Kiros, Hinton
-    2016, arXiv:1607.06450). With the deprecated ``rms_scaling`` it is Keras's own computation.
+    2016, arXiv:1607.06450). With the deprecated ``rms_scaling``, or axes of which some are negative and some not, it is
+    Keras's own computation.
 
     Parameters
     ----------
@@ -68,7 +69,9 @@ class LayerNormalization(_Computed, keras.layers.LayerNormalization):  # type: i
     """
 
     def call(self, inputs: Any) -> Any:
-        if self.rms_scaling or not _is_supported(inputs):
+        # Keras sorts axes as they are written: counted from both ends, they are in another order than those of x.
+        from_both_ends = min(self.axis) < 0 <= max(self.axis)
+        if from_both_ends or self.rms_scaling or not _is_supported(inputs):
             return super().call(inputs)
         y = layer_norm(inputs, _tensor(self.gamma), _tensor(self.beta), axis=self.axis, eps=self.epsilon)
         return ops.cast(y, self.compute_dtype)

@@ -33,6 +33,11 @@ def close(result: Any, expected: Any, dtype: str) -> bool:
     return relative_error(result.numpy(), expected) <= NORM_TOLERANCE[dtype]
 
 
+def assert_near(result: Any, expected: Any) -> None:
+    """TensorFlow computes on a GPU wherever there is one, and what is expected comes from the CPU."""
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_doctests() -> None:
     failed, tried = doctest.testmod(importlib.import_module("cunorm.adapters.tensorflow.fused"))
     assert tried and not failed
@@ -92,13 +97,13 @@ def test_defaults() -> None:
     x, gamma, beta = data(1, (4, 3, 8)), data(2, (8,)), data(3, (8,))
     y, mean, inv_std = fused_layer_norm(x, gamma, beta)
     expected, theirs, rstd = cunorm.layer_norm(x, gamma, beta, axis=-1, eps=1e-3, return_stats=True)
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(mean, theirs.reshape(-1))
-    np.testing.assert_array_equal(inv_std, rstd.reshape(-1))
+    assert_near(y, expected)
+    assert_near(mean, theirs.reshape(-1))
+    assert_near(inv_std, rstd.reshape(-1))
     y, mean, _ = fused_instance_norm(x, gamma, beta)
     expected, theirs, _ = cunorm.instance_norm(x, gamma, beta, data_format="N...C", eps=1e-3, return_stats=True)
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(mean, theirs)
+    assert_near(y, expected)
+    assert_near(mean, theirs)
 
 
 def test_fused_layer_norm_of_shapes_that_are_not_known() -> None:
@@ -112,7 +117,7 @@ def test_fused_layer_norm_of_shapes_that_are_not_known() -> None:
         x, gamma, beta = data(1, shape), data(2, (4 * shape[-1],)), data(3, (4 * shape[-1],))
         y, mean, _, (dx, dgamma) = run(x, gamma, beta)
         expected = cunorm.layer_norm(x, gamma.reshape(4, -1), beta.reshape(4, -1), axis=(2, 3), eps=1e-3)
-        np.testing.assert_array_equal(y, expected)
+        assert_near(y, expected)
         assert mean.shape == (shape[0] * shape[1],) and dx.shape == shape and dgamma.shape == gamma.shape
 
 
@@ -149,7 +154,7 @@ def test_fused_instance_norm(
 ) -> None:
     """A format says where the channels are, and nothing of the number of dimensions."""
     channels = shape[-1 if last else 1]
-    x, dy = data(1, shape), data(4, shape)
+    x, dy = (data(seed, shape, outliers=False) for seed in (1, 4))
     gamma, beta = data(2, (channels,)), data(3, (channels,))
     options: dict[str, Any] = {"data_format": "N...C" if last else "NC..."}
     expected, mean, rstd = cunorm.instance_norm(x, gamma, beta, **options, eps=1e-5, return_stats=True)
@@ -199,7 +204,7 @@ def test_inputs_that_become_tensors(function: bool) -> None:
     for kind in (np.asarray, tf.Variable, keras.Variable, np.ndarray.tolist):
         inputs = [kind(array) for array in (x, gamma, beta)]
         call = lambda inputs=inputs: fused_layer_norm(*inputs)[0]  # noqa: E731
-        np.testing.assert_array_equal((tf.function(call) if function else call)(), expected)
+        assert_near((tf.function(call) if function else call)(), expected)
 
 
 # ---- The adapter, as programs use it.
@@ -215,7 +220,7 @@ def test_variables_of_every_kind(kind: Any, function: bool) -> None:
     def run() -> Any:
         return cunorm.layer_norm(x, weight)
 
-    np.testing.assert_array_equal((tf.function(run) if function else run)(), expected)
+    assert_near((tf.function(run) if function else run)(), expected)
 
 
 @pytest.mark.parametrize("function", MODES)
@@ -254,7 +259,7 @@ def test_many_calls_as_one_are_many() -> None:
         y = cunorm.layer_norm(x)
     jacobian = np.asarray(tape.jacobian(y, x))
     assert jacobian.shape == (4, 8, 4, 8) and jacobian[0, :, 0].any() and not jacobian[0, :, 1].any()
-    np.testing.assert_allclose(tf.vectorized_map(cunorm.layer_norm, x), y, rtol=1e-5)
+    assert_near(tf.vectorized_map(cunorm.layer_norm, x), y)
     with tf.autodiff.ForwardAccumulator(x, x), pytest.raises(NotImplementedError):
         cunorm.layer_norm(x)
 
