@@ -210,7 +210,7 @@ def batch_norm(
     ----------
     x : tensor
         Samples, channels, and any number of spatial dimensions, as `instance_norm` says. In training there must be more
-        than one value a channel.
+        than one value a channel, with Keras's convention at least one.
     weight, bias : tensor, optional
         One number a channel, of shape (C,), as `instance_norm` says.
     running_mean, running_var : tensor, optional
@@ -693,9 +693,10 @@ def _prepare_forward(
     check_vector(bias, "bias", (sizes.channels,), x)
     for name, view in zip(("running_mean", "running_var"), running):
         check_vector(view, name, (sizes.channels,), x)
-    if op.name == "batch_norm" and op.training and sizes.values_per_channel < 2:
+    least = 2 if op.unbiased else 1  # as PyTorch has it, and as Keras, where a last batch of one sample trains
+    if op.name == "batch_norm" and op.training and sizes.values_per_channel < least:
         found = "one value" if sizes.values_per_channel else "no values"
-        must = "in training there must be more than one"
+        must = f"in training there must be {'more than' if op.unbiased else 'at least'} one"
         raise ValueError(f"x has {found} per channel (shape {x.shape}); {must}")
     if out is not None:
         check_out(out, sizes.like_x, x)

@@ -290,6 +290,8 @@ def test_one_value_per_channel_in_training(make: Make, shape: Any) -> None:
 def test_no_values_in_training(make: Make, shape: Any) -> None:
     message = f"x has no values per channel (shape {shape}); in training there must be more than one"
     refused("batch_norm", ValueError, message, make(np.ones(shape)), **running(make))
+    message = f"x has no values per channel (shape {shape}); in training there must be at least one"
+    refused("batch_norm", ValueError, message, make(np.ones(shape)), convention="keras")
 
 
 def test_evaluation_without_running_statistics(make: Make) -> None:

@@ -324,6 +324,21 @@ def test_the_conventions_differ_in_momentum_and_divisor() -> None:
         np.testing.assert_allclose([running["running_mean"][0], running["running_var"][0]], [mean, var], rtol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (1, 6, 1, 1)])
+def test_one_value_per_channel_in_the_convention_of_keras(shape: tuple[int, ...]) -> None:
+    """The biased variance is 0 there and not undefined; the last batch of an epoch may be one sample."""
+    x, weight, bias = data(1, shape), data(2, (6,)), data(3, (6,))
+    running = {"running_mean": np.zeros(6, np.float32), "running_var": np.ones(6, np.float32)}
+    options: Any = {"training": True, "convention": "keras"}
+    y, mean, rstd = cunorm.batch_norm(x, weight, bias, **options, momentum=0.75, return_stats=True, **running)
+    np.testing.assert_array_equal(y.reshape(6), bias)
+    np.testing.assert_array_equal(running["running_mean"], 0.25 * x.reshape(6))
+    np.testing.assert_array_equal(running["running_var"], np.full(6, 0.75, np.float32))
+    dx, dweight, dbias = cunorm.batch_norm_backward(x, x, weight, mean, rstd)
+    assert not dx.any() and not dweight.any()
+    np.testing.assert_array_equal(dbias, x.reshape(6))
+
+
 def test_evaluation_of_half_precision_with_float32_statistics() -> None:
     shape = Shape("batch_norm", (4, 8, 5, 3), "NCHW")
     case = shape.case("float16", running_dtype="float32", parameter_dtype="float32", training=False)

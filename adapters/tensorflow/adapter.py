@@ -14,6 +14,7 @@ statistics are always computed. Gradients are first derivatives.
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,11 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
+# TensorFlow numbers the devices that tf.config made visible, CUDA all of them: which is which never changes, and asking
+# about a pointer takes as long as exporting it.
+_cuda_devices: dict[int, int] = {}
+
+
 def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
     """The address and device of an eager tensor, when TensorFlow's stream has finished everything before."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
@@ -49,8 +55,16 @@ def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
     pointer, index = exported.data or 0, exported.device_index
     if exported.device_type == _DLPACK_CPU:
         return pointer, ("cpu", 0)
-    # TensorFlow numbers the devices that tf.config made visible, CUDA all of them.
-    return pointer, ("cuda", launch.cupy().cuda.runtime.pointerGetAttributes(pointer).device if pointer else index)
+    if pointer and index not in _cuda_devices:
+        _cuda_devices[index] = int(launch.cupy().cuda.runtime.pointerGetAttributes(pointer).device)
+    return pointer, ("cuda", _cuda_devices.get(index, index))
+
+
+@functools.lru_cache(maxsize=4096)
+def _host_shape(shape: tuple[int, ...]) -> Any:
+    """A shape as tf.raw_ops.Empty takes it. Making one takes as long as the allocation."""
+    with tf.device("CPU:0"):
+        return tf.constant(shape, tf.int32)
 
 
 def _empty(output: Output, device: str) -> Any:
@@ -58,7 +72,7 @@ def _empty(output: Output, device: str) -> Any:
     if max(output.shape, default=0) > _INT32_MAX:  # which tf.raw_ops.Empty cannot be told
         with tf.device(device):
             return tf.zeros(output.shape, dtype)
-    shape = tf.constant(output.shape, tf.int32)
+    shape = _host_shape(output.shape)
     with tf.device(device):
         return tf.raw_ops.Empty(shape=shape, dtype=dtype)
 
@@ -176,12 +190,11 @@ def _tensors(**arguments: Any) -> list[Any]:
     """The arguments as tensors; variables are read, so that the tape knows."""
     tensors = []
     for name, value in arguments.items():
-        if isinstance(value, tf.Variable) or (hasattr(value, "__tf_tensor__") and not isinstance(value, tf.Tensor)):
-            value = tf.convert_to_tensor(value)
         if value is not None and not isinstance(value, tf.Tensor):
-            raise TypeError(
-                f"{name} is a {type(value).__qualname__}; beside a TensorFlow x it must be a TensorFlow tensor"
-            )
+            if not isinstance(value, tf.Variable) and not hasattr(value, "__tf_tensor__"):
+                beside = "" if name == "x" else "beside a TensorFlow x "
+                raise TypeError(f"{name} is a {type(value).__qualname__}; {beside}it must be a dense TensorFlow tensor")
+            value = tf.convert_to_tensor(value)
         tensors.append(value)
     return tensors
 
