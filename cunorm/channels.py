@@ -575,11 +575,10 @@ class ChannelNorm:
     ) -> ChannelNorm:
         """The op of a user's arguments."""
         arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
-        try:
-            return _op_of(*arguments)
-        except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
-            pass
-        return _op_of.__wrapped__(*arguments)
+        found = _name_of(*arguments)
+        if found is None:
+            return _make(*arguments)  # says what is wrong
+        return getattr(execute.OPS, found)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def keeps_bias(self) -> bool:
@@ -627,11 +626,7 @@ class ChannelNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-_interned: dict[tuple[Any, ...], ChannelNorm] = {}
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _op_of(
+def _make(
     name: str,
     data_format: Any,
     eps: Any,
@@ -642,7 +637,7 @@ def _op_of(
     convention: Any,
 ) -> ChannelNorm:
     torch_convention, share = check_convention(convention) == "torch", check_momentum(momentum)
-    attributes = (
+    return ChannelNorm(
         name,
         check_data_format(data_format),
         check_eps(eps),
@@ -653,7 +648,9 @@ def _op_of(
         share if torch_convention else 1 - share,
         torch_convention,
     )
-    return _interned.setdefault(attributes, ChannelNorm(*attributes))
+
+
+_name_of = execute.op_namer(_make)
 
 
 @dataclass(frozen=True)
@@ -678,7 +675,7 @@ class _Sizes:
         return _Sizes(channel_axis, channels, channels_per_set, values, like_x, Output(shape, DTYPES[x.dtype].compute))
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_forward(
     op: ChannelNorm,
     x: View,
@@ -776,7 +773,7 @@ def _by_set(op: ChannelNorm, statistic: Any) -> Any:
     return statistic[None] if op.over_samples and statistic is not None else statistic
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_backward(
     op: ChannelNorm,
     dy: View,
@@ -856,9 +853,6 @@ def _run_backward(
         dbias_out=dbias,
     )
 
-
-execute.also_forget(_prepare_forward.cache_clear)
-execute.also_forget(_prepare_backward.cache_clear)
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
 for _function in (

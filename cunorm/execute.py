@@ -8,7 +8,10 @@ on the stream given; on the CPU it calls ``cunorm.reference`` on the same memory
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import threading
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ import numpy as np
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = [
+    "OPS",
     "Adapter",
     "Gradients",
     "Op",
@@ -31,7 +35,9 @@ __all__ = [
     "forward",
     "generation",
     "numpy_dtype",
+    "op_namer",
     "prepare_on_cpu",
+    "prepared_once",
 ]
 
 
@@ -132,6 +138,45 @@ class Op(Protocol):
         ``x`` is what the op was computed of: residual_out, where there was a residual. dx is the gradient of both
         summands. ``bias_dtype`` is dbias's, where the bias itself is not given.
         """
+
+
+# Every op that there is, by a name: torch.compile can follow a name to an object, but not how an object was found.
+OPS = types.SimpleNamespace()
+_op_numbers = itertools.count()
+
+
+def op_namer(make: Callable[..., Op]) -> Callable[..., str | None]:
+    """What finds the name among `OPS` of the op that ``make`` makes of a user's arguments, one op for equal ones.
+
+    It gives None where ``make`` raises a TypeError or a ValueError, for the caller to raise.
+    """
+    names: dict[tuple[Any, ...], str] = {}
+
+    def named(*arguments: Any) -> str:
+        op = make(*arguments)
+        attributes = tuple(vars(op).values())
+        if attributes not in names:
+            name = f"op_{next(_op_numbers)}"
+            setattr(OPS, name, op)
+            return names.setdefault(attributes, name)
+        return names[attributes]
+
+    cached = functools.lru_cache(maxsize=4096, typed=True)(named)
+
+    def name_of(*arguments: Any) -> str | None:
+        try:
+            if type(arguments[0]) in (int, str):  # nearly always; what stands in a sequence may equal an int
+                return cached(*arguments)
+        except (TypeError, ValueError):
+            pass
+        try:
+            return named(*arguments)  # of what cannot be hashed, say
+        except (TypeError, ValueError):
+            return None
+
+    # torch.compile calls this while it traces, and takes the result for a constant.
+    setattr(name_of, "_dynamo_marked_constant", True)  # noqa: B010
+    return name_of
 
 
 class Adapter(Protocol):
@@ -338,6 +383,21 @@ def backward(
     _run(adapter, prepared, pointers, x)
     dx, dweight, dbias = results
     return dx, dweight, dbias
+
+
+def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """``prepare``, run once for each kind of call, until plans are forgotten."""
+    cached = functools.lru_cache(maxsize=4096)(prepare)
+    also_forget(cached.cache_clear)
+
+    @functools.wraps(prepare)
+    def find(*arguments: Any) -> Prepared:
+        try:
+            return cached(*arguments)
+        except TypeError:  # a size that is a symbol to torch.compile cannot be hashed, or something is wrong indeed
+            return prepare(*arguments)
+
+    return find
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -357,12 +357,10 @@ class RowNorm:
         weight_offset: float = 0.0,
     ) -> RowNorm:
         """The op of a user's arguments."""
-        if type(axis) is int:  # nearly always; what stands in a sequence may equal an int and be refused
-            try:
-                return _op_of(axis, eps, activation, centered, weight_offset)
-            except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
-                pass
-        return _op_of.__wrapped__(axis, eps, activation, centered, weight_offset)
+        name = _name_of(axis, eps, activation, centered, weight_offset)
+        if name is None:
+            return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong
+        return getattr(execute.OPS, name)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def keeps_bias(self) -> bool:
@@ -397,14 +395,12 @@ class RowNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-_interned: dict[tuple[tuple[int, ...], float, Norm], RowNorm] = {}
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _op_of(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
+def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
     norm = Norm(centered, check_weight_offset(weight_offset), check_activation(activation))
-    axes, value = check_axis(axis), check_eps(eps)
-    return _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
+    return RowNorm(check_axis(axis), check_eps(eps), norm)
+
+
+_name_of = execute.op_namer(_make)
 
 
 def layout_of(view: View | None) -> Any:
@@ -412,7 +408,7 @@ def layout_of(view: View | None) -> Any:
     return None if view is None else View(view[0] & 15, *view[1:])
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_forward(
     op: RowNorm,
     x: View,
@@ -460,7 +456,7 @@ def _prepare_forward(
     return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_backward(
     op: RowNorm,
     dy: View,
@@ -519,10 +515,6 @@ def _prepare_backward(
         dresidual_out=dresidual_out,
     )
     return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
-
-
-execute.also_forget(_prepare_forward.cache_clear)
-execute.also_forget(_prepare_backward.cache_clear)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
