@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -574,6 +575,15 @@ class ChannelNorm:
         convention: str = "torch",
     ) -> ChannelNorm:
         """The op of a user's arguments."""
+        # To torch.compile a number may be a symbol: an index, a constant like that below and what a set holds are none.
+        if type(num_groups) is int:
+            num_groups = operator.index(num_groups)
+        if type(eps) is float:
+            (eps,) = {eps}
+        if momentum == 0.1:
+            momentum = 0.1
+        elif type(momentum) is float:
+            (momentum,) = {momentum}
         arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
         found = _name_of(*arguments)
         if found is None:

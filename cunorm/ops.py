@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -357,6 +358,17 @@ class RowNorm:
         weight_offset: float = 0.0,
     ) -> RowNorm:
         """The op of a user's arguments."""
+        # To torch.compile a number may be a symbol: an index, a constant like that below and what a set holds are none.
+        if type(axis) is int:
+            axis = operator.index(axis)
+        elif isinstance(axis, list | tuple):
+            axis = [operator.index(item) if type(item) is int else item for item in axis]
+        if type(eps) is float:
+            (eps,) = {eps}
+        if weight_offset == 0.0:
+            weight_offset = 0.0
+        elif type(weight_offset) is float:
+            (weight_offset,) = {weight_offset}
         name = _name_of(axis, eps, activation, centered, weight_offset)
         if name is None:
             return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong

@@ -51,6 +51,14 @@ def _requires_grad(*tensors: Any) -> bool:
     return False
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # a tensor of vmap, say, or one that outlived its transformation
+        return False
+    return True
+
+
 class TorchAdapter(Adapter):
     def layout(self, tensor: Any, name: str) -> View:
         """The tensor as memory, but for the address."""
@@ -96,10 +104,7 @@ class TorchAdapter(Adapter):
         if tensors[names.index("x")].is_meta:
             raise _StandsForAnother
         for tensor in tensors:
-            # Such a wrapper may outlive its transformation.
-            if isinstance(tensor, torch.Tensor) and (
-                type(tensor) not in _ORDINARY or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            ):
+            if isinstance(tensor, torch.Tensor) and (type(tensor) not in _ORDINARY or not _has_storage(tensor)):
                 raise _StandsForAnother
         return super().describe(tensors, names)
 
