@@ -580,10 +580,8 @@ class ChannelNorm:
             num_groups = operator.index(num_groups)
         if type(eps) is float:
             (eps,) = {eps}
-        if momentum == 0.1:
-            momentum = 0.1
-        elif type(momentum) is float:
-            (momentum,) = {momentum}
+        if type(momentum) is float:
+            (momentum,) = (0.1,) if momentum == 0.1 else {momentum}
         arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
         found = _name_of(*arguments)
         if found is None:

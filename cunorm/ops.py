@@ -365,10 +365,8 @@ class RowNorm:
             axis = [operator.index(item) if type(item) is int else item for item in axis]
         if type(eps) is float:
             (eps,) = {eps}
-        if weight_offset == 0.0:
-            weight_offset = 0.0
-        elif type(weight_offset) is float:
-            (weight_offset,) = {weight_offset}
+        if type(weight_offset) is float:
+            (weight_offset,) = (0.0,) if weight_offset == 0.0 else {weight_offset}
         name = _name_of(axis, eps, activation, centered, weight_offset)
         if name is None:
             return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong

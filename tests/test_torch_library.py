@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch.utils._python_dispatch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -545,6 +546,48 @@ def test_an_ensemble_of_modules() -> None:
     torch.testing.assert_close(torch.vmap(call)(parameters, buffers), expected)
     compiled = torch.compile(torch.vmap(call), backend="aot_eager")
     torch.testing.assert_close(compiled(parameters, buffers), expected)
+
+
+def test_compiled_functions_of_functions() -> None:
+    weight, x = ROW["weight"], data(5, 8)
+
+    def number(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return cunorm.rms_norm(x, weight).pow(3).sum()  # type: ignore[no-any-return]
+
+    for function in (
+        lambda: torch.func.grad(number)(weight, x),
+        lambda: torch.vmap(torch.func.grad(number), (None, 0))(weight, x),
+        lambda: checkpoint(cunorm.rms_norm, x, weight, use_reentrant=False),
+    ):
+        assert_same(torch.compile(function, backend="aot_eager", fullgraph=True)(), function())
+
+
+def test_rows_that_are_not_counted_yet() -> None:
+    """As many as a mask has ones, which is known when the compiled code runs."""
+
+    def some(x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return cunorm.layer_norm(x[mask], ROW["weight"], residual=x[mask])
+
+    x, mask = data(5, 8), torch.tensor([True, False, True, True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_same(torch.compile(some, backend="aot_eager", fullgraph=True)(x, mask), some(x, mask))
+
+
+def test_compiled_autograd() -> None:
+    tensors = CASES["layer_norm"].fresh(grad=True)
+    expected = gradients(CASES["layer_norm"], tensors)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        objective(CASES["layer_norm"](*tensors)).backward()
+    assert_same(tuple(tensor.grad for tensor in tensors), expected)
+
+
+def test_a_tensor_that_outlived_its_transformation() -> None:
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(data(3, 8))
+    weight = data(8).requires_grad_()
+    y = cunorm.layer_norm(kept[0], weight)
+    assert_same(y, cunorm.layer_norm(data(3, 8), weight))
+    assert torch.autograd.grad(y.sum(), weight)[0].shape == (8,)
 
 
 class Norm(torch.nn.LayerNorm):

@@ -52,6 +52,8 @@ def _requires_grad(*tensors: Any) -> bool:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True  # elsewhere: `view` refuses it
     try:
         tensor.data_ptr()
     except RuntimeError:  # a tensor of vmap, say, or one that outlived its transformation
@@ -121,12 +123,13 @@ class TorchAdapter(Adapter):
         if output.permutation is not None:
             return functools.partial(self.empty, output)
         # Sizes one by one take less time than a tuple, and so does a dtype that need not be given.
+        sizes: Any = shape or ((),)
         if like.dtype is dtype:
-            return lambda tensor: tensor.new_empty(*shape) if shape else tensor.new_empty(())
-        return lambda tensor: tensor.new_empty(*shape, dtype=dtype) if shape else tensor.new_empty((), dtype=dtype)
+            return lambda tensor: tensor.new_empty(*sizes)
+        return lambda tensor: tensor.new_empty(*sizes, dtype=dtype)
 
     # Every call comes here: a method of ours would take as long again.
-    pointer = staticmethod(torch.Tensor.data_ptr)
+    pointer = staticmethod(torch.Tensor.data_ptr)  # type: ignore[assignment]
 
     def stream(self, device: tuple[str, int]) -> int:
         # The raw handle costs a fortieth of torch.cuda.current_stream(), which makes a Python object of it.
