@@ -34,8 +34,9 @@ __all__ = [
     "forget_prepared",
     "forward",
     "generation",
+    "interned",
+    "is_compiling",
     "numpy_dtype",
-    "op_namer",
     "prepare_on_cpu",
     "prepared_once",
 ]
@@ -140,43 +141,46 @@ class Op(Protocol):
         """
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile traces what runs here: PyTorch's adapter puts in this place what torch.compile answers."""
+    return False
+
+
 # Every op that there is, by a name: torch.compile can follow a name to an object, but not how an object was found.
 OPS = types.SimpleNamespace()
 _op_numbers = itertools.count()
 
 
-def op_namer(make: Callable[..., Op]) -> Callable[..., str | None]:
-    """What finds the name among `OPS` of the op that ``make`` makes of a user's arguments, one op for equal ones.
+def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
+    """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
 
-    It gives None where ``make`` raises a TypeError or a ValueError, for the caller to raise.
+    The first keeps what it found, as functools.lru_cache does. The name is among `OPS`, and is None where ``make``
+    raises a TypeError or a ValueError.
     """
     names: dict[tuple[Any, ...], str] = {}
 
-    def named(*arguments: Any) -> str:
+    def name_of_op(arguments: tuple[Any, ...]) -> str:
         op = make(*arguments)
         attributes = tuple(vars(op).values())
         if attributes not in names:
             name = f"op_{next(_op_numbers)}"
             setattr(OPS, name, op)
-            return names.setdefault(attributes, name)
+            names.setdefault(attributes, name)
         return names[attributes]
 
-    cached = functools.lru_cache(maxsize=4096, typed=True)(named)
+    @functools.lru_cache(maxsize=4096, typed=True)
+    def find(*arguments: Any) -> Any:
+        return getattr(OPS, name_of_op(arguments))
 
-    def name_of(*arguments: Any) -> str | None:
+    def find_name(*arguments: Any) -> str | None:
         try:
-            if type(arguments[0]) in (int, str):  # nearly always; what stands in a sequence may equal an int
-                return cached(*arguments)
-        except (TypeError, ValueError):
-            pass
-        try:
-            return named(*arguments)  # of what cannot be hashed, say
+            return name_of_op(arguments)
         except (TypeError, ValueError):
             return None
 
     # torch.compile calls this while it traces, and takes the result for a constant.
-    setattr(name_of, "_dynamo_marked_constant", True)  # noqa: B010
-    return name_of
+    setattr(find_name, "_dynamo_marked_constant", True)  # noqa: B010
+    return find, find_name
 
 
 class Adapter(Protocol):

@@ -715,6 +715,23 @@ def test_a_mode_sees_the_ops() -> None:
     assert seen == ["cunorm.gelu.default"]
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm", "batch_norm", "batch_norm, evaluation"])
+def test_statistics_that_a_graph_left_out_are_computed_for_the_gradient(name: str) -> None:
+    """As in a program that was exported without gradients and is trained then."""
+    case = CASES[name]
+
+    def without(*tensors: torch.Tensor) -> torch.Tensor:
+        return tuple_of(case(*tensors))[0]
+
+    with torch.no_grad():
+        graph = make_fx(without)(*case.fresh())
+    (node,) = [node for node in graph.graph.nodes if "cunorm" in str(node.target)]
+    node.args = (*node.args[:-1], False)
+    graph.recompile()
+    tensors = case.fresh(grad=True)
+    assert_same(gradients(graph, tensors), gradients(without, tensors))
+
+
 def test_errors_are_raised_by_the_call() -> None:
     x, weight = data(3, 8).requires_grad_(), data(7).requires_grad_()
     for tensor in (x, x.detach()):

@@ -191,6 +191,7 @@ class TorchAdapter(Adapter):
 
 ADAPTER = TorchAdapter()
 library.register(ADAPTER)
+execute.is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _written(*tensors: torch.Tensor) -> None:

@@ -152,14 +152,9 @@ def backward(op: Op, output_mask: tuple[bool, bool, bool], bias_dtype: str | Non
     gradients = getattr(torch.ops.cunorm, name)(
         *[given[item] for item in operands], *attributes, output_mask, bias_dtype
     )
-    dx, dweight, dbias = _places(gradients, output_mask)
-    return dx, dweight, dbias
-
-
-def _places(gradients: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
-    """The gradients that there are where they belong, and None for the others."""
     rest = iter(gradients)
-    return [next(rest) if wanted else None for wanted in output_mask]
+    dx, dweight, dbias = [next(rest) if wanted else None for wanted in output_mask]
+    return dx, dweight, dbias
 
 
 def _family_of(op: Any) -> str:
@@ -344,8 +339,9 @@ class _Forward(_Operator):
         ctx.mark_non_differentiable(*[item for name, item in found.items() if name not in ("y", "residual_out")])
         bias = given("bias")
         kept = (found.get("residual_out", given("x")), given("weight"), bias if call.op.keeps_bias else None)
-        # Where the statistics are given, they are what `differentiate` may have to compute others of.
-        running = () if call.op.updates_running else (given("running_mean"), given("running_var"))
+        # Where statistics are given but none are results, `differentiate` has to compute these.
+        is_given = not call.op.updates_running and "rstd" not in found and given("running_mean") is not None
+        running = (given("running_mean"), given("running_var")) if is_given else ()
         ctx.save_for_backward(*kept, found.get("mean"), found.get("rstd"), *running)
         ctx.op, ctx.names = call.op, self.names(call)
         ctx.bias_dtype = None if bias is None else str(bias.dtype).removeprefix("torch.")
