@@ -355,7 +355,7 @@ class _Forward(_Operator):
         else:
             x, weight, bias, mean, rstd, *running = ctx.saved_tensors
             if rstd is None and _FAMILIES[self.family].statistics:  # nobody asked for them
-                _, _, mean, rstd = apply(ctx.op, x, None, None, None, None, True, tuple(running))
+                _, _, mean, rstd = apply(ctx.op, x, None, weight, None, None, True, tuple(running))
             mask = (wants_x or wants_residual, wanted.get("weight", False), wanted.get("bias", False))
             dx, dweight, dbias = backward(ctx.op, mask, ctx.bias_dtype, dy, added, x, weight, bias, mean, rstd)
         of_inputs = {"x": dx if wants_x else None, "residual": dx if wants_residual else None}
