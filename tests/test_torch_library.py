@@ -128,7 +128,7 @@ def test_inductor(device: str) -> None:
         return (y * total).exp().sum() + (picture * image).sum()
 
     tensors = [data(6, 32), LAST["x"], data(32, seed=1)]
-    tensors = [tensor.to(device).requires_grad_() for tensor in tensors]
+    tensors = [tensor.to(device, copy=True).requires_grad_() for tensor in tensors]
     compiled = torch.compile(block, fullgraph=True)
     torch.testing.assert_close(compiled(*tensors), block(*tensors))
     torch.testing.assert_close(gradients(compiled, tensors), gradients(block, tensors))
@@ -519,6 +519,16 @@ def test_rows_and_samples_are_mapped_by_one_call(monkeypatch: pytest.MonkeyPatch
     torch.vmap(functools.partial(cunorm.group_norm, num_groups=2))(data(3, 2, 4, 5))
     torch.vmap(torch.vmap(cunorm.gelu))(data(3, 2, 4))
     assert calls == [(3, 4, 8), (6, 4, 5), (3, 2, 4)]
+
+
+def test_wrong_arguments_under_vmap() -> None:
+    """The mapped axis is none that a call could name, and what no kernel checks is checked too."""
+    with pytest.raises(ValueError, match="axis -3 is out of range for x with 2 dimensions"):
+        torch.vmap(functools.partial(cunorm.layer_norm, axis=-3))(data(3, 4, 8))
+    with pytest.raises(ValueError, match=r"weight has shape \(8, 1\); for x of shape \(4, 8\) it must be \(8,\)"):
+        torch.vmap(cunorm.rms_norm)(data(3, 4, 8), data(3, 8, 1))
+    with pytest.raises(ValueError, match="x has one value per channel"):
+        torch.vmap(functools.partial(cunorm.batch_norm, training=True))(data(3, 1, 8))
 
 
 def test_vmap_of_running_statistics() -> None:

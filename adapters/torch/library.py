@@ -26,7 +26,7 @@ from cunorm.channels import ChannelNorm
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
-from cunorm.problem import View
+from cunorm.problem import View, contiguous_strides
 
 __all__ = ["apply", "backward", "register"]
 
@@ -267,7 +267,17 @@ class _Operator(abc.ABC):
 
     def _map(self, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Any], list[int | None]]:
         call = self.call_of(arguments)
-        return self.map(call, {name: place for name, place in zip(self.operands, in_dims) if place is not None}, info)
+        places: dict[str, int] = {name: place for name, place in zip(self.operands, in_dims) if place is not None}
+
+        def see(tensor: Any, name: str) -> View:
+            view = _foreseen(self.adapter, call.tensors["x"], tensor, name)
+            if name not in places:
+                return view
+            shape = tuple(size for axis, size in enumerate(view.shape) if axis != places[name])
+            return view._replace(shape=shape, strides=contiguous_strides(shape))
+
+        self.foresee(call, see)  # raises what one of the calls would
+        return self.map(call, places, info)
 
     @abc.abstractmethod
     def run(self, call: _Call) -> Sequence[Any]:
