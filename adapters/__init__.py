@@ -8,7 +8,8 @@ a new file or folder, whose ADAPTER provides ``cunorm.execute.Adapter``, and a l
 from __future__ import annotations
 
 import importlib
-from typing import Any, cast
+import types
+from typing import Any
 
 from cunorm.execute import Adapter
 
@@ -24,27 +25,37 @@ _ADAPTERS = {
     "jaxlib": "jax",
     "tensorflow": "tensorflow",
 }
-_found: dict[type, Adapter] = {}
+_adapters = types.SimpleNamespace()  # those that were needed yet, by module
+_found: dict[type, str] = {}
 
 
 def adapter_of(tensor: Any) -> Adapter:
     """The adapter for a tensor's framework. A TypeError where there is none."""
-    kind = type(tensor)
-    adapter = _found.get(kind)
-    if adapter is None:
-        adapter = _found[kind] = _find(kind)
-    return adapter
+    return getattr(_adapters, _module_of(type(tensor)))  # type: ignore[no-any-return]
 
 
-def _find(kind: type) -> Adapter:
+def _module_of(kind: type) -> str:
+    """The name of the adapter's module, which is imported. torch.compile calls this while it traces, for a constant."""
+    name = _found.get(kind)
+    if name is None:
+        name = _find(kind)
+        setattr(_adapters, name, importlib.import_module(f"cunorm.adapters.{name}").ADAPTER)
+        _found[kind] = name
+    return name
+
+
+setattr(_module_of, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _find(kind: type) -> str:
     # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known
     # counts.
     for base in kind.__mro__:
         name = _ADAPTERS.get(base.__module__.partition(".")[0])
         if name is not None:
-            return cast(Adapter, importlib.import_module(f"cunorm.adapters.{name}").ADAPTER)
+            return name
     if hasattr(kind, "__dlpack__"):
-        return cast(Adapter, importlib.import_module("cunorm.adapters.dlpack").ADAPTER)
+        return "dlpack"
     raise TypeError(
         f"x is a {kind.__module__}.{kind.__qualname__}; it must be a NumPy, CuPy, PyTorch, JAX or TensorFlow tensor, "
         "or have __dlpack__"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,9 @@ def instance_norm(
     >>> mean, rstd
     (array([[3., 6.]]), array([[0.5       , 0.33333333]]))
     """
+    adapter = adapters.adapter_of(x)
     op = ChannelNorm.of("instance_norm", data_format, eps, activation)
-    y, _, mean, rstd = adapters.adapter_of(x).apply(op, x, None, weight, bias, out, bool(return_stats))
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats))
     return (y, mean, rstd) if return_stats else y
 
 
@@ -179,8 +181,9 @@ def group_norm(
     >>> y.reshape(-1), mean
     (array([-1.,  1., -1.,  1.]), array([[2., 7.]]))
     """
+    adapter = adapters.adapter_of(x)
     op = ChannelNorm.of("group_norm", data_format, eps, activation, num_groups)
-    y, _, mean, rstd = adapters.adapter_of(x).apply(op, x, None, weight, bias, out, bool(return_stats))
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats))
     return (y, mean, rstd) if return_stats else y
 
 
@@ -263,11 +266,12 @@ def batch_norm(
     array([[0.763, 2.608],
            [2.67 , 5.676]])
     """
+    adapter = adapters.adapter_of(x)
     op = ChannelNorm.of(
         "batch_norm", data_format, eps, activation, training=training, momentum=momentum, convention=convention
     )
     running = check_running(running_mean, running_var, op.training)
-    y, _, mean, rstd = adapters.adapter_of(x).apply(op, x, None, weight, bias, out, bool(return_stats), running)
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats), running)
     return (y, mean, rstd) if return_stats else y
 
 
@@ -301,8 +305,9 @@ def batch_norm_stats(x: Any, *, data_format: str = "NC...") -> tuple[Any, Any]:
     >>> cunorm.batch_norm_stats(np.array([[1.0, 4.0], [3.0, 8.0]]))
     (array([2., 6.]), array([1., 4.]))
     """
+    adapter = adapters.adapter_of(x)
     op = ChannelNorm.of("batch_norm_stats", data_format)
-    _, _, mean, var = adapters.adapter_of(x).apply(op, x, None, None, None, None, True)
+    _, _, mean, var = adapter.apply(op, x, None, None, None, None, True)
     return mean, var
 
 
@@ -423,8 +428,8 @@ def instance_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1.]))
     """
-    op = ChannelNorm.of("instance_norm", data_format, activation=activation)
     adapter = adapters.adapter_of(x)
+    op = ChannelNorm.of("instance_norm", data_format, activation=activation)
     return adapter.backward(op, dy, None, x, weight, bias, mean, rstd, check_mask(output_mask), None)
 
 
@@ -480,8 +485,8 @@ def group_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1., 0., 0., 0.]))
     """
-    op = ChannelNorm.of("group_norm", data_format, activation=activation, num_groups=num_groups)
     adapter = adapters.adapter_of(x)
+    op = ChannelNorm.of("group_norm", data_format, activation=activation, num_groups=num_groups)
     return adapter.backward(op, dy, None, x, weight, bias, mean, rstd, check_mask(output_mask), None)
 
 
@@ -538,8 +543,8 @@ def batch_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1.]))
     """
-    op = ChannelNorm.of("batch_norm", data_format, activation=activation, training=training)
     adapter = adapters.adapter_of(x)
+    op = ChannelNorm.of("batch_norm", data_format, activation=activation, training=training)
     return adapter.backward(op, dy, None, x, weight, bias, mean, rstd, check_mask(output_mask), None)
 
 
@@ -574,12 +579,25 @@ class ChannelNorm:
         convention: str = "torch",
     ) -> ChannelNorm:
         """The op of a user's arguments."""
+        if execute.is_compiling():
+            # Where a number may be a symbol: an index or what a set holds is none.
+            if type(num_groups) is int:
+                num_groups = operator.index(num_groups)
+            if type(eps) is float:
+                (eps,) = {eps}
+            if type(momentum) is float:
+                (momentum,) = {momentum}
+            arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
+            found = _name_of(*arguments)
+            if found is None:
+                return _make(*arguments)  # says what is wrong
+            return getattr(execute.OPS, found)  # type: ignore[no-any-return]
         arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
         try:
-            return _op_of(*arguments)
+            return _op_of(*arguments)  # type: ignore[no-any-return]
         except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
             pass
-        return _op_of.__wrapped__(*arguments)
+        return _op_of.__wrapped__(*arguments)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def keeps_bias(self) -> bool:
@@ -627,11 +645,7 @@ class ChannelNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-_interned: dict[tuple[Any, ...], ChannelNorm] = {}
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _op_of(
+def _make(
     name: str,
     data_format: Any,
     eps: Any,
@@ -642,7 +656,7 @@ def _op_of(
     convention: Any,
 ) -> ChannelNorm:
     torch_convention, share = check_convention(convention) == "torch", check_momentum(momentum)
-    attributes = (
+    return ChannelNorm(
         name,
         check_data_format(data_format),
         check_eps(eps),
@@ -653,7 +667,9 @@ def _op_of(
         share if torch_convention else 1 - share,
         torch_convention,
     )
-    return _interned.setdefault(attributes, ChannelNorm(*attributes))
+
+
+_op_of, _name_of = execute.interned(_make)
 
 
 @dataclass(frozen=True)
@@ -678,7 +694,7 @@ class _Sizes:
         return _Sizes(channel_axis, channels, channels_per_set, values, like_x, Output(shape, DTYPES[x.dtype].compute))
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_forward(
     op: ChannelNorm,
     x: View,
@@ -777,7 +793,7 @@ def _by_set(op: ChannelNorm, statistic: Any) -> Any:
     return statistic[None] if op.over_samples and statistic is not None else statistic
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_backward(
     op: ChannelNorm,
     dy: View,
@@ -857,9 +873,6 @@ def _run_backward(
         dbias_out=dbias,
     )
 
-
-execute.also_forget(_prepare_forward.cache_clear)
-execute.also_forget(_prepare_backward.cache_clear)
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
 for _function in (

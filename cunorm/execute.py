@@ -8,16 +8,20 @@ on the stream given; on the CPU it calls ``cunorm.reference`` on the same memory
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import threading
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = [
+    "OPS",
     "Adapter",
     "Gradients",
     "Op",
@@ -30,8 +34,11 @@ __all__ = [
     "forget_prepared",
     "forward",
     "generation",
+    "interned",
+    "is_compiling",
     "numpy_dtype",
     "prepare_on_cpu",
+    "prepared_once",
 ]
 
 
@@ -134,6 +141,48 @@ class Op(Protocol):
         """
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile traces what runs here: PyTorch's adapter puts in this place what torch.compile answers."""
+    return False
+
+
+# Every op that there is, by a name: torch.compile can follow a name to an object, but not how an object was found.
+OPS = types.SimpleNamespace()
+_op_numbers = itertools.count()
+
+
+def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
+    """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
+
+    The first keeps what it found, as functools.lru_cache does. The name is among `OPS`, and is None where ``make``
+    raises a TypeError or a ValueError.
+    """
+    names: dict[tuple[Any, ...], str] = {}
+
+    def name_of_op(arguments: tuple[Any, ...]) -> str:
+        op = make(*arguments)
+        attributes = tuple(vars(op).values())
+        if attributes not in names:
+            name = f"op_{next(_op_numbers)}"
+            setattr(OPS, name, op)
+            names.setdefault(attributes, name)
+        return names[attributes]
+
+    @functools.lru_cache(maxsize=4096, typed=True)
+    def find(*arguments: Any) -> Any:
+        return getattr(OPS, name_of_op(arguments))
+
+    def find_name(*arguments: Any) -> str | None:
+        try:
+            return name_of_op(arguments)
+        except (TypeError, ValueError):
+            return None
+
+    # torch.compile calls this while it traces, and takes the result for a constant.
+    setattr(find_name, "_dynamo_marked_constant", True)  # noqa: B010
+    return find, find_name
+
+
 class Adapter(Protocol):
     """How a framework's tensors meet cunorm; ``ADAPTER`` in each file of ``cunorm.adapters``."""
 
@@ -156,6 +205,13 @@ class Adapter(Protocol):
         The workspace is dropped as soon as the kernels are launched. Where the framework's allocator does not go by the
         stream that they run on, the adapter has to hold it longer.
         """
+
+    def allocator(self, output: Output, like: Any) -> Callable[[Any], Any] | None:
+        """What makes a tensor as ``empty`` does, given one of the same kind as ``like``, if that can be kept.
+
+        It is asked for once for each kind of call. None lets `empty` be called every time.
+        """
+        return None
 
     def pointer(self, tensor: Any) -> int:
         """The data pointer of a tensor that ``empty`` made."""
@@ -204,9 +260,27 @@ _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs statistics.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
 
+
+class _Ready(NamedTuple):
+    """A prepared call, and for each of its outputs and its workspace what allocates it, where that is known."""
+
+    prepared: Prepared
+    allocators: tuple[Callable[[Any], Any] | None, ...]
+    workspace: Output | None
+    workspace_allocator: Callable[[Any], Any] | None
+
+    @staticmethod
+    def of(adapter: Adapter, prepared: Prepared, like: Any) -> _Ready:
+        def allocator(output: Output | None) -> Callable[[Any], Any] | None:
+            return None if output is None else adapter.allocator(output, like)
+
+        workspace = Output((prepared.workspace_bytes,), "uint8") if prepared.workspace_bytes else None
+        return _Ready(prepared, tuple(map(allocator, prepared.outputs)), workspace, allocator(workspace))
+
+
 # The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
 # without the lock, which is for changes: the oldest cannot be looked for while another thread adds one.
-_calls: dict[Any, Prepared] = {}
+_calls: dict[Any, _Ready] = {}
 _calls_lock = threading.Lock()
 _MOST_CALLS = 4096
 _forgetters: list[Callable[[], None]] = []
@@ -229,11 +303,11 @@ def forget_prepared() -> None:
         generation += 1
 
 
-def _remember(key: Any, prepared: Prepared) -> None:
+def _remember(key: Any, ready: _Ready) -> None:
     with _calls_lock:
         if len(_calls) >= _MOST_CALLS:
             del _calls[next(iter(_calls))]  # the oldest
-        _calls[key] = prepared
+        _calls[key] = ready
 
 
 def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -243,13 +317,14 @@ def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> li
     ]
 
 
-def _run(adapter: Adapter, prepared: Prepared, pointers: list[int], like: Any) -> None:
+def _run(adapter: Adapter, ready: _Ready, pointers: list[int], like: Any) -> None:
+    prepared, _, output, allocate = ready
     stream = adapter.stream(prepared.device)
-    if prepared.workspace_bytes:
-        workspace = adapter.empty(Output((prepared.workspace_bytes,), "uint8"), like)
-        prepared.run(pointers, adapter.pointer(workspace), stream)
-    else:
+    if output is None:
         prepared.run(pointers, 0, stream)
+    else:
+        workspace = adapter.empty(output, like) if allocate is None else allocate(like)
+        prepared.run(pointers, adapter.pointer(workspace), stream)
 
 
 def forward(
@@ -269,35 +344,39 @@ def forward(
         tensors += running
     kind, pointers = adapter.describe(tensors, _FORWARD_NAMES)
     key = (type(adapter), op, stats, kind)
-    prepared = _calls.get(key)
-    if prepared is None:
+    ready = _calls.get(key)
+    if ready is None:
         x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, _FORWARD_NAMES)
         prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats, tuple(views))
-        _remember(key, prepared)
+        ready = _Ready.of(adapter, prepared, x)
+        _remember(key, ready)
     # Written out, since every call of a user comes here.
+    prepared, allocators, workspace, _ = ready
     y, residual_out, mean, rstd = prepared.outputs
+    new_y, new_residual_out, new_mean, new_rstd = allocators
+    pointer_of = adapter.pointer
     if y is not None:
-        out = adapter.empty(y, x)
-        pointers[4] = adapter.pointer(out)  # the place of the out that was not given
+        out = adapter.empty(y, x) if new_y is None else new_y(x)
+        pointers[4] = pointer_of(out)  # the place of the out that was not given
     if residual_out is None:
         pointers.append(0)
     else:
-        residual_out = adapter.empty(residual_out, x)
-        pointers.append(adapter.pointer(residual_out))
+        residual_out = adapter.empty(residual_out, x) if new_residual_out is None else new_residual_out(x)
+        pointers.append(pointer_of(residual_out))
     if mean is None:
         pointers.append(0)
     else:
-        mean = adapter.empty(mean, x)
-        pointers.append(adapter.pointer(mean))
+        mean = adapter.empty(mean, x) if new_mean is None else new_mean(x)
+        pointers.append(pointer_of(mean))
     if rstd is None:
         pointers.append(0)
     else:
-        rstd = adapter.empty(rstd, x)
-        pointers.append(adapter.pointer(rstd))
-    if prepared.workspace_bytes:
-        _run(adapter, prepared, pointers, x)
-    else:
+        rstd = adapter.empty(rstd, x) if new_rstd is None else new_rstd(x)
+        pointers.append(pointer_of(rstd))
+    if workspace is None:
         prepared.run(pointers, 0, adapter.stream(prepared.device))
+    else:
+        _run(adapter, ready, pointers, x)
     return out, residual_out, mean, rstd
 
 
@@ -318,26 +397,42 @@ def backward(
     tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
     kind, pointers = adapter.describe(tensors, _BACKWARD_NAMES)
     key = (type(adapter), op, output_mask, bias_dtype, kind)
-    prepared = _calls.get(key)
-    if prepared is None:
+    ready = _calls.get(key)
+    if ready is None:
         views = _views(adapter, tensors, _BACKWARD_NAMES)
         dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view = views
         prepared = op.prepare_backward(
             dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view, output_mask, bias_dtype
         )
-        _remember(key, prepared)
+        ready = _Ready.of(adapter, prepared, x)
+        _remember(key, ready)
     results: list[Any] = []
-    for output in prepared.outputs:
+    for output, allocate in zip(ready.prepared.outputs, ready.allocators):
         if output is None:
             results.append(None)
             pointers.append(0)
         else:
-            result = adapter.empty(output, x)
+            result = adapter.empty(output, x) if allocate is None else allocate(x)
             results.append(result)
             pointers.append(adapter.pointer(result))
-    _run(adapter, prepared, pointers, x)
+    _run(adapter, ready, pointers, x)
     dx, dweight, dbias = results
     return dx, dweight, dbias
+
+
+def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """``prepare``, run once for each kind of call, until plans are forgotten."""
+    cached = functools.lru_cache(maxsize=4096)(prepare)
+    also_forget(cached.cache_clear)
+
+    @functools.wraps(prepare)
+    def find(*arguments: Any) -> Prepared:
+        try:
+            return cached(*arguments)
+        except TypeError:  # a size that is a symbol to torch.compile cannot be hashed, or something is wrong indeed
+            return prepare(*arguments)
+
+    return find
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +114,9 @@ def layer_norm(
     >>> y.round(4), residual_out
     (array([[0.    , 0.    , 1.3887]]), array([[1., 2., 6.]]))
     """
+    adapter = adapters.adapter_of(x)
     op = RowNorm.of(axis, eps, activation)
-    y, residual_out, mean, rstd = adapters.adapter_of(x).apply(op, x, residual, weight, bias, out, bool(return_stats))
+    y, residual_out, mean, rstd = adapter.apply(op, x, residual, weight, bias, out, bool(return_stats))
     if residual is None:
         return (y, mean, rstd) if return_stats else y
     return (y, residual_out, mean, rstd) if return_stats else (y, residual_out)
@@ -201,8 +203,9 @@ def rms_norm(
     >>> cunorm.rms_norm(x, np.zeros(3), eps=0.0, weight_offset=1.0).round(4)
     array([[0.4629, 0.9258, 1.3887]])
     """
+    adapter = adapters.adapter_of(x)
     op = RowNorm.of(axis, eps, activation, False, weight_offset)
-    y, residual_out, _, rstd = adapters.adapter_of(x).apply(op, x, residual, weight, bias, out, bool(return_stats))
+    y, residual_out, _, rstd = adapter.apply(op, x, residual, weight, bias, out, bool(return_stats))
     if residual is None:
         return (y, rstd) if return_stats else y
     return (y, residual_out, rstd) if return_stats else (y, residual_out)
@@ -266,8 +269,8 @@ def layer_norm_backward(
     >>> bool(abs(dx.sum()) < 1e-12), dbias
     (True, array([1., 0., 0.]))
     """
-    op = RowNorm.of(axis, 0.0, activation)
     adapter = adapters.adapter_of(x)
+    op = RowNorm.of(axis, 0.0, activation)
     return adapter.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, check_mask(output_mask), None)
 
 
@@ -330,8 +333,8 @@ def rms_norm_backward(
     >>> bool(abs((dx * x).sum()) < 1e-12), dweight.round(4), dbias
     (True, array([0.8485, 0.    ]), None)
     """
-    op = RowNorm.of(axis, 0.0, activation, False, weight_offset)
     adapter = adapters.adapter_of(x)
+    op = RowNorm.of(axis, 0.0, activation, False, weight_offset)
     return adapter.backward(op, dy, dresidual_out, x, weight, bias, None, rstd, check_mask(output_mask), None)
 
 
@@ -357,12 +360,26 @@ class RowNorm:
         weight_offset: float = 0.0,
     ) -> RowNorm:
         """The op of a user's arguments."""
+        if execute.is_compiling():
+            # Where a number may be a symbol: an index or what a set holds is none.
+            if isinstance(axis, list | tuple):
+                axis = [operator.index(item) if type(item) is int else item for item in axis]
+            elif type(axis) is int:
+                axis = operator.index(axis)
+            if type(eps) is float:
+                (eps,) = {eps}
+            if type(weight_offset) is float:
+                (weight_offset,) = {weight_offset}
+            name = _name_of(axis, eps, activation, centered, weight_offset)
+            if name is None:
+                return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong
+            return getattr(execute.OPS, name)  # type: ignore[no-any-return]
         if type(axis) is int:  # nearly always; what stands in a sequence may equal an int and be refused
             try:
-                return _op_of(axis, eps, activation, centered, weight_offset)
+                return _op_of(axis, eps, activation, centered, weight_offset)  # type: ignore[no-any-return]
             except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
                 pass
-        return _op_of.__wrapped__(axis, eps, activation, centered, weight_offset)
+        return _op_of.__wrapped__(axis, eps, activation, centered, weight_offset)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def keeps_bias(self) -> bool:
@@ -397,14 +414,12 @@ class RowNorm:
         return _prepare_backward(self, *layouts, output_mask, bias_dtype)
 
 
-_interned: dict[tuple[tuple[int, ...], float, Norm], RowNorm] = {}
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _op_of(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
+def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
     norm = Norm(centered, check_weight_offset(weight_offset), check_activation(activation))
-    axes, value = check_axis(axis), check_eps(eps)
-    return _interned.setdefault((axes, value, norm), RowNorm(axes, value, norm))
+    return RowNorm(check_axis(axis), check_eps(eps), norm)
+
+
+_op_of, _name_of = execute.interned(_make)
 
 
 def layout_of(view: View | None) -> Any:
@@ -412,7 +427,7 @@ def layout_of(view: View | None) -> Any:
     return None if view is None else View(view[0] & 15, *view[1:])
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_forward(
     op: RowNorm,
     x: View,
@@ -460,7 +475,7 @@ def _prepare_forward(
     return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_backward(
     op: RowNorm,
     dy: View,
@@ -519,10 +534,6 @@ def _prepare_backward(
         dresidual_out=dresidual_out,
     )
     return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
-
-
-execute.also_forget(_prepare_forward.cache_clear)
-execute.also_forget(_prepare_backward.cache_clear)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:

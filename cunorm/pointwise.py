@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +64,7 @@ def gelu(x: Any, *, approximate: str = "none", bias: Any = None, out: Any = None
     >>> cunorm.gelu(x, approximate="tanh", bias=np.array([0.0, 1.0, 0.0])).round(4)
     array([[-0.1588,  0.8412,  0.8412]])
     """
-    op = _OPS[check_approximate(approximate)]
+    op = Pointwise.of(approximate)
     y, _, _, _ = adapters.adapter_of(x).apply(op, x, None, None, bias, out, False)
     return y
 
@@ -117,7 +116,7 @@ def gelu_backward(
     >>> dbias
     array([1., 1.])
     """
-    op, mask = _OPS[check_approximate(approximate)], check_pointwise_mask(output_mask, bias is not None)
+    op, mask = Pointwise.of(approximate), check_pointwise_mask(output_mask, bias is not None)
     dx, _, dbias = adapters.adapter_of(x).backward(op, dy, None, x, None, bias, None, None, mask, None)
     return dx if bias is None else (dx, dbias)
 
@@ -132,6 +131,11 @@ class Pointwise:
     activation: str
 
     updates_running = False
+
+    @staticmethod
+    def of(approximate: Any) -> Pointwise:
+        """The op of a user's argument."""
+        return _OPS[check_approximate(approximate)]
 
     @property
     def keeps_bias(self) -> bool:
@@ -167,7 +171,7 @@ class Pointwise:
 _OPS = {activation: Pointwise(activation) for activation in ("gelu", "gelu_tanh")}
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_forward(op: Pointwise, x: View, bias: View | None, out: View | None) -> Prepared:
     check_pointwise(x, bias)
     if out is not None:
@@ -186,7 +190,7 @@ def _prepare_forward(op: Pointwise, x: View, bias: View | None, out: View | None
     return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
 
 
-@functools.lru_cache(maxsize=4096)
+@execute.prepared_once
 def _prepare_backward(
     op: Pointwise, dy: View, x: View, bias: View | None, output_mask: tuple[bool, bool, bool]
 ) -> Prepared:
@@ -217,9 +221,6 @@ def _prepare_backward(
     )
     return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
 
-
-execute.also_forget(_prepare_forward.cache_clear)
-execute.also_forget(_prepare_backward.cache_clear)
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
 for _function in (gelu, gelu_backward):

@@ -17,7 +17,7 @@ import torch
 from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_refused, forbid_computing, values
 
 import cunorm
-from cunorm import adapters, execute, launch, ops
+from cunorm import adapters, execute, launch
 from cunorm.problem import View
 
 SHAPE = (4, 6, 8)
@@ -412,10 +412,10 @@ def test_output_mask_of_another_type(make: Make, mask: Any) -> None:
 
 def test_a_device_that_is_neither() -> None:
     x = torch.ones(SHAPE)
-    meta = {name: torch.ones(shape, device="meta") for name, shape in (("x", SHAPE), ("weight", (8,)), ("out", SHAPE))}
+    meta = {name: torch.ones(shape, device="meta") for name, shape in (("weight", (8,)), ("out", SHAPE))}
     for name, tensor in meta.items():
         message = f"{name} is on device meta; it must be on a CUDA device or the CPU"
-        refused(RuntimeError, message, **({"x": x} | {name: tensor}))
+        refused(RuntimeError, message, x, **{name: tensor})
 
 
 def _elsewhere(
@@ -465,13 +465,13 @@ def test_addresses_that_are_no_whole_elements(monkeypatch: pytest.MonkeyPatch, m
 
 @pytest.fixture
 def fresh_launch() -> Iterator[None]:
-    """What ``launch`` and ``ops`` have found out and kept, forgotten before and after."""
-    kept = (launch.cupy, launch.device, ops._prepare_forward, ops._prepare_backward)
-    for function in kept:
-        function.cache_clear()
+    """What ``launch`` has found out and what was prepared with it, forgotten before and after."""
+    kept = (launch.cupy.cache_clear, launch.device.cache_clear, execute.forget_prepared)
+    for forget in kept:
+        forget()
     yield
-    for function in kept:
-        function.cache_clear()
+    for forget in kept:
+        forget()
 
 
 @pytest.mark.usefixtures("fresh_launch")

@@ -263,7 +263,7 @@ def test_empty(device: str) -> None:
 def test_second_derivatives_are_refused() -> None:
     x = torch.randn(2, 8, requires_grad=True)
     (first,) = torch.autograd.grad(cunorm.layer_norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"layer_norm_backward\.default cannot be differentiated"):
         first.sum().backward()
 
 
@@ -273,8 +273,8 @@ def test_errors() -> None:
         cunorm.layer_norm(x.clone().requires_grad_(), out=torch.empty(2, 8))
     with pytest.raises(TypeError, match="weight is a ndarray"):
         cunorm.layer_norm(x, np.ones(8, np.float32))
-    with pytest.raises(RuntimeError, match="x is on device meta"):
-        cunorm.layer_norm(torch.empty(2, 8, device="meta"))
+    with pytest.raises(RuntimeError, match="weight is on device meta"):
+        cunorm.layer_norm(x, torch.empty(8, device="meta"))
     with pytest.raises(TypeError, match="layout"):
         cunorm.layer_norm(torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match="x has dtype int64"):

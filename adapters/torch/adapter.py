@@ -5,14 +5,16 @@ CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from cunorm import execute
-from cunorm.execute import Adapter, Op, Output, Results
+from cunorm.adapters.torch import library
+from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
@@ -25,7 +27,16 @@ _NAMES = {
     torch.uint8: "uint8",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+# Every call comes to these.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_number_of_modes = torch._C._len_torch_dispatch_stack
+_is_transformed = torch._C._are_functorch_transforms_active
+
+
+class _StandsForAnother(Exception):
+    """A tensor that is not just memory: of a subclass, of a transformation of functions, or on the meta device."""
 
 
 def _requires_grad(*tensors: Any) -> bool:
@@ -40,22 +51,36 @@ def _requires_grad(*tensors: Any) -> bool:
     return False
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True  # elsewhere: `view` refuses it
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # a tensor of vmap, say, or one that outlived its transformation
+        return False
+    return True
+
+
 class TorchAdapter(Adapter):
-    def view(self, tensor: Any, name: str) -> View:
+    def layout(self, tensor: Any, name: str) -> View:
+        """The tensor as memory, but for the address."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
-        device = tensor.device
-        if device.type not in ("cuda", "cpu"):
-            raise RuntimeError(f"{name} is on device {device}; it must be on a CUDA device or the CPU")
+        dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+        place = ("cuda", tensor.device.index) if tensor.device.type == "cuda" else ("cpu", 0)
+        return View(0, tuple(tensor.shape), tensor.stride(), dtype, place)
+
+    def view(self, tensor: Any, name: str) -> View:
+        view = self.layout(tensor, name)
+        if tensor.device.type not in ("cuda", "cpu"):
+            raise RuntimeError(f"{name} is on device {tensor.device}; it must be on a CUDA device or the CPU")
         if tensor.is_neg():
             raise RuntimeError(f"{name} is a view whose numbers are negated in memory; give {name}.resolve_neg()")
         if not tensor.data_ptr() and tensor.numel():
             raise RuntimeError(f"{name} is a {type(tensor).__qualname__} without memory of its own")
-        dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-        place = ("cuda", device.index) if device.type == "cuda" else ("cpu", 0)
-        return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, place)
+        return view._replace(pointer=tensor.data_ptr())
 
     def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
         kind: list[Any] = []
@@ -65,29 +90,46 @@ class TorchAdapter(Adapter):
                 kind.append(None)
                 pointers.append(0)
                 continue
+            if type(tensor) not in _ORDINARY:
+                return self._describe_others(tensors, names)
             try:
                 pointer = tensor.data_ptr()
-                if not pointer or tensor.is_neg():
-                    return super().describe(tensors, names)
-                kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, pointer & 15)
-            except (AttributeError, RuntimeError):  # no tensor, or one without memory: `view` says what is wrong
-                return super().describe(tensors, names)
+            except RuntimeError:
+                return self._describe_others(tensors, names)
+            if not pointer or tensor.is_neg():
+                return self._describe_others(tensors, names)
+            kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, pointer & 15)
             pointers.append(pointer)
         return tuple(kind), pointers
 
-    def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
-        dtype = _DTYPES[output.dtype]
-        if type(like) is torch.Tensor and like.shape == output.shape and like.dtype is dtype:  # takes half the time
-            if like.is_contiguous():  # and the memory format is time too
-                return torch.empty_like(like)
-            if output.permutation is None:
-                return torch.empty_like(like, memory_format=torch.contiguous_format)
-        if output.permutation is not None:
-            return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=like.device)
-        return torch.empty(output.shape, dtype=dtype, device=like.device)
+    def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+        if tensors[names.index("x")].is_meta:
+            raise _StandsForAnother
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and (type(tensor) not in _ORDINARY or not _has_storage(tensor)):
+                raise _StandsForAnother
+        return super().describe(tensors, names)
 
-    def pointer(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr()
+    def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
+        dtype, device = _DTYPES[output.dtype], like.device
+        if output.permutation is not None:
+            return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=device)
+        return torch.empty(output.shape, dtype=dtype, device=device)
+
+    def allocator(self, output: Output, like: torch.Tensor) -> Callable[[Any], Any]:
+        dtype, shape = _DTYPES[output.dtype], output.shape
+        if like.shape == shape and like.stride() == output.strides and like.dtype is dtype:
+            return torch.empty_like  # in half the time
+        if output.permutation is not None:
+            return functools.partial(self.empty, output)
+        # Sizes one by one take less time than a tuple, and so does a dtype that need not be given.
+        sizes: Any = shape or ((),)
+        if like.dtype is dtype:
+            return lambda tensor: tensor.new_empty(*sizes)
+        return lambda tensor: tensor.new_empty(*sizes, dtype=dtype)
+
+    # Every call comes here: a method of ours would take as long again.
+    pointer = staticmethod(torch.Tensor.data_ptr)  # type: ignore[assignment]
 
     def stream(self, device: tuple[str, int]) -> int:
         # The raw handle costs a fortieth of torch.cuda.current_stream(), which makes a Python object of it.
@@ -108,28 +150,48 @@ class TorchAdapter(Adapter):
             name = "running_mean" if _requires_grad(running[0]) else "running_var"
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
-        # Forward-mode differentiation goes to `_Recorded` too, where PyTorch says that there is none.
-        if (_is_grad_enabled() and _requires_grad(x, weight, bias, residual, out)) or forward_ad._current_level >= 0:
-            if out is not None:
-                raise ValueError(
-                    "out cannot be given where gradients are recorded; use torch.no_grad() or leave it out"
-                )
-            recorded = _Recorded.apply(op, x, residual, weight, bias, stats, running)  # type: ignore[no-untyped-call]
-            results = iter(recorded)
-            y, residual_out = next(results), None if residual is None else next(results)
-            if not stats:
-                return y, residual_out, None, None
-            *mean, rstd = results
-            return y, residual_out, mean[0] if mean else None, rstd
-        results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        if _is_compiling() or _number_of_modes() or _is_transformed() or forward_ad._current_level >= 0:
+            return library.apply(op, x, residual, weight, bias, out, stats, running)
+        try:
+            if _is_grad_enabled() and _requires_grad(x, weight, bias, residual, out):
+                return _record(op, x, residual, weight, bias, out, stats, running)
+            results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        except _StandsForAnother:
+            return library.apply(op, x, residual, weight, bias, out, stats, running)
         if out is not None:
             _written(out)
         if running and op.updates_running:
             _written(*running)
         return results
 
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        dresidual_out: Any,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Gradients:
+        tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
+        if _is_compiling() or _number_of_modes() or _is_transformed():
+            return library.backward(op, output_mask, bias_dtype, *tensors)
+        # Only the dispatcher can say, later on, that there are no second derivatives.
+        if not (_is_grad_enabled() and _requires_grad(*tensors)):
+            try:
+                return execute.backward(self, op, *tensors, output_mask, bias_dtype)
+            except _StandsForAnother:
+                pass
+        return library.backward(op, output_mask, bias_dtype, *tensors)
 
-ADAPTER: Adapter = TorchAdapter()
+
+ADAPTER = TorchAdapter()
+library.register(ADAPTER)
+execute.is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _written(*tensors: torch.Tensor) -> None:
@@ -139,8 +201,22 @@ def _written(*tensors: torch.Tensor) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
+def _record(
+    op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool, running: tuple[Any, ...]
+) -> Results:
+    if out is not None:
+        raise ValueError("out cannot be given where gradients are recorded; use torch.no_grad() or leave it out")
+    results = _apply_recorded(x, residual, weight, bias, op, stats, running)
+    if not stats:
+        return (results, None, None, None) if residual is None else (*results, None, None)
+    y, *others = results
+    residual_out = None if residual is None else others.pop(0)
+    *mean, rstd = others
+    return y, residual_out, mean[0] if mean else None, rstd
+
+
 class _Recorded(torch.autograd.Function):
-    """Any op of ``cunorm.execute.Op``: y[, residual_out][[, mean], rstd].
+    """Any op of ``cunorm.execute.Op``: y, or a tuple of y[, residual_out][[, mean], rstd].
 
     The statistics are kept for the gradient, and are not differentiable where they are results too. Results that a call
     does not have, or that nobody asked for, are left out, since autograd takes time for each.
@@ -148,37 +224,38 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Op, x: Any, residual: Any, weight: Any, bias: Any, stats: bool, running: tuple[Any, ...]
+        ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, op: Op, stats: bool, running: tuple[Any, ...]
     ) -> Any:
         y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True, running)
         if running and op.updates_running:
             _written(*running)
-        ctx.call = op, None if bias is None else _NAMES[bias.dtype], residual_out is not None
+        ctx.call = op, None if bias is None else _NAMES[bias.dtype]
         kept = x if residual_out is None else residual_out
         if op.keeps_bias:
             ctx.save_for_backward(kept, weight, mean, rstd, bias)
         else:
             ctx.save_for_backward(kept, weight, mean, rstd)
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
-        results = (y,) if residual_out is None else (y, residual_out)
         if not stats:
-            return results
+            return y if residual_out is None else (y, residual_out)
         statistics = (rstd,) if mean is None else (mean, rstd)
         ctx.mark_non_differentiable(*statistics)
-        return results + statistics
+        return (y, *statistics) if residual_out is None else (y, residual_out, *statistics)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any, *others: Any) -> Any:
-        op, bias_dtype, has_residual = ctx.call
-        dresidual_out = others[0] if has_residual else None
+    def backward(ctx: Any, dy: Any, dresidual_out: Any = None, *_: Any) -> Any:
+        # Without a residual what comes second is the gradient of a statistic: None, like all of theirs.
+        needs_x, needs_residual, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if dy is None:  # y was not used
-            return None, dresidual_out, dresidual_out, None, None, None, None
-        x, weight, mean, rstd, *kept = ctx.saved_tensors
-        bias = kept[0] if kept else None
-        _, needs_x, needs_residual, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        mask = (needs_x or needs_residual, needs_weight, needs_bias)
-        dx, dweight, dbias = execute.backward(
-            ADAPTER, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype
-        )
-        return None, dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None, None
+            dx, dweight, dbias = dresidual_out, None, None
+        else:
+            op, bias_dtype = ctx.call
+            x, weight, mean, rstd, *kept = ctx.saved_tensors
+            bias = kept[0] if kept else None
+            mask = (needs_x or needs_residual, needs_weight, needs_bias)
+            dx, dweight, dbias = ADAPTER.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
+        return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None, None, None
+
+
+# What `torch.autograd.Function.apply` comes to where no transformation of functions is at work.
+_apply_recorded: Any = super(torch.autograd.Function, _Recorded).apply
