@@ -13,6 +13,7 @@ from cunorm.adapters.torch.modules import (
     LayerNorm,
     RMSNorm,
 )
+from cunorm.adapters.torch.replace import Report, replace_norms
 
 __all__ = [
     "ADAPTER",
@@ -26,4 +27,6 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "RMSNorm",
+    "Report",
+    "replace_norms",
 ]
