@@ -160,7 +160,9 @@ def test_another_activation_is_refused(activation: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layer", [layer for layer in NORMS if len(layer[3]) in (4, 5)], ids=str)
+@pytest.mark.parametrize(
+    "layer", [*(layer for layer in NORMS if len(layer[3]) in (4, 5)), ("GELU", (), {}, (2, 8, 3, 5))], ids=str
+)
 def test_channels_last_stays(layer: Made, device: str) -> None:
     theirs, ours = build(layer, torch.float32, device)
     (x,) = inputs(layer, torch.float32, device, 1)

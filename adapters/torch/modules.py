@@ -306,6 +306,18 @@ class BatchNorm3d(_BatchNormForward, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d``: as `BatchNorm1d`, of (N, C, D, H, W)."""
 
 
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """`cunorm.gelu`, which lies in memory as x does also where x has its channels last."""
+    y: Tensor
+    if x.dim() > 2 and not x.is_contiguous():
+        last = x.movedim(1, -1)
+        if last.is_contiguous():
+            y = cunorm.gelu(last, approximate=approximate)
+            return y.movedim(-1, 1)
+    y = cunorm.gelu(x, approximate=approximate)
+    return y
+
+
 class GELU(nn.GELU):
     """``torch.nn.GELU``, computed by `cunorm.gelu`: ``x * Phi(x)``, or its approximation (arXiv:1606.08415).
 
@@ -316,8 +328,8 @@ class GELU(nn.GELU):
 
     Notes
     -----
-    ``input`` has any shape; float16, bfloat16, float32 or float64. The result has its shape and dtype. Errors are those
-    of `cunorm.gelu`.
+    ``input`` has any shape; float16, bfloat16, float32 or float64. The result has its shape and dtype; it is
+    contiguous, or in ``torch.channels_last`` where the input is. Errors are those of `cunorm.gelu`.
 
     Examples
     --------
@@ -328,5 +340,4 @@ class GELU(nn.GELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = cunorm.gelu(input, approximate=self.approximate)
-        return y
+        return gelu(input, self.approximate)

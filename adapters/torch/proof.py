@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cunorm
+from cunorm.adapters.torch.modules import gelu
 
 __all__ = ["Formula", "prove"]
 
@@ -68,6 +69,8 @@ class Formula:
         return self.compute(x, parameters).to(dtype)
 
     def compute(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        if self.op == "gelu":
+            return gelu(x, **self.options)
         function = getattr(cunorm, self.op)
         y: Tensor
         if self.place != "last":

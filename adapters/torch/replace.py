@@ -236,7 +236,7 @@ def _untouchable(module: nn.Module) -> str | None:
         if torch.nn.parameter.is_lazy(tensor):
             return "it is not initialized yet"
         if type(tensor) not in (nn.Parameter, Tensor):
-            return f"its {name} is a {type(tensor).__qualname__}"
+            return f"its {name} is a {type(tensor).__name__}"
         if tensor.device.type not in ("cuda", "cpu", "meta"):
             return f"its {name} is on {tensor.device}"
         if tensor.dtype not in _DTYPES and name != "num_batches_tracked":
