@@ -132,10 +132,11 @@ def step(model: torch.nn.Module, shape: Sequence[int], forward: Callable[..., An
         tokens = torch.randint(2, config.vocab_size, tuple(shape), generator=generator).to(device)
         batch = {"input_ids": tokens, "labels": tokens}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    call = model if forward is None else forward
 
     def run() -> torch.Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = (forward or model)(**batch).loss
+        loss: torch.Tensor = call(**batch).loss
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.detach()

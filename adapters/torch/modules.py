@@ -202,13 +202,18 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
             y = cunorm.instance_norm(input, weight, bias, **options)
             return y
         y, new_mean, rstd = cunorm.instance_norm(input, weight, bias, return_stats=True, **options)
+        # The unbiased variance, averaged over the samples, as F.instance_norm has it.
+        new_var = _unbiased(rstd, eps, positions).mean(0)
         momentum = 0.0 if self.momentum is None else self.momentum
         with torch.no_grad():
-            # The unbiased variance, averaged over the samples, as F.instance_norm has it.
-            new_var = (rstd.pow(-2) - eps).clamp_min(0) * (positions / (positions - 1))
-            for running, new in ((mean, new_mean), (var, new_var)):
-                running.lerp_(new.mean(0).to(running.dtype), momentum)
+            mean.lerp_(new_mean.mean(0).to(mean.dtype), momentum)
+            var.lerp_(new_var.to(var.dtype), momentum)
         return y
+
+
+def _unbiased(rstd: Tensor, eps: float, count: int) -> Tensor:
+    """The variance with the divisor ``count - 1``, of which rstd was made with the divisor ``count``."""
+    return (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))
 
 
 class InstanceNorm1d(_InstanceNormForward, nn.InstanceNorm1d):
@@ -247,23 +252,27 @@ class InstanceNorm3d(_InstanceNormForward, nn.InstanceNorm3d):
 class _BatchNormForward(_Activated, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)  # waits for the device, as torch.nn does
         used = not self.training or self.track_running_stats
         mean, var = (self.running_mean, self.running_var) if used else (None, None)
-        y: Tensor = cunorm.batch_norm(
-            input,
-            self.weight,
-            self.bias,
-            running_mean=mean,
-            running_var=var,
-            training=self.training or (mean is None and var is None),
-            momentum=momentum,
-            eps=self.eps,
-            activation=self.activation,
+        options: dict[str, Any] = {
+            "training": self.training or (mean is None and var is None),
+            "eps": self.eps,
+            "activation": self.activation,
+        }
+        y: Tensor
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None and mean is not None and var is not None:
+                # The average of all batches. How many they were is not read, which would wait for the device.
+                y, new_mean, rstd = cunorm.batch_norm(input, self.weight, self.bias, return_stats=True, **options)
+                new_var = _unbiased(rstd, self.eps, input.numel() // input.shape[1])
+                with torch.no_grad():
+                    mean.lerp_(new_mean.to(mean.dtype), self.num_batches_tracked.to(mean.dtype).reciprocal())
+                    var.lerp_(new_var.to(var.dtype), self.num_batches_tracked.to(var.dtype).reciprocal())
+                return y
+        momentum = 0.0 if self.momentum is None else self.momentum
+        y = cunorm.batch_norm(
+            input, self.weight, self.bias, running_mean=mean, running_var=var, momentum=momentum, **options
         )
         return y
 

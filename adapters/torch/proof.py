@@ -64,8 +64,10 @@ class Formula:
         dtype = self.dtypes.get((x.dtype, *(parameter.dtype for parameter in parameters.values())))
         if dtype is None or x.dim() not in self.dimensions:
             return None
+        if x.dtype == dtype:
+            return self.compute(x, parameters)
         if torch.promote_types(x.dtype, dtype) == dtype:  # the result would not be as exact if it were cast
-            x = x.to(dtype)
+            return self.compute(x.to(dtype), parameters)
         return self.compute(x, parameters).to(dtype)
 
     def compute(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
