@@ -16,79 +16,57 @@ from cunorm.bench.results import OURS, Measurement, first_line
 from cunorm.bench.suites import Row
 from cunorm.bench.timing import Machine
 
-__all__ = ["build", "measure", "step", "versions"]
+__all__ = ["PROVIDERS", "build", "measure", "step", "versions"]
+
+PROVIDERS = ("torch", OURS)
 
 Step = Callable[[], torch.Tensor]
 
-# Model -> its class in transformers, the class of its configuration, and the options that make it what it is called:
-# those that are not the defaults. And for the same model in small, besides: all that is needed for every kind of layer.
 _IMAGES = {"num_labels": 1000}
-_SMALL_TEXT = {"vocab_size": 96}
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_LLAMA = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+_LLAMA |= {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": True}
+_SMALL_IMAGES = {"num_labels": 10, "depths": [1, 1]}
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+# Model -> its class in transformers, the class of its configuration, and the options that make it what it is called:
+# those that are not the defaults. And those of the same model in small, which has every kind of layer.
 _MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "ResNet-50": (
         "ResNetForImageClassification",
         "ResNetConfig",
         _IMAGES,
-        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 10},
+        _SMALL_IMAGES | {"embedding_size": 8, "hidden_sizes": [16, 32]},
     ),
     "Swin-B": (
         "SwinForImageClassification",
         "SwinConfig",
         _IMAGES | {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
-        {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "num_labels": 10},
+        _SMALL_IMAGES | {"image_size": 32, "embed_dim": 16, "num_heads": [2, 4], "window_size": 4},
     ),
     "ConvNeXt-B": (
         "ConvNextForImageClassification",
         "ConvNextConfig",
         _IMAGES | {"hidden_sizes": [128, 256, 512, 1024], "depths": [3, 3, 27, 3]},
-        {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 10},
+        _SMALL_IMAGES | {"num_stages": 2, "hidden_sizes": [8, 16]},
     ),
     "ViT-L": (
         "ViTForImageClassification",
         "ViTConfig",
-        _IMAGES | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        {
-            "image_size": 32,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "num_labels": 10,
-        },
+        _IMAGES | _LARGE,
+        _SMALL | {"image_size": 32, "num_labels": 10},
     ),
-    "BERT-large": (
-        "BertForMaskedLM",
-        "BertConfig",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        _SMALL_TEXT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-    ),
+    "BERT-large": ("BertForMaskedLM", "BertConfig", _LARGE, _SMALL | {"vocab_size": 96}),
     "GPT-2 medium": (
         "GPT2LMHeadModel",
         "GPT2Config",
         {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-        _SMALL_TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1},
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1},
     ),
     "Llama-like 1B": (
         "LlamaForCausalLM",
         "LlamaConfig",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        },
-        _SMALL_TEXT
-        | {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        },
+        _LLAMA,
+        _SMALL | {"vocab_size": 96, "num_key_value_heads": 1},
     ),
 }
 # A step is queued while the one before runs, as in training; so some are timed together.
@@ -110,7 +88,7 @@ def build(name: str, small: bool) -> torch.nn.Module:
     import transformers
 
     model_class, config_class, options, cut = _MODELS[name]
-    config = getattr(transformers, config_class)(**options | (cut if small else {}))
+    config = getattr(transformers, config_class)(**cut if small else options)
     torch.manual_seed(0)
     model: torch.nn.Module = getattr(transformers, model_class)(config)
     return model.train()
@@ -149,7 +127,7 @@ def measure(row: Row, provider_names: Sequence[str], machine: Machine, warm: boo
 
     Both begin with the same weights and see the same data; their steps take turns.
     """
-    names = [name for name in ("torch", OURS) if name in provider_names]
+    names = [name for name in PROVIDERS if name in provider_names]
     notes: dict[str, str] = {}
     steps: dict[str, Step] = {}
     losses: dict[str, float] = {}

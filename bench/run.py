@@ -43,6 +43,8 @@ def run(
     With ``warm`` everything is called once and nothing is checked or timed: libraries compile what a later run needs.
     """
     begin = time.monotonic()
+    if all(row.is_model for row in rows):  # the others would take memory that models need
+        provider_names = [name for name in provider_names if name in models.PROVIDERS]
     providers, absent = find(provider_names, machine.device, machine.cache_bytes)
     results = Results(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*rows: Row, **options: Any) -> Results:
-    return runner.run(rows, ["cunorm", "torch"], Cpu(), **options)  # type: ignore[arg-type]
+    return runner.run(rows, ["cunorm", "liger", "torch"], Cpu(), **options)  # type: ignore[arg-type]
 
 
 def test_suites_have_every_model() -> None:
@@ -61,7 +61,7 @@ def test_suites_have_every_model() -> None:
 def test_a_model_is_measured_without_and_with_cunorm(name: str, tmp_path: Path) -> None:
     (row,) = suite("models-small", f"{name} !compiled")
     results = run(row)
-    assert not results.missing and not results.stopped
+    assert not results.missing and not results.stopped and not results.absent
     assert "transformers" in results.versions
     assert [entry.provider for entry in results.measurements] == ["torch", "cunorm"]
     for entry in results.measurements:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import io
 import types
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from transformers.models.videoprism.modeling_videoprism import VideoPrismLayerNo
 from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
 
 from cunorm.adapters import torch as layers
-from cunorm.adapters.torch import replace_norms
+from cunorm.adapters.torch import replace, replace_norms
 from cunorm.bench import models
 from cunorm.bench.suites import MODELS
 
@@ -340,8 +341,6 @@ def test_what_was_not_tried_goes_to_the_layers_own_forward(monkeypatch: pytest.M
 
 
 def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cunorm.adapters.torch import replace
-
     tried: list[nn.Module] = []
     prove = replace.prove
     monkeypatch.setattr(replace, "prove", lambda module: tried.append(module) or prove(module))
@@ -518,6 +517,10 @@ def test_wrong_choices_are_refused(options: dict[str, Any], error: type[Exceptio
     assert not [module for module in model.modules() if type(module).__module__.startswith("cunorm")]
 
 
+def test_examples() -> None:
+    assert doctest.testmod(replace).failed == 0
+
+
 def test_a_model_must_be_a_module() -> None:
     with pytest.raises(TypeError, match="model is a function; it must be"):
         replace_norms(several)  # type: ignore[arg-type]
@@ -576,7 +579,7 @@ class Denoiser(nn.Module):
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int]]] = {
     name: (lambda name=name: models.build(name, small=True), MODELS[name][1], counts)  # type: ignore[misc]
     for name, counts in {
-        "ResNet-50": {"BatchNorm2d": 12},
+        "ResNet-50": {"BatchNorm2d": 9},
         "Swin-B": {"LayerNorm": 7, "GELUActivation": 2},
         "ConvNeXt-B": {"ConvNextLayerNorm": 4, "LayerNorm": 1, "GELUActivation": 2},
         "ViT-L": {"LayerNorm": 5, "GELUActivation": 2},

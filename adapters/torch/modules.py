@@ -94,17 +94,8 @@ class RMSNorm(_Activated, nn.RMSNorm):
 
     With statistics over the last axes, those of ``normalized_shape`` (Zhang, Sennrich 2019, arXiv:1910.07467).
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Those of ``torch.nn.RMSNorm``: normalized_shape, eps, elementwise_affine, device, dtype. An eps of None is the
-        machine epsilon of float32, for float64 input that of float64.
-    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
-        Applied to the result in the same kernel, as `cunorm.layer_norm` says.
-
-    Notes
-    -----
-    Dtypes and errors are as `LayerNorm` has them.
+    The arguments are those of ``torch.nn.RMSNorm``, and activation; an eps of None is the machine epsilon of float32,
+    for float64 input that of float64. Activations, dtypes and errors are as `LayerNorm` has them.
 
     Examples
     --------
@@ -138,25 +129,9 @@ def _of_rows(
 class GroupNorm(_Activated, nn.GroupNorm):
     """``torch.nn.GroupNorm``, computed by `cunorm.group_norm` (Wu, He 2018, arXiv:1803.08494).
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Those of ``torch.nn.GroupNorm``: num_groups, num_channels, eps, affine, device, dtype, and bias where it has it.
-    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
-        Applied to the result in the same kernel, as `cunorm.layer_norm` says.
-
-    Notes
-    -----
-    ``input`` is (N, C, ...), float16, bfloat16, float32 or float64; weight and bias, of shape (C,), may have another of
-    these dtypes. The result has the dtype of ``input``, also under ``torch.autocast``, and lies in memory as it does:
-    ``torch.channels_last`` stays so, without a copy.
-
-    Raises
-    ------
-    ValueError
-        For shapes that do not fit, and one value a group, whose variance is nothing.
-    TypeError, RuntimeError
-        As `cunorm.group_norm`.
+    The arguments are those of ``torch.nn.GroupNorm``, and activation. ``input`` is (N, C, ...); the result lies in
+    memory as it does, ``torch.channels_last`` say, without a copy. Activations, dtypes and errors are as `LayerNorm`
+    has them; one value a group, whose variance would be 0, is a ValueError.
 
     Examples
     --------
@@ -219,17 +194,8 @@ def _unbiased(rstd: Tensor, eps: float, count: int) -> Tensor:
 class InstanceNorm1d(_InstanceNormForward, nn.InstanceNorm1d):
     """``torch.nn.InstanceNorm1d``, computed by `cunorm.instance_norm` (Ulyanov et al. 2016, arXiv:1607.08022).
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Those of ``torch.nn.InstanceNorm1d``: num_features, eps, momentum, affine (False unless it is given),
-        track_running_stats, device, dtype, and bias where it has it.
-    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
-        Applied to the result in the same kernel, as `cunorm.layer_norm` says.
-
-    Notes
-    -----
-    ``input`` is (N, C, L) or (C, L). Dtypes, memory formats and errors are as `GroupNorm` has them.
+    The arguments are those of ``torch.nn.InstanceNorm1d``, and activation. ``input`` is (N, C, L) or (C, L). The rest
+    is as `GroupNorm` has it.
 
     Examples
     --------
@@ -280,19 +246,9 @@ class _BatchNormForward(_Activated, _BatchNorm):
 class BatchNorm1d(_BatchNormForward, nn.BatchNorm1d):
     """``torch.nn.BatchNorm1d``, computed by `cunorm.batch_norm` (Ioffe, Szegedy 2015, arXiv:1502.03167).
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Those of ``torch.nn.BatchNorm1d``: num_features, eps, momentum (None for a cumulative average), affine,
-        track_running_stats, device, dtype, and bias where it has it.
-    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
-        Applied to the result in the same kernel, as `cunorm.layer_norm` says. What turns batch norms into others, such
-        as ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, knows nothing of it and loses it.
-
-    Notes
-    -----
-    ``input`` is (N, C) or (N, C, L). Dtypes, memory formats and errors are as `GroupNorm` has them; running statistics
-    may have another dtype than the input too. They are updated in training, and used in evaluation.
+    The arguments are those of ``torch.nn.BatchNorm1d``, and activation, of which
+    ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` knows nothing. ``input`` is (N, C) or (N, C, L); running
+    statistics may have another dtype. The rest is as `GroupNorm` has it.
 
     Examples
     --------
@@ -330,15 +286,9 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 class GELU(nn.GELU):
     """``torch.nn.GELU``, computed by `cunorm.gelu`: ``x * Phi(x)``, or its approximation (arXiv:1606.08415).
 
-    Parameters
-    ----------
-    approximate : {"none", "tanh"}
-        As ``torch.nn.GELU`` has it.
-
-    Notes
-    -----
-    ``input`` has any shape; float16, bfloat16, float32 or float64. The result has its shape and dtype; it is
-    contiguous, or in ``torch.channels_last`` where the input is. Errors are those of `cunorm.gelu`.
+    ``approximate`` is "none" or "tanh". ``input`` has any shape; float16, bfloat16, float32 or float64. The result has
+    its shape and dtype; it is contiguous, or in ``torch.channels_last`` where the input is. Errors are those of
+    `cunorm.gelu`.
 
     Examples
     --------
