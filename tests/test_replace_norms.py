@@ -645,3 +645,53 @@ def test_training_goes_the_same_way(name: str, device: str) -> None:
     theirs, ours = losses
     assert theirs[-1] < theirs[0]
     assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+# ---- Compiled models.
+
+
+def graphs_of(model: nn.Module, **options: Any) -> tuple[Any, list[set[str]]]:
+    """A compiled model, and for each graph of it what it calls; nothing is compiled, which takes seconds."""
+    torch.compiler.reset()
+    graphs: list[set[str]] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append({str(node.target) for node in module.graph.nodes})
+        return module
+
+    return torch.compile(model, backend=backend, **options), graphs
+
+
+def test_layers_are_compiled_without_a_graph_break() -> None:
+    model = nn.Sequential(ConvNextLayerNorm(16, data_format="channels_first"), GroupNorm(16), nn.Flatten(2))
+    model.extend([nn.LayerNorm(15), ACT2FN["gelu_new"], LlamaRMSNorm(15), GemmaRMSNorm(15), T5LayerNorm(15)])
+    assert len(replace_norms(model).replaced) == 7
+    compiled, graphs = graphs_of(model, fullgraph=True)
+    x = torch.randn(IMAGES)
+    torch.testing.assert_close(compiled(x), model(x))
+    (graph,) = graphs
+    assert {f"cunorm.{op}" for op in ("layer_norm", "group_norm", "gelu", "rms_norm")} <= graph
+
+
+def test_a_model_that_was_compiled_before_is_compiled_again() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), LlamaRMSNorm(16))
+    compiled, graphs = graphs_of(model)
+    x = torch.randn(4, 16)
+    expected = compiled(x)
+    report = replace_norms(compiled)
+    assert len(report.replaced) == 2
+    torch.testing.assert_close(compiled(x), expected)
+    assert [{"cunorm.layer_norm", "cunorm.rms_norm"} <= graph for graph in graphs] == [False, True]
+    report.undo()
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
+    assert len(graphs) == 2  # the first one is there still
+
+
+def test_a_compiled_model_trains_as_the_eager_one() -> None:
+    theirs, ours = pair("Llama-like 1B", "cpu", torch.float32)
+    compiled, graphs = graphs_of(ours)
+    shape = SMALL["Llama-like 1B"][1]
+    steps = models.step(theirs, shape), models.step(ours, shape, compiled)
+    losses = [[float(step()) for _ in range(3)] for step in steps]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert any("cunorm.rms_norm" in graph for graph in graphs)

@@ -176,6 +176,21 @@ def test_channels_last_stays(layer: Made, device: str) -> None:
     assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[torch.float32]
 
 
+@made
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_layers(layer: Made, device: str) -> None:
+    """Without a graph break; recorded as for the compiler, which itself takes seconds."""
+    torch.compiler.reset()
+    _, ours = build(layer, torch.float32, device)
+    compiled = torch.compile(copy.deepcopy(ours), backend="aot_eager", fullgraph=True)
+    for x, training in zip(inputs(layer, torch.float32, device, 3), STEPS[1:]):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        for module, leaf in zip((compiled, ours), leaves):
+            module.train(training)(leaf).square().sum().backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+        torch.testing.assert_close(compiled.state_dict(), {f"_orig_mod.{n}": t for n, t in ours.state_dict().items()})
+
+
 @pytest.mark.parametrize("layer", [layer for layer in NORMS if layer[2].get("affine")], ids=str)
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_frozen_parameters_get_no_gradient(layer: Made, frozen: str) -> None:
