@@ -232,9 +232,10 @@ class _BatchNormForward(_Activated, _BatchNorm):
                 # The average of all batches. How many they were is not read, which would wait for the device.
                 y, new_mean, rstd = cunorm.batch_norm(input, self.weight, self.bias, return_stats=True, **options)
                 new_var = _unbiased(rstd, self.eps, input.numel() // input.shape[1])
+                share = self.num_batches_tracked.double().reciprocal()
                 with torch.no_grad():
-                    mean.lerp_(new_mean.to(mean.dtype), self.num_batches_tracked.to(mean.dtype).reciprocal())
-                    var.lerp_(new_var.to(var.dtype), self.num_batches_tracked.to(var.dtype).reciprocal())
+                    mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
+                    var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
                 return y
         momentum = 0.0 if self.momentum is None else self.momentum
         y = cunorm.batch_norm(
