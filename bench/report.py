@@ -5,8 +5,8 @@
 replaces what stands between ``<!-- bench: KIND SUITE [WORDS] -->`` and ``<!-- bench end -->`` by the table of that kind
 for the rows of the suite, of these the ones that match the words (`cunorm.bench.suites.Row.matches`). Kinds: ``table``
 (r beside that of the best peer), ``ours`` (cunorm alone), ``odd`` (rows of odd length beside their aligned neighbours),
-``host`` (host times), ``providers`` (r of every provider) and ``nv_norms`` (milliseconds beside those that nv_norms has
-published, of other GPUs).
+``host`` (host times), ``models`` (training steps of models without and with cunorm), ``providers`` (r of every
+provider) and ``nv_norms`` (milliseconds beside those that nv_norms has published, of other GPUs).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cunorm.bench.published import NV_NORMS_GPUS, nv_norms_milliseconds
 from cunorm.bench.results import OURS, Measurement, Results, best_peer, by_row, load, merge, of
-from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, Row, readable
+from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, STEPS, Row, readable
 
 __all__ = ["KINDS", "fill", "not_first", "table"]
 
@@ -125,6 +125,19 @@ def host(measurements: Sequence[Measurement]) -> str:
     return _markdown(["tensors", "rows × columns", "call", "cunorm µs", "PyTorch's own µs", "ratio"], lines)
 
 
+def models(measurements: Sequence[Measurement]) -> str:
+    """A line a model; for eager and compiled steps milliseconds without and with cunorm, and the ratio."""
+    lines: dict[str, list[str]] = {}
+    for row, measured in by_row(measurements).items():
+        ours, peer = of(OURS, measured), of("torch", measured)
+        ratio = f"{ours.seconds / peer.seconds:.2f}" if ours and peer and ours.seconds and peer.seconds else "–"
+        line = lines.setdefault(row.op, [row.op, readable(row.shape)])
+        line += [*(f"{entry.seconds * 1e3:.1f}" if entry and entry.seconds else "–" for entry in (peer, ours)), ratio]
+    steps = [name for name in STEPS if any(entry.direction == name for entry in measurements)]
+    headings = [f"{name}: {heading}" for name in steps for heading in ("PyTorch ms", "with cunorm ms", "ratio")]
+    return _markdown(["model", "input", *headings], list(lines.values()))
+
+
 def nv_norms(measurements: Sequence[Measurement]) -> str:
     """Milliseconds of cunorm's forward and backward, and those that nv_norms has published; see `published`."""
     chosen = [entry for entry in measurements if nv_norms_milliseconds(entry.row)]
@@ -141,6 +154,7 @@ KINDS: dict[str, Callable[[Sequence[Measurement]], str]] = {
     "ours": ours,
     "odd": odd,
     "host": host,
+    "models": models,
     "providers": providers,
     "nv_norms": nv_norms,
 }

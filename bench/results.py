@@ -11,7 +11,7 @@ from typing import Any
 
 from cunorm.bench.suites import Row
 
-__all__ = ["OURS", "Measurement", "Results", "best_peer", "by_row", "load", "merge", "of"]
+__all__ = ["OURS", "Measurement", "Results", "best_peer", "by_row", "first_line", "load", "merge", "of"]
 
 OURS = "cunorm"
 
@@ -147,3 +147,9 @@ def best_peer(measurements: Iterable[Measurement]) -> Measurement | None:
     """The fastest of the others that is right."""
     peers = [entry for entry in measurements if entry.provider != OURS and entry.seconds]
     return min(peers, key=lambda entry: entry.seconds or 0.0, default=None)
+
+
+def first_line(error: Exception) -> str:
+    """What a note says of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

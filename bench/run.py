@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from cunorm import launch
+from cunorm.bench import models
 from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
 from cunorm.bench.inputs import SUMS, Comparison, Exact, Inputs, Tensors
 from cunorm.bench.peers import Provider, find
-from cunorm.bench.results import Measurement, Results
+from cunorm.bench.results import Measurement, Results, first_line
 from cunorm.bench.suites import Row
 from cunorm.bench.timing import Machine
 from cunorm.bench.work import Work
@@ -42,12 +43,15 @@ def run(
     With ``warm`` everything is called once and nothing is checked or timed: libraries compile what a later run needs.
     """
     begin = time.monotonic()
+    if all(row.is_model for row in rows):  # the others would take memory that models need
+        provider_names = [name for name in provider_names if name in models.PROVIDERS]
     providers, absent = find(provider_names, machine.device, machine.cache_bytes)
     results = Results(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         machine=describe_machine(machine),
         versions={"Python": platform.python_version(), "torch": str(torch.__version__)}
-        | {provider.name: provider.version for provider in providers},
+        | {provider.name: provider.version for provider in providers}
+        | (models.versions() if any(row.is_model for row in rows) else {}),
         absent=absent,
     )
     results.missing = [row.label for row in rows]
@@ -60,21 +64,26 @@ def run(
         if results.stopped:
             break
         try:
-            if row.inputs_key != key:
+            if row.is_model:
+                inputs = exact = key = None
+                machine.release()
+            elif row.inputs_key != key:
                 inputs = exact = None  # before the next ones are made, which may be large
                 machine.release()
                 inputs, exact = _prepare(row, machine.device)
                 key = row.inputs_key
-            assert inputs is not None and exact is not None
             if not warm and row.clock == "device" and row.moved_bytes not in copies:
                 copies[row.moved_bytes] = _copy_seconds(row.moved_bytes, machine)
         except RuntimeError as error:  # too large for this device, say
             key = None
-            note = _first_line(error)
+            note = first_line(error)
             measured = [dataclasses.replace(Measurement.of(row, each.name, None), note=note) for each in providers]
             results.stopped = _broken(machine, "a tensor", row)
         else:
-            if warm:
+            if inputs is None or exact is None:
+                measured = models.measure(row, provider_names, machine, warm)
+                results.stopped = _broken(machine, "a model", row)
+            elif warm:
                 measured = [_warm(row, inputs, provider) for provider in providers]
                 results.stopped = _broken(machine, "a provider", row)
             elif row.clock == "host":
@@ -132,7 +141,7 @@ def _measure(
         seconds = machine.pipelined_seconds(work.call, work.wait) if work.wait else machine.seconds(work.call)
         return dataclasses.replace(measured, seconds=seconds, error=error, note=work.note)
     except Exception as error:
-        return dataclasses.replace(measured, note=_first_line(error))
+        return dataclasses.replace(measured, note=first_line(error))
 
 
 def _warm(row: Row, inputs: Tensors, provider: Provider) -> Measurement:
@@ -142,7 +151,7 @@ def _warm(row: Row, inputs: Tensors, provider: Provider) -> Measurement:
         if work is not None:
             work.results()
     except Exception as error:
-        return dataclasses.replace(measured, note=_first_line(error))
+        return dataclasses.replace(measured, note=first_line(error))
     return dataclasses.replace(measured, note="not timed")
 
 
@@ -162,7 +171,7 @@ def _measure_host(
             if not wrong:
                 calls.append((len(measured) - 1, work.call))
         except Exception as error:
-            measured.append(dataclasses.replace(measurement, note=_first_line(error)))
+            measured.append(dataclasses.replace(measurement, note=first_line(error)))
     for (position, _), seconds in zip(calls, machine.host_seconds([call for _, call in calls])):
         measured[position] = dataclasses.replace(measured[position], seconds=seconds)
     return measured
@@ -178,11 +187,6 @@ def _check(row: Row, inputs: Tensors, exact: Comparison, work: Work) -> tuple[fl
         if not error <= limit:
             wrong.append(f"{name} is off by {error:.1e}, allowed are {limit:.1e}")
     return max(errors.values()), f"wrong: {'; '.join(wrong)}" if wrong else ""
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
 def describe_machine(machine: Machine) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ __all__ = [
     "DIRECTIONS",
     "GELUS",
     "LAYOUTS",
+    "MODELS",
+    "MODEL_SUITES",
     "NV_INSTANCE_NORM",
     "NV_NORMS",
     "ODD_NEIGHBOURS",
     "SHAPES",
+    "STEPS",
     "SUITES",
     "TINY_SHAPES",
     "Row",
@@ -39,11 +43,13 @@ _MOVED = {
     "both": (5, 8),
 }
 DIRECTIONS = tuple(_MOVED)
+STEPS = ("step", "compiled step")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: the norm of the last axis of a tensor, or a gelu of it, or a norm of its channels, in one direction.
+    """One problem: the norm of the last axis of a tensor, or a gelu of it, or a norm of its channels, in one direction;
+    or one of the ``MODELS``, whose shape is that of its input, and whose direction is one of the ``STEPS``.
 
     The gelus are gelu and gelu_tanh, and with a bias bias_gelu and bias_gelu_tanh. The norms of channels are those of
     CHANNEL_NORMS; their shapes are (N, C, spatial...) in both of the LAYOUTS, of which ``layout`` says how the tensors
@@ -51,8 +57,8 @@ class Row:
     in training.
     ``direction`` is forward, forward_stats (mean and rstd are results too), backward (all gradients that the problem
     has), both (the one after the other) or recorded (forward, with automatic differentiation recording). ``offset`` is
-    how many elements x and dy lie behind an aligned address. ``clock`` is device (time on the GPU) or host (time that a
-    call takes of the CPU). Rows of a suite with the same ``sweep`` make one line of a plot.
+    how many elements x and dy lie behind an aligned address. ``clock`` is device (time on the GPU), host (time that a
+    call takes of the CPU) or wall (time that passes). Rows of a suite with the same ``sweep`` make one line of a plot.
     """
 
     suite: str
@@ -87,12 +93,21 @@ class Row:
         return self.op in CHANNEL_NORMS
 
     @property
+    def is_model(self) -> bool:
+        return self.op in MODELS
+
+    @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that must move: what has the size of x. Weights, statistics and partial sums are not counted."""
+        """The bytes that must move: what has the size of x. Weights, statistics and partial sums are not counted.
+
+        Of a model nobody counts them.
+        """
+        if self.is_model:
+            return 0
         return _MOVED[self.direction][self.residual] * math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     @property
@@ -335,11 +350,35 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
+# Model -> the shape of its input, images or tokens, and that of the same model in small.
+MODELS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "ResNet-50": ((128, 3, 224, 224), (4, 3, 32, 32)),
+    "Swin-B": ((64, 3, 224, 224), (2, 3, 32, 32)),
+    "ConvNeXt-B": ((64, 3, 224, 224), (2, 3, 32, 32)),
+    "ViT-L": ((64, 3, 224, 224), (2, 3, 32, 32)),
+    "BERT-large": ((32, 512), (2, 16)),
+    "GPT-2 medium": ((8, 1024), (2, 16)),
+    "Llama-like 1B": ((4, 2048), (2, 16)),
+}
+
+
+def _models(name: str) -> Iterator[Row]:
+    """Training steps of whole models."""
+    for op, shapes in MODELS.items():
+        for direction in STEPS:
+            yield Row(name, op, shapes[name == "models-small"], "bfloat16", direction, clock="wall")
+
+
+MODEL_SUITES: dict[str, Callable[[], Iterator[Row]]] = {
+    name: functools.partial(_models, name) for name in ("models", "models-small")
+}
+
+
 def suite(name: str, only: str = "", part: tuple[int, int] = (1, 1)) -> list[Row]:
-    """The rows of a suite that match ``only``; of these the i-th of n parts, which are of whole shapes."""
+    """The rows of a suite that match ``only``; of these the i-th of n parts, which are of whole shapes, or models."""
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in SUITES[name]():
+    for row in (SUITES | MODEL_SUITES)[name]():
         if row.matches(only):
-            groups.setdefault((row.shape, row.dtype), []).append(row)
+            groups.setdefault((row.op if row.is_model else "", row.shape, row.dtype), []).append(row)
     index, count = part
     return [row for group in list(groups.values())[index - 1 :: count] for row in group]

@@ -33,13 +33,13 @@ def run(
     sources: Sequence[Path] = (),
 ) -> None:
     """Run suites, or show the results in ``sources``."""
-    from cunorm.bench.suites import SUITES, suite
+    from cunorm.bench.suites import MODEL_SUITES, SUITES, suite
 
-    known = f"the suites are {', '.join(SUITES)}"
+    known = f"the suites are {', '.join(SUITES | MODEL_SUITES)}"
     if not suites and not sources:
         raise UsageError(f"name a suite, or results with --from; {known}")
     for name in suites:
-        if name not in SUITES:
+        if name not in SUITES | MODEL_SUITES:
             raise UsageError(f"there is no suite {name!r}; {known}")
     if sources:
         measuring = {"a suite": suites, "--providers": providers, "--part": part != _WHOLE, "--warm": warm}

@@ -1,0 +1,303 @@
+"""PyTorch layers: those of ``torch.nn`` with cunorm's functions inside, and with an activation behind if one is wanted.
+
+Each is a subclass of the layer of torch.nn that has its name and differs in ``forward`` alone: constructor, parameters,
+buffers, state dict and whatever looks for a ``torch.nn.LayerNorm`` go on working.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+import cunorm
+from cunorm.checks import check_activation
+
+__all__ = [
+    "GELU",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "RMSNorm",
+]
+
+
+class _Activated(nn.Module):
+    """What the norms have besides torch.nn's: an activation in the same kernel."""
+
+    activation: str | None = None  # of the class, for layers that were torch.nn's when they were made
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = check_activation(activation)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text if self.activation is None else f"{text}, activation={self.activation!r}"
+
+
+class LayerNorm(_Activated, nn.LayerNorm):
+    """``torch.nn.LayerNorm``, computed by `cunorm.layer_norm`: ``y = (x - mean) * rstd * weight + bias``.
+
+    With statistics over the last axes, those of ``normalized_shape`` (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of ``torch.nn.LayerNorm``: normalized_shape, eps, elementwise_affine, bias, device, dtype.
+    activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
+        Applied to the result in the same kernel, as `cunorm.layer_norm` says.
+
+    Notes
+    -----
+    ``input`` may be float16, bfloat16, float32 or float64; weight and bias may have another of these dtypes. The result
+    has the dtype of ``input``, also under ``torch.autocast``, where PyTorch's own is float32 on CUDA.
+
+    Raises
+    ------
+    ValueError
+        For another shape than ``(..., *normalized_shape)``, and an activation that there is not.
+    TypeError, RuntimeError
+        As `cunorm.layer_norm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import LayerNorm
+    >>> layer = LayerNorm(3, eps=0.0, activation="relu")
+    >>> layer
+    LayerNorm((3,), eps=0.0, elementwise_affine=True, bias=True, activation='relu')
+    >>> layer.load_state_dict(torch.nn.LayerNorm(3).state_dict())
+    <All keys matched successfully>
+    >>> layer(torch.tensor([[1.0, 2.0, 3.0]])).detach().round(decimals=4)
+    tensor([[0.0000, 0.0000, 1.2247]])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = self.normalized_shape
+        return _of_rows(
+            cunorm.layer_norm, input, shape, self.weight, self.bias, eps=self.eps, activation=self.activation
+        )
+
+
+class RMSNorm(_Activated, nn.RMSNorm):
+    """``torch.nn.RMSNorm``, computed by `cunorm.rms_norm`: ``y = x * rstd * weight``.
+
+    With statistics over the last axes, those of ``normalized_shape`` (Zhang, Sennrich 2019, arXiv:1910.07467).
+
+    The arguments are those of ``torch.nn.RMSNorm``, and activation; an eps of None is the machine epsilon of float32,
+    for float64 input that of float64. Activations, dtypes and errors are as `LayerNorm` has them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import RMSNorm
+    >>> RMSNorm(3, eps=0.0)(torch.tensor([[1.0, 2.0, 3.0]])).detach().round(decimals=4)
+    tensor([[0.4629, 0.9258, 1.3887]])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+        return _of_rows(
+            cunorm.rms_norm, x, self.normalized_shape, self.weight, None, eps=eps, activation=self.activation
+        )
+
+
+def _of_rows(
+    norm: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, **options: Any
+) -> Tensor:
+    """A norm of the last axes, which must have this shape."""
+    # Without weight and bias nothing else would notice.
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"the input has shape {tuple(x.shape)}; it must end in normalized_shape, {shape}")
+    axis = -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
+    result: Tensor = norm(x, weight, bias, axis=axis, **options)
+    return result
+
+
+class GroupNorm(_Activated, nn.GroupNorm):
+    """``torch.nn.GroupNorm``, computed by `cunorm.group_norm` (Wu, He 2018, arXiv:1803.08494).
+
+    The arguments are those of ``torch.nn.GroupNorm``, and activation. ``input`` is (N, C, ...); the result lies in
+    memory as it does, ``torch.channels_last`` say, without a copy. Activations, dtypes and errors are as `LayerNorm`
+    has them; one value a group, whose variance would be 0, is a ValueError.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import GroupNorm
+    >>> GroupNorm(2, 4, eps=0.0)(torch.tensor([[1.0, 3.0, 5.0, 9.0]])).detach()
+    tensor([[-1.,  1., -1.,  1.]])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.numel() == self.num_groups:
+            must = "it must have more than one value a group"
+            raise ValueError(f"the input has shape {tuple(input.shape)} and num_groups is {self.num_groups}; {must}")
+        y: Tensor = cunorm.group_norm(
+            input, self.num_groups, self.weight, self.bias, eps=self.eps, activation=self.activation
+        )
+        return y
+
+
+class _InstanceNormForward(_Activated, _InstanceNorm):
+    # What forward calls, when it has checked the input and given a batch axis to what has none.
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        weight, bias, eps = self.weight, self.bias, self.eps
+        mean, var = self.running_mean, self.running_var
+        y: Tensor
+        if not self.training and self.track_running_stats:
+            y = cunorm.batch_norm(
+                input,
+                weight,
+                bias,
+                running_mean=mean,
+                running_var=var,
+                training=False,
+                eps=eps,
+                activation=self.activation,
+            )
+            return y
+        positions = math.prod(input.shape[2:])
+        if positions == 1:
+            raise ValueError(f"the input has shape {tuple(input.shape)}; it must have more than one value a channel")
+        options: dict[str, Any] = {"eps": eps, "activation": self.activation}
+        if mean is None or var is None:
+            y = cunorm.instance_norm(input, weight, bias, **options)
+            return y
+        y, new_mean, rstd = cunorm.instance_norm(input, weight, bias, return_stats=True, **options)
+        # The unbiased variance, averaged over the samples, as F.instance_norm has it.
+        new_var = _unbiased(rstd, eps, positions).mean(0)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        with torch.no_grad():
+            mean.lerp_(new_mean.mean(0).to(mean.dtype), momentum)
+            var.lerp_(new_var.to(var.dtype), momentum)
+        return y
+
+
+def _unbiased(rstd: Tensor, eps: float, count: int) -> Tensor:
+    """The variance with the divisor ``count - 1``, of which rstd was made with the divisor ``count``."""
+    return (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))
+
+
+class InstanceNorm1d(_InstanceNormForward, nn.InstanceNorm1d):
+    """``torch.nn.InstanceNorm1d``, computed by `cunorm.instance_norm` (Ulyanov et al. 2016, arXiv:1607.08022).
+
+    The arguments are those of ``torch.nn.InstanceNorm1d``, and activation. ``input`` is (N, C, L) or (C, L). The rest
+    is as `GroupNorm` has it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import InstanceNorm1d
+    >>> InstanceNorm1d(2, eps=0.0)(torch.tensor([[1.0, 3.0], [5.0, 9.0]]))
+    tensor([[-1.,  1.],
+            [-1.,  1.]])
+    """
+
+
+class InstanceNorm2d(_InstanceNormForward, nn.InstanceNorm2d):
+    """``torch.nn.InstanceNorm2d``: as `InstanceNorm1d`, of (N, C, H, W) or (C, H, W)."""
+
+
+class InstanceNorm3d(_InstanceNormForward, nn.InstanceNorm3d):
+    """``torch.nn.InstanceNorm3d``: as `InstanceNorm1d`, of (N, C, D, H, W) or (C, D, H, W)."""
+
+
+class _BatchNormForward(_Activated, _BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        used = not self.training or self.track_running_stats
+        mean, var = (self.running_mean, self.running_var) if used else (None, None)
+        options: dict[str, Any] = {
+            "training": self.training or (mean is None and var is None),
+            "eps": self.eps,
+            "activation": self.activation,
+        }
+        y: Tensor
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None and mean is not None and var is not None:
+                # The average of all batches. How many they were is not read, which would wait for the device.
+                y, new_mean, rstd = cunorm.batch_norm(input, self.weight, self.bias, return_stats=True, **options)
+                new_var = _unbiased(rstd, self.eps, input.numel() // input.shape[1])
+                share = self.num_batches_tracked.double().reciprocal()
+                with torch.no_grad():
+                    mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
+                    var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
+                return y
+        momentum = 0.0 if self.momentum is None else self.momentum
+        y = cunorm.batch_norm(
+            input, self.weight, self.bias, running_mean=mean, running_var=var, momentum=momentum, **options
+        )
+        return y
+
+
+class BatchNorm1d(_BatchNormForward, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d``, computed by `cunorm.batch_norm` (Ioffe, Szegedy 2015, arXiv:1502.03167).
+
+    The arguments are those of ``torch.nn.BatchNorm1d``, and activation, of which
+    ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` knows nothing. ``input`` is (N, C) or (N, C, L); running
+    statistics may have another dtype. The rest is as `GroupNorm` has it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import BatchNorm1d
+    >>> layer = BatchNorm1d(2, eps=0.0)
+    >>> layer(torch.tensor([[1.0, 4.0], [3.0, 8.0]])).detach()
+    tensor([[-1., -1.],
+            [ 1.,  1.]])
+    >>> layer.running_mean
+    tensor([0.2000, 0.6000])
+    """
+
+
+class BatchNorm2d(_BatchNormForward, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``: as `BatchNorm1d`, of (N, C, H, W)."""
+
+
+class BatchNorm3d(_BatchNormForward, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d``: as `BatchNorm1d`, of (N, C, D, H, W)."""
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """`cunorm.gelu`, which lies in memory as x does also where x has its channels last."""
+    y: Tensor
+    if x.dim() > 2 and not x.is_contiguous():
+        last = x.movedim(1, -1)
+        if last.is_contiguous():
+            y = cunorm.gelu(last, approximate=approximate)
+            return y.movedim(-1, 1)
+    y = cunorm.gelu(x, approximate=approximate)
+    return y
+
+
+class GELU(nn.GELU):
+    """``torch.nn.GELU``, computed by `cunorm.gelu`: ``x * Phi(x)``, or its approximation (arXiv:1606.08415).
+
+    ``approximate`` is "none" or "tanh". ``input`` has any shape; float16, bfloat16, float32 or float64. The result has
+    its shape and dtype; it is contiguous, or in ``torch.channels_last`` where the input is. Errors are those of
+    `cunorm.gelu`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import GELU
+    >>> GELU()(torch.tensor([-1.0, 0.0, 1.0])).round(decimals=4)
+    tensor([-0.1587,  0.0000,  0.8413])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, self.approximate)

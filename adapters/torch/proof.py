@@ -1,0 +1,221 @@
+"""Which function of cunorm a layer computes that a model library wrote itself: found by trying, never by its name.
+
+The layer and every function that it could be are run on random tensors on the CPU. A function counts when outputs and
+gradients agree, for all shapes and dtypes that the layer takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cunorm
+from cunorm.adapters.torch.modules import gelu
+
+__all__ = ["Formula", "prove"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SINGLE = torch.finfo(torch.float32).eps
+# Where no attribute of a layer says its eps: those that libraries write into their source.
+_USUAL_EPS = (1e-5, 1e-6, _SINGLE)
+# Relative errors in the norm, as multiples of the machine epsilon, float32's at the least: layers sum in float32 and
+# round on the way, in sixteen bits at every operation. Another formula is further off: the unbiased variance of 8192
+# numbers by 500 epsilons, the tanh approximation of GELU by 1000.
+_OUTPUT_TOLERANCE, _GRADIENT_TOLERANCE = 16, 64
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A function of cunorm with the options that make it a layer.
+
+    ``weight`` and ``bias`` are the names of the layer's parameters. ``place`` is where it has its channels: last;
+    first, behind the samples; or moved: likewise, but its result always lies in memory with the channels last.
+    ``dimensions`` of the input, and ``dtypes`` of the input and the parameters with that of the result, are what was
+    tried.
+    """
+
+    op: str
+    options: Mapping[str, Any]
+    weight: str | None = None
+    bias: str | None = None
+    place: str = "last"
+    dimensions: Set[int] = frozenset()
+    dtypes: Mapping[tuple[torch.dtype, ...], torch.dtype] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in self.options.items() if name in ("weight_offset", "approximate")}
+        shown |= {} if self.place == "last" else {"axis": 1}
+        return ", ".join((f"cunorm.{self.op}", *(f"{name}={value!r}" for name, value in shown.items())))
+
+    def parameters(self, module: nn.Module) -> dict[str, Tensor]:
+        names = {"weight": self.weight, "bias": self.bias}
+        return {name: getattr(module, of) for name, of in names.items() if of is not None}
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """The result of the layer; None for dimensions and dtypes that were not tried."""
+        parameters = self.parameters(module)
+        dtype = self.dtypes.get((x.dtype, *(parameter.dtype for parameter in parameters.values())))
+        if dtype is None or x.dim() not in self.dimensions:
+            return None
+        if x.dtype == dtype:
+            return self.compute(x, parameters)
+        if torch.promote_types(x.dtype, dtype) == dtype:  # the result would not be as exact if it were cast
+            return self.compute(x.to(dtype), parameters)
+        return self.compute(x, parameters).to(dtype)
+
+    def compute(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        if self.op == "gelu":
+            return gelu(x, **self.options)
+        function = getattr(cunorm, self.op)
+        y: Tensor
+        if self.place != "last":
+            last = x.movedim(1, -1)
+            if self.place == "moved" or last.is_contiguous():
+                y = function(last, **parameters, **self.options)
+                return y.movedim(-1, 1)
+            y = function(x, **parameters, **self.options, axis=1)
+            return y
+        y = function(x, **parameters, **self.options)
+        return y
+
+
+def prove(module: nn.Module) -> Formula | str:
+    """The formula of a layer without buffers and children; or why there is none."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    biases = [name for name in names if "bias" in name or "beta" in name]
+    if len(names) > 2 or len(biases) > 1 or len(names) - len(biases) > 1:
+        return f"it has other parameters than a weight and a bias: {', '.join(names)}"
+    weight = next((name for name in names if name not in biases), None)
+    bias = next(iter(biases), None)
+    with (
+        # What surrounds the call is none of the layer's: its random numbers, its device, its modes.
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        trials = (_Trial(module, shape, training) for shape in _shapes(module, weight) for training in (True, False))
+        tried = [trial for trial in trials if trial.results]
+        if not tried:
+            return "its forward takes no floating-point tensor alone"
+        for formula in _formulas(module, weight, bias):
+            if all(trial.agrees(formula) for trial in tried):
+                break
+        else:
+            return "no function of cunorm computes the same"
+        # Which dtype the result has, of which dtypes, is the layer's own: so that is tried too.
+        shape = tried[0].x.shape
+        dtypes = {}
+        for x_dtype, other in itertools.product(_DTYPES, _DTYPES if names else _DTYPES[:1]):
+            trial = _Trial(module, shape, module.training, x_dtype, other)
+            if trial.results:
+                key, found = (x_dtype, *[other] * len(names)), trial.results[0].dtype
+                if trial.agrees(dataclasses.replace(formula, dimensions={len(shape)}, dtypes={key: found})):
+                    dtypes[key] = found
+    return dataclasses.replace(formula, dimensions={trial.x.dim() for trial in tried}, dtypes=dtypes)
+
+
+def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[Formula]:
+    """All that the layer could be, as far as its attributes do not say otherwise."""
+    if "gelu" in type(module).__name__.lower():
+        for approximate in ("none", "tanh"):
+            yield Formula("gelu", {"approximate": approximate})
+        return
+    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.1]
+    rank = getattr(module, weight).dim() if weight else getattr(module, bias).dim() if bias else 1
+    axis = -1 if rank == 1 else tuple(range(-rank, 0))
+    groups = getattr(module, "num_groups", None)
+    for eps in dict.fromkeys((*numbers, *_USUAL_EPS)):
+        if isinstance(groups, int):
+            yield Formula("group_norm", {"num_groups": groups, "eps": eps}, weight, bias)
+        for op, place in itertools.product(("rms_norm", "layer_norm"), ("last", "first", "moved")):
+            options: dict[str, Any] = {"eps": eps, "axis": axis} if place == "last" else {"eps": eps}
+            yield Formula(op, options, weight, bias, place)
+            if op == "rms_norm" and weight:
+                yield Formula(op, options | {"weight_offset": 1.0}, weight, bias, place)
+
+
+def _shapes(module: nn.Module, weight: str | None) -> Iterator[tuple[int, ...]]:
+    """Shapes of inputs with the channels last, and with them behind the samples. A layer takes some of them."""
+    if weight:
+        widths = [tuple(getattr(module, weight).shape)]
+    else:
+        sizes = [value if isinstance(value, tuple) else (value,) for value in vars(module).values()]
+        given = [size for size in sizes if size and all(type(item) is int and 1 < item <= 2**16 for item in size)]
+        widths = list(dict.fromkeys((*given, (24,))))
+    for width in widths:
+        for samples in ((6,), (2, 3), (2, 3, 2), (2, 1, 3, 2)):
+            yield (*samples, *width)
+        if len(width) == 1:
+            for positions in ((7,), (5, 2), (3, 2, 2)):
+                yield (3, *width, *positions)
+
+
+class _Trial:
+    """A layer run on random numbers of a shape: its output, that of zeros, and the gradients; nothing if it raises.
+
+    The samples are of several sizes: small ones, where eps counts, or for GELU large ones.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: tuple[int, ...],
+        training: bool,
+        dtype: torch.dtype = torch.float32,
+        parameter_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        sizes = [1.0]
+        if dtype is parameter_dtype is torch.float32:
+            sizes = [1.0, 4.0, 30.0] if "gelu" in type(module).__name__.lower() else [1.0, 1e-2, 1e-3]
+        scale = torch.tensor((sizes * shape[0])[: shape[0]]).view(-1, *[1] * (len(shape) - 1))
+        self.x = ((random(shape) * 2 + 0.5) * scale).to(dtype).requires_grad_()
+        self.dy = random(shape) * scale
+        # The layer itself is not touched: another object of its class, with parameters of its own.
+        copy = self.copy = object.__new__(type(module))
+        copy.__dict__ = vars(module) | {"training": training, "_parameters": {}}
+        for name, parameter in module._parameters.items():
+            value = None if parameter is None else nn.Parameter((random(parameter.shape) / 2 + 1).to(parameter_dtype))
+            copy._parameters[name] = value
+        self.leaves = [self.x, *(parameter for parameter in copy._parameters.values() if parameter is not None)]
+        self.results: list[Tensor] = []
+        with contextlib.suppress(Exception):  # of any kind: it may have been made for other tensors
+            self.results = self._run(copy.forward)
+
+    def _run(self, function: Any) -> list[Tensor]:
+        y = function(self.x)
+        gradients = torch.autograd.grad(y, self.leaves, self.dy.to(y.dtype))
+        return [y.detach(), function(torch.zeros_like(self.x)).detach(), *gradients]
+
+    def agrees(self, formula: Formula) -> bool:
+        """Whether the formula gives the layer's results: in dtype, strides and, within the tolerance, numbers."""
+        try:
+            if formula.dtypes:
+                ours = self._run(lambda x: formula(self.copy, x))
+            else:
+                ours = self._run(lambda x: formula.compute(x, formula.parameters(self.copy)))
+        except (ValueError, TypeError, RuntimeError):
+            return False  # it takes no such shape
+        epsilon = max(_SINGLE, *(torch.finfo(leaf.dtype).eps for leaf in self.leaves))
+        tolerances = itertools.chain([_OUTPUT_TOLERANCE] * 2, itertools.repeat(_GRADIENT_TOLERANCE))
+        if ours[0].stride() != self.results[0].stride():
+            return False
+        for one, other, tolerance in zip(ours, self.results, tolerances):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return False
+            if not (one.double() - other.double()).norm() <= tolerance * epsilon * other.double().norm():
+                return False
+        return True

@@ -1,0 +1,327 @@
+"""`replace_norms`: the norms and GELUs of any model computed by cunorm, in place.
+
+A layer stays the object that it is, with its parameters, buffers, hooks and place in the model: what changes is its
+class, to a subclass whose ``forward`` calls cunorm. So optimizers, tied weights and references go on working.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
+
+from cunorm.adapters.torch import modules
+from cunorm.adapters.torch.proof import Formula, prove
+
+__all__ = ["Entry", "Report", "replace_norms"]
+
+Choice = str | type[nn.Module]
+
+# torch.nn's layer -> ours, and what it computes.
+_OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.LayerNorm: (modules.LayerNorm, "layer_norm"),
+    nn.RMSNorm: (modules.RMSNorm, "rms_norm"),
+    nn.GroupNorm: (modules.GroupNorm, "group_norm"),
+    nn.InstanceNorm1d: (modules.InstanceNorm1d, "instance_norm"),
+    nn.InstanceNorm2d: (modules.InstanceNorm2d, "instance_norm"),
+    nn.InstanceNorm3d: (modules.InstanceNorm3d, "instance_norm"),
+    nn.BatchNorm1d: (modules.BatchNorm1d, "batch_norm"),
+    nn.BatchNorm2d: (modules.BatchNorm2d, "batch_norm"),
+    nn.BatchNorm3d: (modules.BatchNorm3d, "batch_norm"),
+    nn.GELU: (modules.GELU, "gelu"),
+}
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
+_KINDS = ("norms", "gelus")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer that was looked at: its name in the model, the object, and the class that it had.
+
+    ``text`` says what computes it now, or why it was left; ``now`` is the class that it has, None if it was left.
+    """
+
+    name: str
+    module: nn.Module
+    kind: type[nn.Module]
+    text: str
+    now: type[nn.Module] | None
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What `replace_norms` did: the layers that it ``replaced``, and those that it ``left``, with the reasons.
+
+    As text it is a table, a line for layers of one class and one fate.
+    """
+
+    replaced: tuple[Entry, ...]
+    left: tuple[Entry, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers of each class were replaced."""
+        return dict(collections.Counter(entry.kind.__name__ for entry in self.replaced))
+
+    def undo(self) -> None:
+        """Make the layers what they were. A RuntimeError where one has become something else since."""
+        for entry in self.replaced:
+            if type(entry.module) not in (entry.kind, entry.now):
+                found = f"{entry.name or 'the model'} is a {type(entry.module).__qualname__} by now"
+                raise RuntimeError(f"{found}; undo first what was done to it after replace_norms")
+        for entry in self.replaced:
+            vars(entry.module).pop(_FORMULA, None)
+            entry.module.__class__ = entry.kind
+
+    def __str__(self) -> str:
+        lines = [f"replaced {len(self.replaced)} layers, left {len(self.left)}"]
+        for entries, arrow in ((self.replaced, "->"), (self.left, "left:")):
+            groups: dict[tuple[str, str], list[str]] = {}
+            for entry in entries:
+                groups.setdefault((entry.kind.__name__, entry.text), []).append(entry.name or "the model itself")
+            for (kind, text), names in groups.items():
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                lines.append(f"{len(names):5} {kind} {arrow} {text} ({names[0]}{more})")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def replace_norms(
+    model: nn.Module,
+    *,
+    include: Choice | Sequence[Choice] | None = None,
+    exclude: Choice | Sequence[Choice] = (),
+    kinds: Sequence[str] = _KINDS,
+) -> Report:
+    """Let cunorm compute the norm layers of a model, and its GELUs. The model is changed in place.
+
+    The layers of torch.nn are known: they become those of this module that have their names. Other layers whose class
+    is called a norm or a GELU (LlamaRMSNorm and its siblings, T5LayerNorm, the channels-first layer norms of ConvNeXt,
+    NewGELUActivation, ...) are tried: a copy of the layer and the functions of cunorm run on random tensors on the CPU,
+    of several shapes and dtypes, and only one with the same outputs and gradients takes its place. What was not tried,
+    another number of dimensions say, goes on to the layer's own ``forward``.
+
+    A layer stays the same object with another class, a subclass of the one it had. Parameters, buffers, hooks, mode,
+    device and state dict stay, and so do optimizers and whatever else holds the layer or its parameters.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any model, also a layer on its own. Replace before ``torch.compile``.
+    include : str, class, or sequence of them, optional
+        Only these layers: names in the model or names of classes, with ``*`` and ``?`` for wildcards; or classes, with
+        their subclasses.
+    exclude : str, class, or sequence of them
+        Not these layers, likewise.
+    kinds : sequence of {"norms", "gelus"}
+        What to replace.
+
+    Returns
+    -------
+    Report
+        What was replaced, what was left and why; ``print`` shows it as a table, ``undo()`` takes everything back.
+
+    Raises
+    ------
+    TypeError
+        For a model that is no module, and choices that are neither names nor classes.
+    ValueError
+        For a name that no layer of the model has, and for other kinds.
+
+    Notes
+    -----
+    Left are layers whose forward is not one of cunorm's functions, subclasses of batch and instance norms with a
+    forward of their own, and layers that are synchronized (``SyncBatchNorm``), quantized, parametrized,
+    compiled on their own, not initialized yet, or have parameters that are no plain tensors. A function that is called,
+    such as ``torch.nn.functional.gelu``, is no layer: it is neither replaced nor in the report. Nothing is fused.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.adapters.torch import replace_norms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.ReLU())
+    >>> report = replace_norms(model)
+    >>> report
+    replaced 2 layers, left 0
+        1 LayerNorm -> cunorm.layer_norm (1)
+        1 GELU -> cunorm.gelu (2)
+    >>> type(model[1]).__module__
+    'cunorm.adapters.torch.modules'
+    >>> report.undo()
+    >>> type(model[1]) is torch.nn.LayerNorm
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__qualname__}; it must be a torch.nn.Module")
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown or isinstance(kinds, str):
+        raise ValueError(f"kinds is {kinds!r}; it must be a sequence of {' and '.join(map(repr, _KINDS))}")
+    layers = list(model.named_modules())
+    included = None if include is None else _choices("include", include, layers)
+    excluded = _choices("exclude", exclude, layers)
+    proved: dict[Any, Formula | str] = {}
+    replaced: list[Entry] = []
+    left: list[Entry] = []
+    for name, module in layers:
+        if _kind(module) not in kinds:
+            continue
+        original = type(module)
+        if _is_one_of(name, module, excluded) or (included is not None and not _is_one_of(name, module, included)):
+            reason: str | None = "excluded"
+        else:
+            reason = _untouchable(module)
+        ours, text = (None, reason) if reason else _substitute(module, proved)
+        if ours is not None:
+            module.__class__ = ours
+        (left if ours is None else replaced).append(Entry(name, module, original, text, ours))
+    return Report(tuple(replaced), tuple(left))
+
+
+def _kind(module: nn.Module) -> str | None:
+    name = type(module).__name__.lower()
+    if isinstance(module, nn.GELU) or "gelu" in name:
+        return "gelus"
+    return "norms" if isinstance(module, _NORMS) or "norm" in name else None
+
+
+def _choices(option: str, given: Any, layers: Iterable[tuple[str, nn.Module]]) -> tuple[Choice, ...]:
+    """The include or exclude of a user's call."""
+    choices = (given,) if isinstance(given, (str, type)) else tuple(given)
+    for choice in choices:
+        if isinstance(choice, str):
+            if not any(_is_one_of(name, module, (choice,)) for name, module in layers):
+                raise ValueError(f"{option} has {choice!r}, which is the name of no layer of the model and of no class")
+        elif not (isinstance(choice, type) and issubclass(choice, nn.Module)):
+            raise TypeError(f"{option} has {choice!r}; it must have names of layers, or classes of torch.nn.Module")
+    return choices
+
+
+def _is_one_of(name: str, module: nn.Module, choices: Iterable[Choice]) -> bool:
+    names = (name, type(module).__name__)
+    return any(
+        any(fnmatch.fnmatchcase(text, choice) for text in names)
+        if isinstance(choice, str)
+        else isinstance(module, choice)
+        for choice in choices
+    )
+
+
+def _untouchable(module: nn.Module) -> str | None:
+    """Why a layer is left, whatever it computes; None if nothing speaks against it."""
+    if isinstance(module, (_Derived, *(ours for ours, _ in _OURS.values()))):
+        return "it is cunorm's already"
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized"
+    if "forward" in vars(module):
+        return "something has set a forward on the object, which hides that of its class"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it is compiled on its own"
+    if isinstance(module, nn.SyncBatchNorm):
+        return "it synchronizes its statistics between processes"
+    if type(module).__module__.startswith("torch.ao."):
+        return "it is quantized"
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None:
+            continue
+        if torch.nn.parameter.is_lazy(tensor):
+            return "it is not initialized yet"
+        if type(tensor) not in (nn.Parameter, Tensor):
+            return f"its {name} is a {type(tensor).__name__}"
+        if tensor.device.type not in ("cuda", "cpu", "meta"):
+            return f"its {name} is on {tensor.device}"
+        if tensor.dtype not in _DTYPES and name != "num_batches_tracked":
+            return f"its {name} has dtype {tensor.dtype}"
+    return None
+
+
+def _substitute(module: nn.Module, proved: dict[Any, Formula | str]) -> tuple[type[nn.Module] | None, str]:
+    """The class that takes the place of a layer's, and the name of what it computes; or None and why there is none."""
+    kind = type(module)
+    for theirs, (ours, function) in _OURS.items():
+        if isinstance(module, theirs) and _computes_as(kind, theirs):
+            for name in ("weight", "bias"):
+                if hasattr(module, name) and name not in module._parameters:
+                    return None, f"its {name} is no parameter, but set by a hook"
+            return ours if kind is theirs else _derived(ours, kind), f"cunorm.{function}"
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return None, "its forward is its own, and it keeps statistics"
+    if module._modules:
+        return None, "it holds other layers, each looked at on its own"
+    if module._buffers:
+        return None, "it has buffers"
+    formula = _proof(module, proved)
+    if isinstance(formula, str):
+        return None, formula
+    vars(module)[_FORMULA] = formula
+    return _derived(_Proved, kind), str(formula)
+
+
+def _computes_as(kind: type[nn.Module], theirs: type[nn.Module]) -> bool:
+    """Whether a subclass has left alone what computes."""
+    names = ("forward", "_apply_instance_norm", "_handle_no_batch_input")
+    return all(getattr(kind, name, None) is getattr(theirs, name, None) for name in names)
+
+
+def _proof(module: nn.Module, proved: dict[Any, Formula | str]) -> Formula | str:
+    """The formula of a layer; found once for layers that differ in nothing but the numbers of their parameters."""
+    shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
+    every = vars(nn.Module())
+    own = tuple((name, value) for name, value in vars(module).items() if name not in every)
+    key = (type(module), shapes, own)
+    try:
+        found = proved.get(key)
+    except TypeError:  # an attribute that cannot be hashed
+        return prove(module)
+    if found is None:
+        found = proved[key] = prove(module)
+    return found
+
+
+_FORMULA = "_cunorm_formula"  # the attribute of a layer whose formula was found
+_classes: dict[Any, type[nn.Module]] = {}  # those that were made at run time
+
+
+class _Derived(nn.Module):
+    """What stands before a user's class in the class that takes its place."""
+
+    _made_of: tuple[type[nn.Module], type[nn.Module]]
+
+    # Pickle would not find the class by its name.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, self._made_of, super().__reduce_ex__(2)[2]
+
+
+def _rebuild(ours: type[nn.Module], original: type[nn.Module]) -> nn.Module:
+    kind = _derived(ours, original)
+    return kind.__new__(kind)
+
+
+def _derived(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a user's class that computes as ours does."""
+    key = ours, original
+    if key not in _classes:
+        bases = (_Derived, ours, original)
+        _classes[key] = type(f"Cunorm{original.__name__}", bases, {"_made_of": key})
+    return _classes[key]
+
+
+class _Proved(nn.Module):
+    """The forward of a layer whose formula was found."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if len(given) == 1:
+            y = getattr(self, _FORMULA)(self, given[0])
+            if y is not None:
+                return y
+        return super().forward(*args, **kwargs)

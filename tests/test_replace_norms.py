@@ -1,0 +1,697 @@
+"""`replace_norms`: which layers it recognizes, that models compute the same with it, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import io
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from diffusers.models import activations as diffusers_activations
+from diffusers.models import normalization as diffusers_norms
+from diffusers.models.unets.unet_2d import UNet2DModel
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.videoprism.modeling_videoprism import VideoPrismLayerNorm
+from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
+
+from cunorm.adapters import torch as layers
+from cunorm.adapters.torch import replace, replace_norms
+from cunorm.bench import models
+from cunorm.bench.suites import MODELS
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings() -> Iterator[None]:
+    """One thread, since tensors are tiny here; and on a GPU convolutions of float32, not of TF32's ten bits."""
+    threads, allowed = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+# ---- Layers of torch.nn.
+
+
+def every_layer() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "layer_norm": nn.LayerNorm(8),
+            "rms_norm": nn.RMSNorm(8),
+            "group_norm": nn.GroupNorm(2, 8),
+            "instance_norm1d": nn.InstanceNorm1d(8),
+            "instance_norm2d": nn.InstanceNorm2d(8, affine=True),
+            "instance_norm3d": nn.InstanceNorm3d(8, track_running_stats=True),
+            "batch_norm1d": nn.BatchNorm1d(8),
+            "batch_norm2d": nn.BatchNorm2d(8),
+            "batch_norm3d": nn.BatchNorm3d(8),
+            "gelu": nn.GELU("tanh"),
+        }
+    )
+
+
+def test_layers_of_torch_nn_become_ours_and_stay_themselves() -> None:
+    model = every_layer().eval()
+    model["layer_norm"].train()
+    before = {name: (module, vars(module).copy(), type(module)) for name, module in model.items()}
+    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    state = copy.deepcopy(model.state_dict())
+    report = replace_norms(model)
+    assert not report.left and report.counts == {kind.__name__: 1 for _, _, kind in before.values()}
+    for name, (module, attributes, kind) in before.items():
+        assert model[name] is module and vars(module) == attributes
+        assert type(module) is getattr(layers, kind.__name__) and isinstance(module, kind)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor is tensors[name]
+    assert {module.training for module in model.values()} == {True, False}
+    model.load_state_dict(state, strict=True)
+    report.undo()
+    for module, attributes, kind in before.values():
+        assert type(module) is kind and vars(module) == attributes
+    report.undo()  # a second time it finds nothing to do
+
+
+def test_undo_of_what_is_something_else_by_now() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8))
+    report = replace_norms(model)
+    model[1].__class__ = Qwen3RMSNorm
+    with pytest.raises(RuntimeError, match="1 is a Qwen3RMSNorm by now"):
+        report.undo()
+    assert type(model[0]) is layers.LayerNorm  # nothing is undone by half
+
+
+def test_a_layer_on_its_own_and_a_layer_that_is_there_twice() -> None:
+    layer = nn.LayerNorm(8)
+    assert replace_norms(layer).counts == {"LayerNorm": 1}
+    assert type(layer) is layers.LayerNorm
+    norm = nn.LayerNorm(8)
+    model = nn.ModuleList([norm, nn.Sequential(norm)])
+    assert replace_norms(model).counts == {"LayerNorm": 1}
+    assert model[1][0] is norm
+
+
+def test_ours_are_left() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8), layers.GELU())
+    replace_norms(model)
+    report = replace_norms(model)
+    assert not report.replaced
+    assert [entry.text for entry in report.left] == ["it is cunorm's already"] * 3
+
+
+def test_optimizers_ties_and_hooks_go_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), LlamaRMSNorm(8))
+    model[3].weight = model[1].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[str] = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model[1].register_forward_hook(lambda module, args, y: y * 2)
+    model[3].register_full_backward_hook(lambda module, dx, dy: seen.append("backward"))
+    other = copy.deepcopy(model)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert len(replace_norms(model).replaced) == 2
+    x = torch.randn(4, 8)
+    for one, steps in ((model, optimizer), (other, other_optimizer)):
+        one(x).square().sum().backward()
+        steps.step()
+    assert seen == ["before", "backward"] * 2
+    assert model[3].weight is model[1].weight
+    for parameter, expected in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(16), lambda: LlamaRMSNorm(16), lambda: InitializedLayerNorm()])
+def test_copies_of_replaced_layers(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    replace_norms(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    x = torch.randn(3, 16)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert type(other) is type(module)
+        assert torch.equal(other(x), module(x))
+        assert torch.equal(other.weight, module.weight) and other.weight is not module.weight
+
+
+# ---- Layers of model libraries.
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As timm has it: channels behind the samples."""
+
+    def __init__(self, num_channels: int, eps: float = 1e-6, affine: bool = True) -> None:
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine)
+        self._fast_norm = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class RmsNorm(nn.Module):
+    """As timm has it."""
+
+    def __init__(self, channels: int, eps: float = 1e-6, affine: bool = True) -> None:
+        super().__init__()
+        self.normalized_shape = (channels,)
+        self.eps = eps
+        self.elementwise_affine = affine
+        if affine:
+            self.weight = nn.Parameter(torch.ones(self.normalized_shape))
+        else:
+            self.register_parameter("weight", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return x if self.weight is None else x * self.weight
+
+
+class GroupNorm(nn.GroupNorm):
+    """As timm has it: the arguments in another order."""
+
+    def __init__(self, num_channels: int, num_groups: int = 4, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__(num_groups, num_channels, eps=eps, affine=affine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class GroupNorm1(GroupNorm):
+    """As timm has it: one group, which is layer norm of all but the samples."""
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__(num_channels, 1)
+
+
+class InitializedLayerNorm(nn.LayerNorm):
+    """Another constructor, the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-3)
+
+
+class CheckedBatchNorm(nn.BatchNorm2d):
+    """Another check, the same forward."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.shape[0] > 100:
+            raise ValueError("more than 100 samples")
+
+
+ROWS, IMAGES = (2, 3, 16), (2, 16, 5, 3)
+RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
+    "Llama": (lambda: LlamaRMSNorm(16), "cunorm.rms_norm", ROWS),
+    "Mistral": (lambda: MistralRMSNorm(16, eps=1e-5), "cunorm.rms_norm", ROWS),
+    "Qwen": (lambda: Qwen3RMSNorm(16), "cunorm.rms_norm", (2, 4, 3, 16)),
+    "Phi": (lambda: Phi3RMSNorm(16), "cunorm.rms_norm", (6, 16)),
+    "GPT-OSS": (lambda: GptOssRMSNorm(16), "cunorm.rms_norm", ROWS),
+    "Gemma": (lambda: GemmaRMSNorm(16), "cunorm.rms_norm, weight_offset=1.0", ROWS),
+    "T5": (lambda: T5LayerNorm(16), "cunorm.rms_norm", ROWS),
+    "Cohere": (lambda: CohereLayerNorm(16), "cunorm.layer_norm", ROWS),
+    "OLMo": (lambda: OlmoLayerNorm(16), "cunorm.layer_norm", ROWS),
+    "ConvNeXt": (lambda: ConvNextLayerNorm(16, data_format="channels_first"), "cunorm.layer_norm, axis=1", IMAGES),
+    "ConvNeXt, last": (lambda: ConvNextLayerNorm(16), "cunorm.layer_norm", ROWS),
+    "ViTDet": (lambda: VitDetLayerNorm(16), "cunorm.layer_norm, axis=1", IMAGES),
+    "diffusers": (lambda: diffusers_norms.RMSNorm(16, 1e-6), "cunorm.rms_norm", ROWS),
+    "diffusers, bias": (lambda: diffusers_norms.RMSNorm(16, 1e-6, bias=True), "cunorm.rms_norm", ROWS),
+    "diffusers, plain": (lambda: diffusers_norms.RMSNorm(16, 1e-6, False), "cunorm.rms_norm", ROWS),
+    "diffusers, float32": (lambda: diffusers_norms.FP32LayerNorm(16), "cunorm.layer_norm", ROWS),
+    "timm, 2d": (lambda: LayerNorm2d(16), "cunorm.layer_norm, axis=1", IMAGES),
+    "timm, 2d, plain": (lambda: LayerNorm2d(16, affine=False), "cunorm.layer_norm, axis=1", IMAGES),
+    "timm, RMS": (lambda: RmsNorm(16), "cunorm.rms_norm", ROWS),
+    "timm, RMS, plain": (lambda: RmsNorm(16, affine=False), "cunorm.rms_norm", ROWS),
+    "timm, groups": (lambda: GroupNorm(16), "cunorm.group_norm", IMAGES),
+    "timm, one group": (lambda: GroupNorm1(16), "cunorm.group_norm", IMAGES),
+    "a constructor": (InitializedLayerNorm, "cunorm.layer_norm", ROWS),
+    "a check": (lambda: CheckedBatchNorm(16), "cunorm.batch_norm", IMAGES),
+    "gelu": (lambda: ACT2FN["gelu"], "cunorm.gelu, approximate='none'", ROWS),
+    "gelu_python": (lambda: ACT2FN["gelu_python"], "cunorm.gelu, approximate='none'", ROWS),
+    "gelu_new": (lambda: ACT2FN["gelu_new"], "cunorm.gelu, approximate='tanh'", ROWS),
+    "gelu_fast": (lambda: ACT2FN["gelu_fast"], "cunorm.gelu, approximate='tanh'", IMAGES),
+    "gelu_pytorch_tanh": (lambda: ACT2FN["gelu_pytorch_tanh"], "cunorm.gelu, approximate='tanh'", ROWS),
+    "gelu_accurate": (lambda: ACT2FN["gelu_accurate"], "cunorm.gelu, approximate='tanh'", (7,)),
+}
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape) + 1)
+    return module
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_layers_are_recognized_by_what_they_compute(name: str, device: str) -> None:
+    make, function, shape = RECOGNIZED[name]
+    torch.manual_seed(0)
+    theirs = randomize(make()).to(device)
+    ours = copy.deepcopy(theirs)
+    random = torch.get_rng_state()
+    report = replace_norms(ours)
+    assert [entry.text for entry in report.replaced] == [function] and not report.left
+    # Trying leaves nothing behind.
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters()))
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    assert isinstance(ours, type(theirs)) and ours.state_dict().keys() == theirs.state_dict().keys()
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.02), (torch.float64, 2e-6)):
+        ours.to(dtype)
+        theirs.to(dtype)
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape, device=device, dtype=dtype)
+            if shape == IMAGES:
+                x = x.to(memory_format=memory_format)
+            results = []
+            for module in (ours, theirs):
+                leaf = x.clone().requires_grad_()
+                y = module(leaf)
+                dy = torch.linspace(-1, 2, y.numel(), device=device, dtype=y.dtype).view_as(y)
+                results.append([y, *torch.autograd.grad(y, [leaf, *module.parameters()], dy)])
+            assert results[0][0].dtype == results[1][0].dtype
+            # PyTorch's own group norm has contiguous results on a GPU, whatever it is given.
+            if device == "cpu" or memory_format is torch.contiguous_format:
+                assert results[0][0].stride() == results[1][0].stride()
+            for one, other in zip(*results):
+                error = (one.double() - other.double()).norm() / other.double().norm()
+                assert error < (10 if one is not results[0][0] else 1) * tolerance
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "T5", "GPT-OSS", "diffusers", "timm, RMS"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_dtype_of_the_result_is_the_layers_own(name: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """Some round to that of the input, some to that of the weight, and some let PyTorch promote them."""
+    theirs = randomize(RECOGNIZED[name][0]()).to(weight_dtype)
+    ours = copy.deepcopy(theirs)
+    assert replace_norms(ours).replaced
+    x = torch.randn(4, 16, dtype=dtype)
+    y, expected = ours(x), theirs(x)
+    assert y.dtype == expected.dtype
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6}
+    allowed = max(tolerance[dtype], tolerance[weight_dtype], tolerance[y.dtype])
+    assert (y.double() - expected.double()).norm() <= allowed * expected.double().norm()
+
+
+def test_a_wide_result_is_not_rounded_to_a_narrow_input() -> None:
+    layer = T5LayerNorm(16)
+    replace_norms(layer)
+    x = torch.randn(4, 16).bfloat16()
+    assert torch.equal(layer(x), layer(x.float()))
+    assert not torch.equal(layer(x), layer(x).bfloat16().float())
+
+
+def test_what_was_not_tried_goes_to_the_layers_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LlamaRMSNorm(16)
+    replace_norms(layer)
+    calls: list[int] = []
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: calls.append(x.dim()) or own(self, x))
+    for dimensions in (1, 2, 3, 4, 5, 6):
+        layer(torch.randn(*(2,) * (dimensions - 1), 16))
+    layer(torch.randn(2, 16, dtype=torch.complex64).real)
+    layer(hidden_states=torch.randn(2, 16))
+    assert calls == [1, 6]
+    with pytest.raises(RuntimeError, match="size"):
+        layer(torch.randn(16))  # its own error too
+        layer(torch.randn(15))
+
+
+def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+    prove = replace.prove
+    monkeypatch.setattr(replace, "prove", lambda module: tried.append(module) or prove(module))
+    model = nn.ModuleList([*(LlamaRMSNorm(16) for _ in range(5)), LlamaRMSNorm(16, eps=1e-5), LlamaRMSNorm(8)])
+    assert replace_norms(model).counts == {"LlamaRMSNorm": 7}
+    assert tried == [model[0], model[5], model[6]]
+
+
+class UnbiasedLayerNorm(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        std = input.std(-1, keepdim=True)
+        return (input - input.mean(-1, keepdim=True)) / (std + self.eps) * self.weight + self.bias
+
+
+class DroppingNorm(LlamaRMSNorm):
+    """In evaluation it is what it seems to be."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(hidden_states), 0.1, self.training)
+
+
+class ConditionalNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * condition
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class FrozenBatchNorm2d(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.running_mean[:, None, None]
+
+
+def with_a_forward() -> nn.Module:
+    layer = nn.LayerNorm(8)
+    layer.forward = lambda x: x + 1  # type: ignore[method-assign]
+    return layer
+
+
+def compiled() -> nn.Module:
+    layer = nn.LayerNorm(8)
+    layer.compile(backend="eager")
+    return layer
+
+
+def subclassed() -> nn.Module:
+    class Sharded(torch.Tensor):
+        pass
+
+    layer = nn.LayerNorm(8)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Sharded))
+    return layer
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "QuickGELU": (lambda: ACT2FN["quick_gelu"], "no function of cunorm"),
+    "ClippedGELU": (lambda: ACT2FN["gelu_10"], "no function of cunorm"),
+    "diffusers GELU": (lambda: diffusers_activations.GELU(8, 8), "it holds other layers"),
+    "GlobalResponseNorm": (lambda: diffusers_norms.GlobalResponseNorm(8), "no function of cunorm"),
+    "LpNorm": (lambda: diffusers_norms.LpNorm(), "no function of cunorm"),
+    "unbiased": (lambda: UnbiasedLayerNorm(8), "no function of cunorm"),
+    "weight + 1": (lambda: VideoPrismLayerNorm(8), "no function of cunorm"),
+    "dropout": (lambda: DroppingNorm(8), "no function of cunorm"),
+    "two tensors": (lambda: ConditionalNorm(8), "its forward takes no floating-point tensor alone"),
+    "batch norm and relu": (lambda: BatchNormAct2d(8), "its forward is its own, and it keeps statistics"),
+    "frozen batch norm": (lambda: FrozenBatchNorm2d(8), "it has buffers"),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(8), "it synchronizes its statistics"),
+    "lazy": (lambda: nn.LazyBatchNorm2d(), "it is not initialized yet"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.LayerNorm((4, 8))), "its parameters are param"),
+    "weight-normed": (lambda: nn.utils.weight_norm(nn.LayerNorm((4, 8))), "its weight is no parameter"),
+    "quantized": (lambda: quantized_norm(), "it is quantized"),
+    "a forward of the object": (with_a_forward, "something has set a forward"),
+    "compiled": (compiled, "it is compiled on its own"),
+    "tensor subclass": (subclassed, "its weight is a Sharded"),
+    "float8": (lambda: nn.RMSNorm(8, dtype=torch.float8_e4m3fn), "its weight has dtype torch.float8_e4m3fn"),
+    "response norm": (lambda: nn.LocalResponseNorm(2), "no function of cunorm"),
+}
+
+
+def quantized_norm() -> nn.Module:
+    return torch.ao.nn.quantized.LayerNorm((8,), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8)), 1.0, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LEFT)
+def test_other_layers_are_left(name: str) -> None:
+    make, reason = LEFT[name]
+    layer = make()
+    attributes, kind = vars(layer).copy(), type(layer)
+    model = nn.Sequential(layer)
+    report = replace_norms(model)
+    assert not [entry for entry in report.replaced if entry.module is layer]
+    (entry,) = [entry for entry in report.left if entry.module is layer]
+    assert entry.text.startswith(reason)
+    assert type(layer) is kind and vars(layer) == attributes
+    assert f"1 {kind.__name__} left: {entry.text} (0)" in str(report)
+
+
+def test_the_norm_in_a_norm_that_is_left_is_replaced() -> None:
+    model = diffusers_norms.AdaLayerNorm(8, 10)
+    expected = model(torch.ones(4, 8), torch.tensor(3))
+    report = replace_norms(model)
+    assert [entry.name for entry in report.replaced] == ["norm"]
+    assert [entry.kind.__name__ for entry in report.left] == ["AdaLayerNorm"]
+    torch.testing.assert_close(model(torch.ones(4, 8), torch.tensor(3)), expected)
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(16), LlamaRMSNorm(16))
+    assert len(replace_norms(model).replaced) == 2
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter) if parameter is not model[0].bias else nn.init.zeros_(parameter)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(model(x), F.rms_norm(F.layer_norm(x, (16,)), (16,), eps=1e-6))
+
+
+# ---- What is asked for.
+
+
+def several() -> nn.Module:
+    encoder = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.Sequential(nn.LayerNorm(8)))
+    return nn.ModuleDict({"encoder": encoder, "head": nn.Sequential(InitializedLayerNorm(), LlamaRMSNorm(8))})
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"kinds": ["gelus"]}, ["encoder.1"]),
+        ({"kinds": ["norms"]}, ["encoder.0", "encoder.2.0", "head.0", "head.1"]),
+        ({"kinds": []}, []),
+        ({"include": "encoder.*"}, ["encoder.0", "encoder.1", "encoder.2.0"]),
+        ({"include": ["encoder.?", "head.1"]}, ["encoder.0", "encoder.1", "head.1"]),
+        ({"include": nn.LayerNorm}, ["encoder.0", "encoder.2.0", "head.0"]),
+        ({"include": "*LayerNorm", "exclude": InitializedLayerNorm}, ["encoder.0", "encoder.2.0"]),
+        ({"exclude": ["LayerNorm", nn.GELU]}, ["head.0", "head.1"]),
+        ({"exclude": "*"}, []),
+    ],
+)
+def test_choices(options: dict[str, Any], expected: list[str]) -> None:
+    model = several()
+    report = replace_norms(model, **options)
+    assert [entry.name for entry in report.replaced] == expected
+    changed = {name for name, module in model.named_modules() if type(module).__module__.startswith("cunorm")}
+    assert changed == set(expected)
+    assert {entry.text for entry in report.left} <= {"excluded"}
+    assert len(report.left) + len(expected) == (5 if "kinds" not in options else len(expected))
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"include": "decoder.*"}, ValueError, "include has 'decoder.*', which is the name of no layer"),
+        ({"exclude": ["LayerNrom"]}, ValueError, "exclude has 'LayerNrom'"),
+        ({"exclude": [3]}, TypeError, "exclude has 3; it must have names"),
+        ({"include": [int]}, TypeError, "include has <class 'int'>"),
+        ({"kinds": ["softmaxes"]}, ValueError, "kinds is ['softmaxes']; it must be a sequence of 'norms' and 'gelus'"),
+        ({"kinds": "norms"}, ValueError, "kinds is 'norms'"),
+    ],
+)
+def test_wrong_choices_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    model = several()
+    with pytest.raises(error) as raised:
+        replace_norms(model, **options)
+    assert words in str(raised.value)
+    assert not [module for module in model.modules() if type(module).__module__.startswith("cunorm")]
+
+
+def test_examples() -> None:
+    assert doctest.testmod(replace).failed == 0
+
+
+def test_a_model_must_be_a_module() -> None:
+    with pytest.raises(TypeError, match="model is a function; it must be"):
+        replace_norms(several)  # type: ignore[arg-type]
+
+
+def test_the_report_is_a_table() -> None:
+    report = replace_norms(several(), exclude="head.0")
+    lines = [
+        "replaced 4 layers, left 1",
+        "    2 LayerNorm -> cunorm.layer_norm (encoder.0 and 1 more)",
+        "    1 GELU -> cunorm.gelu (encoder.1)",
+        "    1 LlamaRMSNorm -> cunorm.rms_norm (head.1)",
+        "    1 InitializedLayerNorm left: excluded (head.0)",
+    ]
+    assert str(report) == repr(report) == "\n".join(lines)
+
+
+# ---- Whole models.
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
+    config = transformers.T5Config(**sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def gemma() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=96)
+    return transformers.GemmaForCausalLM(config)
+
+
+class Denoiser(nn.Module):
+    """A diffusion model with a loss of its own: it learns to take noise away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(num_labels=10)
+        self.unet = UNet2DModel(
+            sample_size=8,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            layers_per_block=1,
+            attention_head_dim=8,
+        )
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        noisy = pixel_values + 0.1 * pixel_values.flip(0)
+        denoised = self.unet(noisy, labels.to(pixel_values.dtype)).sample
+        return types.SimpleNamespace(loss=F.mse_loss(denoised, pixel_values))
+
+
+# Model -> how it is made, the shape of its input, and the classes and numbers of the layers that are replaced.
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int]]] = {
+    name: (lambda name=name: models.build(name, small=True), MODELS[name][1], counts)  # type: ignore[misc]
+    for name, counts in {
+        "ResNet-50": {"BatchNorm2d": 9},
+        "Swin-B": {"LayerNorm": 7, "GELUActivation": 2},
+        "ConvNeXt-B": {"ConvNextLayerNorm": 4, "LayerNorm": 1, "GELUActivation": 2},
+        "ViT-L": {"LayerNorm": 5, "GELUActivation": 2},
+        "BERT-large": {"LayerNorm": 6, "GELUActivation": 3},
+        "GPT-2 medium": {"LayerNorm": 5, "NewGELUActivation": 2},
+        "Llama-like 1B": {"LlamaRMSNorm": 5},
+    }.items()
+}
+SMALL |= {
+    "T5": (t5, (2, 8), {"T5LayerNorm": 7, "NewGELUActivation": 2}),
+    "Gemma": (gemma, (2, 8), {"GemmaRMSNorm": 5, "GELUTanh": 2}),
+    "U-Net": (Denoiser, (2, 3, 8, 8), {"GroupNorm": 21}),
+}
+
+
+def pair(name: str, device: str, dtype: torch.dtype) -> list[nn.Module]:
+    """A model as it is, and the same one after replace_norms."""
+    make, _, counts = SMALL[name]
+    torch.manual_seed(0)
+    theirs = make().train().to(device, dtype)
+    ours = copy.deepcopy(theirs)
+    report = replace_norms(ours)
+    assert report.counts == counts, report
+    assert not report.left, report
+    return [theirs, ours]
+
+
+def first_step(model: nn.Module, shape: tuple[int, ...]) -> tuple[float, torch.Tensor]:
+    """The loss, and all gradients one after the other."""
+    step = models.step(model, shape)
+    torch.manual_seed(1)  # dropout
+    loss = float(step())
+    return loss, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SMALL)
+def test_models_compute_the_same(name: str, device: str) -> None:
+    shape = SMALL[name][1]
+    (loss, gradients), (our_loss, ours) = (first_step(model, shape) for model in pair(name, device, torch.float32))
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    assert distance(ours, gradients) < 1e-4
+    # Sixteen bits are rounded at every operation of the model: what counts is how far from float32 that leads.
+    (low_loss, low), (our_low_loss, our_low) = (
+        first_step(model, shape) for model in pair(name, device, torch.bfloat16)
+    )
+    assert our_low_loss == pytest.approx(low_loss, rel=0.01)
+    assert distance(our_low, gradients) < 1.5 * distance(low, gradients) + 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SMALL)
+def test_training_goes_the_same_way(name: str, device: str) -> None:
+    losses: list[list[float]] = []
+    for model in pair(name, device, torch.float32):
+        step = models.step(model, SMALL[name][1])
+        torch.manual_seed(1)
+        losses.append([float(step()) for _ in range(50)])
+    theirs, ours = losses
+    assert theirs[-1] < theirs[0]
+    assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+# ---- Compiled models.
+
+
+def graphs_of(model: nn.Module, **options: Any) -> tuple[Any, list[set[str]]]:
+    """A compiled model, and for each graph of it what it calls; nothing is compiled, which takes seconds."""
+    torch.compiler.reset()
+    graphs: list[set[str]] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append({str(node.target) for node in module.graph.nodes})
+        return module
+
+    return torch.compile(model, backend=backend, **options), graphs
+
+
+def test_layers_are_compiled_without_a_graph_break() -> None:
+    model = nn.Sequential(ConvNextLayerNorm(16, data_format="channels_first"), GroupNorm(16), nn.Flatten(2))
+    model.extend([nn.LayerNorm(15), ACT2FN["gelu_new"], LlamaRMSNorm(15), GemmaRMSNorm(15), T5LayerNorm(15)])
+    assert len(replace_norms(model).replaced) == 7
+    compiled, graphs = graphs_of(model, fullgraph=True)
+    x = torch.randn(IMAGES)
+    torch.testing.assert_close(compiled(x), model(x))
+    (graph,) = graphs
+    assert {f"cunorm.{op}" for op in ("layer_norm", "group_norm", "gelu", "rms_norm")} <= graph
+
+
+def test_a_model_that_was_compiled_before_is_compiled_again() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), LlamaRMSNorm(16))
+    compiled, graphs = graphs_of(model)
+    x = torch.randn(4, 16)
+    expected = compiled(x)
+    report = replace_norms(compiled)
+    assert len(report.replaced) == 2
+    torch.testing.assert_close(compiled(x), expected)
+    assert [{"cunorm.layer_norm", "cunorm.rms_norm"} <= graph for graph in graphs] == [False, True]
+    report.undo()
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
+    assert len(graphs) == 2  # the first one is there still
+
+
+def test_a_compiled_model_trains_as_the_eager_one() -> None:
+    theirs, ours = pair("Llama-like 1B", "cpu", torch.float32)
+    compiled, graphs = graphs_of(ours)
+    shape = SMALL["Llama-like 1B"][1]
+    steps = models.step(theirs, shape), models.step(ours, shape, compiled)
+    losses = [[float(step()) for _ in range(3)] for step in steps]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert any("cunorm.rms_norm" in graph for graph in graphs)

@@ -1,0 +1,272 @@
+"""The layers of ``cunorm.adapters.torch`` beside those of torch.nn that they are named after."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cunorm.adapters import torch as layers
+from cunorm.adapters.torch import modules
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+# ||ours - torch.nn in float64|| / ||torch.nn in float64||: one rounding of the dtype, a few of float32.
+TOLERANCE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 5e-7, torch.float64: 1e-14}
+
+# Name, arguments, keyword arguments, shape of the input.
+Made = tuple[str, tuple[Any, ...], dict[str, Any], tuple[int, ...]]
+LAYERS: list[Made] = [
+    ("LayerNorm", (16,), {}, (4, 5, 16)),
+    ("LayerNorm", ((5, 16),), {"eps": 1e-3}, (4, 5, 16)),
+    ("LayerNorm", (16,), {"elementwise_affine": False}, (4, 16)),
+    ("LayerNorm", (16,), {"bias": False}, (16,)),
+    ("RMSNorm", (16,), {}, (4, 5, 16)),
+    ("RMSNorm", ((5, 16),), {"eps": 1e-3}, (4, 5, 16)),
+    ("RMSNorm", (16,), {"elementwise_affine": False}, (4, 16)),
+    ("GroupNorm", (4, 8), {}, (3, 8, 5)),
+    ("GroupNorm", (2, 8, 1e-3, False), {}, (3, 8, 4, 5)),
+    ("InstanceNorm1d", (6,), {}, (3, 6, 7)),
+    ("InstanceNorm1d", (6,), {"affine": True}, (6, 7)),
+    ("InstanceNorm2d", (6,), {"affine": True, "eps": 1e-3}, (3, 6, 4, 5)),
+    ("InstanceNorm2d", (6,), {"track_running_stats": True}, (3, 6, 4, 5)),
+    ("InstanceNorm2d", (6,), {"track_running_stats": True, "momentum": 0.3}, (6, 4, 5)),
+    ("InstanceNorm2d", (6,), {"track_running_stats": True, "momentum": None}, (3, 6, 4, 5)),
+    ("InstanceNorm3d", (6,), {"affine": True, "track_running_stats": True}, (2, 6, 3, 4, 5)),
+    ("BatchNorm1d", (6,), {}, (8, 6)),
+    ("BatchNorm1d", (6,), {"momentum": 0.3}, (3, 6, 7)),
+    ("BatchNorm2d", (6,), {"momentum": None}, (3, 6, 4, 5)),
+    ("BatchNorm2d", (6,), {"affine": False, "eps": 1e-3}, (3, 6, 4, 5)),
+    ("BatchNorm2d", (6,), {"track_running_stats": False}, (3, 6, 4, 5)),
+    ("BatchNorm3d", (6,), {}, (2, 6, 3, 4, 5)),
+    ("GELU", (), {}, (4, 16)),
+    ("GELU", ("tanh",), {}, (4, 16)),
+]
+made = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer[0]}{layer[1]}{layer[2] or ''}")
+STEPS = (True, True, False, True, False)  # training or evaluation
+
+
+def build(layer: Made, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
+    """torch.nn's layer in float64 and ours in the dtype, with the same numbers, which are none that they begin with."""
+    name, arguments, options, _ = layer
+    placed = {} if name == "GELU" else {"device": device}
+    ours = getattr(layers, name)(*arguments, **options, **placed).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) + 1)
+    theirs = getattr(nn, name)(*arguments, **options, **placed).double()
+    theirs.load_state_dict(ours.state_dict())
+    return theirs, ours
+
+
+def inputs(layer: Made, dtype: torch.dtype, device: str, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(layer[3], generator=generator, dtype=torch.float64) * 2 + 0.5).to(device, dtype)
+        for _ in range(count)
+    ]
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@made
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_results_gradients_and_buffers_are_those_of_torch_nn(layer: Made, dtype: torch.dtype, device: str) -> None:
+    theirs, ours = build(layer, dtype, device)
+    # Of running statistics in sixteen bits every step rounds anew, so there they stay float32.
+    for buffer in ("running_mean", "running_var"):
+        if dtype.itemsize == 2 and getattr(ours, buffer, None) is not None:
+            setattr(ours, buffer, getattr(ours, buffer).float())
+    if layer[0] == "RMSNorm" and theirs.eps is None:
+        theirs.eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    for x, training in zip(inputs(layer, dtype, device, len(STEPS)), STEPS):
+        exact_x, x = x.double().requires_grad_(), x.requires_grad_()
+        expected, y = theirs.train(training)(exact_x), ours.train(training)(x)
+        assert y.dtype == dtype and y.shape == expected.shape
+        assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[dtype]
+        dy = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, [x, *ours.parameters()], dy)
+        exact = torch.autograd.grad(expected, [exact_x, *theirs.parameters()], dy.double())
+        for gradient, expected_gradient in zip(gradients, exact):
+            assert relative_error(gradient, expected_gradient) <= 4 * TOLERANCE[dtype]
+        for buffer, expected_buffer in zip(ours.buffers(), theirs.buffers()):
+            torch.testing.assert_close(buffer.double(), expected_buffer.double(), rtol=2e-6, atol=2e-6)
+
+
+@made
+def test_the_state_is_that_of_torch_nn(layer: Made) -> None:
+    theirs, ours = build(layer)
+    assert isinstance(ours, getattr(nn, layer[0]))
+    assert repr(ours) == repr(theirs)
+    state, expected = ours.state_dict(), theirs.state_dict()
+    assert list(state) == list(expected)
+    assert state._metadata == expected._metadata  # type: ignore[attr-defined]
+    for one, other in ((ours, expected), (theirs, state)):
+        assert str(one.load_state_dict(other, strict=True)) == "<All keys matched successfully>"
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+
+
+@made
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_compute_the_same(layer: Made, device: str) -> None:
+    _, ours = build(layer, torch.float32, device)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    (x,) = inputs(layer, torch.float32, device, 1)
+    for other in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+        assert type(other) is type(ours)
+        assert torch.equal(other.eval()(x), ours.eval()(x))
+
+
+NORMS = [layer for layer in LAYERS if layer[0] != "GELU"]
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("layer", NORMS, ids=lambda layer: f"{layer[0]}{layer[1]}{layer[2] or ''}")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_follows(layer: Made, activation: str) -> None:
+    theirs, plain = build(layer)
+    name, arguments, options, _ = layer
+    ours = getattr(layers, name)(*arguments, **options, activation=activation).double()
+    ours.load_state_dict(plain.state_dict())
+    assert repr(ours) == repr(theirs)[:-1] + f", activation={activation!r})"
+    for x, training in zip(inputs(layer, torch.float64, "cpu", 2), (True, False)):
+        expected = ACTIVATIONS[activation](theirs.train(training)(x))
+        y = ours.train(training)(x)
+        assert relative_error(y.detach(), expected.detach()) <= 1e-14
+        assert torch.equal(copy.deepcopy(ours).eval()(x), ours.eval()(x))
+
+
+@pytest.mark.parametrize("activation", ["elu", 3])
+def test_another_activation_is_refused(activation: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="activation is"):
+        layers.LayerNorm(4, activation=activation)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "layer", [*(layer for layer in NORMS if len(layer[3]) in (4, 5)), ("GELU", (), {}, (2, 8, 3, 5))], ids=str
+)
+def test_channels_last_stays(layer: Made, device: str) -> None:
+    theirs, ours = build(layer, torch.float32, device)
+    (x,) = inputs(layer, torch.float32, device, 1)
+    memory_format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    x = x.to(memory_format=memory_format).requires_grad_()
+    y = ours(x)
+    assert y.is_contiguous(memory_format=memory_format)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and x.grad.is_contiguous(memory_format=memory_format)
+    expected = theirs(x.detach().double())
+    assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[torch.float32]
+
+
+@made
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_layers(layer: Made, device: str) -> None:
+    """Without a graph break; recorded as for the compiler, which itself takes seconds."""
+    torch.compiler.reset()
+    _, ours = build(layer, torch.float32, device)
+    compiled = torch.compile(copy.deepcopy(ours), backend="aot_eager", fullgraph=True)
+    for x, training in zip(inputs(layer, torch.float32, device, 3), STEPS[1:]):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        for module, leaf in zip((compiled, ours), leaves):
+            module.train(training)(leaf).square().sum().backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+        torch.testing.assert_close(compiled.state_dict(), {f"_orig_mod.{n}": t for n, t in ours.state_dict().items()})
+
+
+@pytest.mark.parametrize("layer", [layer for layer in NORMS if layer[2].get("affine")], ids=str)
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_parameters_get_no_gradient(layer: Made, frozen: str) -> None:
+    theirs, ours = build(layer)
+    (x,) = inputs(layer, torch.float64, "cpu", 1)
+    for module in (theirs, ours):
+        module.get_parameter(frozen).requires_grad_(False)
+        y = module(x)
+        (y * torch.arange(y.numel()).view_as(y)).sum().backward()
+    assert ours.get_parameter(frozen).grad is None
+    other = {"weight": "bias", "bias": "weight"}[frozen]
+    torch.testing.assert_close(ours.get_parameter(other).grad, theirs.get_parameter(other).grad)
+
+
+@pytest.mark.parametrize(
+    "layer", [("LayerNorm", (16,), (4, 16)), ("GroupNorm", (4, 8), (3, 8, 5)), ("BatchNorm1d", (6,), (8, 6))], ids=str
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_leaves_the_dtype(layer: tuple[str, tuple[int, ...], tuple[int, ...]], device: str) -> None:
+    """Of the input, whatever the weights are: what follows in autocast would cast a float32 result down again."""
+    name, arguments, shape = layer
+    ours = getattr(layers, name)(*arguments, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+            y = ours(x)
+            assert y.dtype == dtype
+            y.sum().backward()
+            assert x.grad is not None and x.grad.dtype == dtype
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
+
+
+def test_what_does_not_fit_is_refused_as_by_torch_nn() -> None:
+    wrong: list[tuple[str, tuple[Any, ...], tuple[int, ...]]] = [
+        ("LayerNorm", (16, 1e-5, False), (4, 15)),
+        ("LayerNorm", ((5, 16),), (16,)),
+        ("RMSNorm", (16, 1e-5, False), (4, 15)),
+        ("RMSNorm", ((5, 16),), (16, 5)),
+        ("GroupNorm", (4, 8), (3, 6, 5)),
+        ("GroupNorm", (4, 8), (8,)),
+        ("GroupNorm", (8, 8), (1, 8)),
+        ("InstanceNorm1d", (6,), (3, 6, 1)),
+        ("InstanceNorm1d", (6, 1e-5, 0.1, True), (3, 5, 4)),
+        ("InstanceNorm2d", (6,), (3, 6)),
+        ("BatchNorm1d", (6,), (1, 6)),
+        ("BatchNorm1d", (6,), (2, 5)),
+        ("BatchNorm2d", (6,), (2, 6, 3)),
+        ("BatchNorm3d", (6,), (2, 6, 3, 3)),
+    ]
+    for name, arguments, shape in wrong:
+        x = torch.ones(shape)
+        with pytest.raises((ValueError, RuntimeError)):
+            getattr(nn, name)(*arguments)(x)
+        with pytest.raises(ValueError):
+            getattr(layers, name)(*arguments)(x)
+    with pytest.raises(TypeError, match="dtype int64"):
+        layers.LayerNorm(4)(torch.ones(2, 4, dtype=torch.int64))
+
+
+def test_batch_norms_can_be_synchronized() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), layers.BatchNorm2d(6, momentum=0.3))
+    state = model.state_dict()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(converted[1]) is nn.SyncBatchNorm and converted[1].momentum == 0.3
+    converted.load_state_dict(state)
+
+
+def test_what_follows_may_write_over_the_result() -> None:
+    theirs, ours = build(("BatchNorm2d", (6,), {}, (3, 6, 4, 5)))
+    gradients = []
+    for module in (theirs, ours):
+        x = torch.randn(3, 6, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        nn.Sequential(module, nn.ReLU(inplace=True))(x).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(modules).failed == 0
