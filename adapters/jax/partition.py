@@ -1,0 +1,130 @@
+"""Sharded jit: which parts of its operands each device computes with, for GSPMD and Shardy.
+
+What `axes_of` does not call whole may be split. Where x lies split like that, each device normalizes the part that it
+has, the dweight and dbias of all parts are summed (an all-reduce), and the statistics of a batch norm in training are
+merged. An axis that must be whole, or that is not split evenly, is gathered by XLA before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import dispatch
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cunorm.adapters.jax.axes import axes_of
+from cunorm.adapters.jax.call import Call, custom_call
+from cunorm.adapters.jax.primitive import bind, primitive
+from cunorm.adapters.jax.synchronized import merged_statistics, synchronized_gradients, synchronized_results
+from cunorm.channels import ChannelNorm
+
+Split = tuple[Any, ...]  # for each axis of x, the names of the mesh's axes that it is split over; or one name, or None
+
+
+def _lowered(*given: Any, call: Call) -> Any:
+    return _partitioned(call)(*given)
+
+
+mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
+# There is no public name for what custom_partitioning, which ours is lowered to, asks for in this way.
+dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+@functools.lru_cache(maxsize=4096)
+def _partitioned(call: Call) -> Any:
+    function = custom_partitioning(functools.partial(custom_call, call))
+    function.def_partition(
+        functools.partial(_partition, call),
+        infer_sharding_from_operands=functools.partial(_result_shardings, call),
+        sharding_rule=functools.partial(_rule, call),
+    )
+    return function
+
+
+def _rule(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
+    """For Shardy: a factor for each axis of x, and one for groups of channels."""
+    axes = axes_of(call.op, tuple(operands[0].shape))
+    maps = [
+        tuple(
+            ArrayMapping(*("groups" if axis is None else f"axis{axis}" for axis in axes.of(role))) for role in of_roles
+        )
+        for of_roles in call.roles
+    ]
+    whole = [f"axis{axis}" for axis in sorted(axes.whole)]
+    if None in axes.statistic:
+        whole.append("groups")
+    return SdyShardingRule(*maps, need_replication_factors=tuple(whole))
+
+
+def _split(call: Call, mesh: Any, x: Any) -> Split:
+    """How x, or what has its shape, may stay split."""
+    whole = axes_of(call.op, x.shape).whole
+
+    def may(axis: int, names: Any) -> bool:
+        return axis not in whole and x.shape[axis] % math.prod(mesh.shape[name] for name in _names(names)) == 0
+
+    return tuple(names if may(axis, names) else None for axis, names in enumerate(x.sharding.spec))
+
+
+def _names(*of_axes: Any) -> tuple[str, ...]:
+    """All names of the mesh's axes among these."""
+    found: list[str] = []
+    for names in of_axes:
+        found += () if names is None else (names,) if isinstance(names, str) else names
+    return tuple(found)
+
+
+def _shardings(call: Call, mesh: Any, split: Split) -> list[tuple[NamedSharding, ...]]:
+    """Those of the operands, and those of the results."""
+    axes = axes_of(call.op, (1,) * len(split))
+
+
+    def sharding(role: str) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(None if axis is None else split[axis] for axis in axes.of(role))))
+
+    return [tuple(map(sharding, of_roles)) for of_roles in call.roles]
+
+
+def _result_shardings(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[NamedSharding, ...]:
+    return _shardings(call, mesh, _split(call, mesh, operands[0]))[1]
+
+
+def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
+    split = _split(call, mesh, operands[0])
+    of_operands, of_results = _shardings(call, mesh, split)
+    (_, roles), vector = call.roles, axes_of(call.op, operands[0].shape).vector
+    summed = _names(*(names for axis, names in enumerate(split) if axis not in vector))
+
+    def of_part(*given: Any) -> tuple[Any, ...]:
+        if isinstance(call.op, ChannelNorm) and call.op.over_samples and call.op.training and summed:
+            computed = _of_part_of_batch(call, summed, given)
+        else:
+            computed = bind(call, given)
+        add = call.direction == "backward" and summed
+        return tuple(
+            jax.lax.psum(result, summed) if add and role == "vector" else result
+            for result, role in zip(computed, roles)
+        )
+
+    return mesh, of_part, of_results, of_operands
+
+
+def _of_part_of_batch(call: Call, names: tuple[str, ...], given: Sequence[Any]) -> list[Any]:
+    """The results that there are of a batch norm in training, where the batch is split over axes of these names."""
+    op: Any = call.op
+    if call.direction == "backward":
+        dy, _, *others = call.operands(given)
+        options = dict(call.options)
+        results = synchronized_gradients(op, names, (dy, *others), options["output_mask"], options["bias_dtype"])
+        return [result for result in results if result is not None]
+    x, _, weight, bias = call.operands(given)
+    if op.statistics_alone:
+        return list(merged_statistics(op, names, x))
+    y, _, statistics = synchronized_results(op, names, x, weight, bias)
+    return [y, *statistics] if dict(call.options)["stats"] else [y]
