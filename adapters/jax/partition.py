@@ -27,11 +27,16 @@ from cunorm.channels import ChannelNorm
 Split = tuple[Any, ...]  # for each axis of x, the names of the mesh's axes that it is split over; or one name, or None
 
 
-def _lowered(*given: Any, call: Call) -> Any:
-    return _partitioned(call)(*given)
+def _lower(ctx: mlir.LoweringRuleContext, *values: Any, call: Call) -> Any:
+    context = ctx.module_context.axis_context
+    manual = isinstance(context, mlir.SPMDAxisContext)
+    # Inside a shard_map over some of the axes there is no partitioning of the others: XLA gathers what they split.
+    in_part = manual and set(context.manual_axes) < set(context.mesh.axis_names)
+    function = functools.partial(custom_call, call) if in_part else _partitioned(call)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
 
 
-mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
+mlir.register_lowering(primitive, _lower)
 # There is no public name for what custom_partitioning, which ours is lowered to, asks for in this way.
 dispatch.prim_requires_devices_during_lowering.add(primitive)
 
@@ -48,18 +53,28 @@ def _partitioned(call: Call) -> Any:
 
 
 def _rule(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-    """For Shardy: a factor for each axis of x, and one for groups of channels."""
+    """For Shardy: a factor for each axis of x. An axis that must be whole is one for each array that has it.
+
+    Else a weight that is split would have x split, and gathered, as it is.
+    """
     axes = axes_of(call.op, tuple(operands[0].shape))
-    maps = [
-        tuple(
-            ArrayMapping(*("groups" if axis is None else f"axis{axis}" for axis in axes.of(role))) for role in of_roles
-        )
-        for of_roles in call.roles
-    ]
-    whole = [f"axis{axis}" for axis in sorted(axes.whole)]
-    if None in axes.statistic:
-        whole.append("groups")
-    return SdyShardingRule(*maps, need_replication_factors=tuple(whole))
+    whole = []
+
+    def mapping(place: str, role: str) -> ArrayMapping:
+        factors = []
+        for i, axis in enumerate(axes.of(role)):
+            if axis is None or axis in axes.whole:
+                whole.append(f"{place}whole{i}")
+                factors.append(whole[-1])
+            else:
+                factors.append(f"axis{axis}")
+        return ArrayMapping(*factors)
+
+    of_operands, of_results = (
+        tuple(mapping(f"{kind}{i}", role) for i, role in enumerate(of_roles))
+        for kind, of_roles in zip(("operand", "result"), call.roles)
+    )
+    return SdyShardingRule(of_operands, of_results, need_replication_factors=tuple(whole))
 
 
 def _split(call: Call, mesh: Any, x: Any) -> Split:

@@ -54,12 +54,21 @@ def alike(given: Sequence[Any]) -> list[Any]:
 
     So the gradient of one that did not vary, a weight say, is summed over these axes, by JAX.
     """
-    varying = [frozenset() if array is None else getattr(jax.typeof(array), "vma", frozenset()) for array in given]
-    every = frozenset[str]().union(*varying)
-    return [
-        array if array is None or own == every else jax.lax.pcast(array, tuple(sorted(every - own)), to="varying")
-        for array, own in zip(given, varying)
-    ]
+    every = frozenset[str]().union(*map(_varying, given))
+
+    def cast(array: Any) -> Any:
+        missing = tuple(sorted(every - _varying(array)))
+        return jax.lax.pcast(array, missing, to="varying") if missing and array is not None else array
+
+    return list(map(cast, given))
+
+
+def _varying(array: Any) -> frozenset[str]:
+    """The axes that an array varies over, by its type, which JAX 0.10 changed."""
+    if array is None:
+        return frozenset()
+    kind: Any = jax.typeof(array)
+    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
 @primitive.def_impl
