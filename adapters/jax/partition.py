@@ -135,8 +135,8 @@ def _of_part_of_batch(call: Call, names: tuple[str, ...], given: Sequence[Any]) 
     op: Any = call.op
     if call.direction == "backward":
         dy, _, *others = call.operands(given)
-        options = dict(call.options)
-        results = synchronized_gradients(op, names, (dy, *others), options["output_mask"], options["bias_dtype"])
+        mask, bias_dtype = call.mask, dict(call.options)["bias_dtype"]
+        results = synchronized_gradients(op, names, jax.lax.axis_size(names), (dy, *others), mask, bias_dtype)
         return [result for result in results if result is not None]
     x, _, weight, bias = call.operands(given)
     if op.statistics_alone:

@@ -42,9 +42,14 @@ def synchronized_results(
 
 
 def synchronized_gradients(
-    op: ChannelNorm, names: Names, arrays: tuple[Any, ...], mask: tuple[bool, bool, bool], bias_dtype: str | None
+    op: ChannelNorm,
+    names: Names,
+    parts: Any,
+    arrays: tuple[Any, ...],
+    mask: tuple[bool, bool, bool],
+    bias_dtype: str | None,
 ) -> Gradients:
-    """dx, dweight, dbias of dy, x, weight, bias, mean, rstd: the sums of this part alone."""
+    """dx, dweight, dbias of dy, x, weight, bias, mean, rstd: the sums of this part alone. ``parts`` is their number."""
     dy, x, weight, bias, mean, rstd = arrays
     (channel,) = axes_of(op, x.shape).vector
     wide = jnp.ones(x.shape[channel], rstd.dtype) if weight is None else weight.astype(rstd.dtype)
@@ -52,7 +57,7 @@ def synchronized_gradients(
         _given(op), (dy, None, x, wide, bias, mean, rstd), (mask[0], True, True), rstd.dtype.name
     )
     if mask[0]:
-        count = math.prod(x.shape) // x.shape[channel] * jax.lax.axis_size(names)
+        count = math.prod(x.shape) // x.shape[channel] * parts
         of_xhat, of_one = jax.lax.psum(jnp.stack([dweight, dbias]), names) / count
         other = [axis for axis in range(x.ndim) if axis != channel]
         mean, rstd, wide, of_xhat, of_one = (jnp.expand_dims(v, other) for v in (mean, rstd, wide, of_xhat, of_one))
@@ -84,14 +89,17 @@ def _differentiable(op: ChannelNorm, names: Names, x: Any, weight: Any, bias: An
 
 def _forward_rule(op: ChannelNorm, names: Names, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     y, statistics, kept = synchronized_results(op, names, x, weight, bias)
-    return (y, *statistics), (x, weight, bias, *kept)
+    # Here, since gradients under vmap are computed where its axis has no size, though it can be summed over.
+    parts = jax.lax.axis_size(names)
+    return (y, *statistics), (parts, x, weight, bias, *kept)
 
 
 def _backward_rule(op: ChannelNorm, names: Names, residuals: Any, cotangents: Any) -> Gradients:
-    _, weight, bias, _, _ = residuals
+    parts, *arrays = residuals
+    _, weight, bias, _, _ = arrays
     mask = (True, weight is not None, bias is not None)
     bias_dtype = None if bias is None else bias.dtype.name
-    return synchronized_gradients(op, names, (cotangents[0], *residuals), mask, bias_dtype)
+    return synchronized_gradients(op, names, parts, (cotangents[0], *arrays), mask, bias_dtype)
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule)
