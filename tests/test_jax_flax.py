@@ -188,7 +188,7 @@ def test_axes_that_are_refused() -> None:
     x, rngs = jnp.ones((4, 3, 8)), flax.nnx.Rngs(0)
     with pytest.raises(ValueError, match=r"reduction_axes is \(0, -1\) for x of shape .*; it must be the last axes"):
         nnx.GroupNorm(8, 2, reduction_axes=(0, -1), rngs=rngs)(x)
-    with pytest.raises(ValueError, match="feature_axes is 0 for x of shape .*; the first axis must be the batch's"):
+    with pytest.raises(ValueError, match=r"feature_axes is 0 for x of shape .*; the first axis must be the batch's"):
         nnx.InstanceNorm(4, feature_axes=0, rngs=rngs)(x)
     with pytest.raises(ValueError, match="num_groups is 32 and group_size 2; one of them must be None"):
         linen.GroupNorm(group_size=2).init(jax.random.key(0), x)
@@ -220,9 +220,7 @@ def test_batch_norm_over_an_axis_of_vmap() -> None:
         y, new = jax.vmap(apply, axis_name="parts")(x)
         return loss_of(y), (y, new)
 
-    gradients, results = (
-        zip(*(jax.grad(run, (1, 2), has_aux=True)(of, variables, x) for of in (linen, flax.linen)))
-    )
+    gradients, results = zip(*(jax.grad(run, (1, 2), has_aux=True)(of, variables, x) for of in (linen, flax.linen)))
     assert_same(results[0], results[1], "float32")
     assert_same(gradients[0][0]["params"], gradients[1][0]["params"], "float32")
     assert_same(gradients[0][1], gradients[1][1], "float32")

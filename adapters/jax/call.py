@@ -31,6 +31,8 @@ __all__ = ["Call", "Inputs", "custom_call"]
 _TARGET = "cunorm"
 _DLPACK_CPU = 1
 
+_shape_dtype: Any = jax.ShapeDtypeStruct
+
 Inputs = tuple[tuple[tuple[int, ...], str] | None, ...]
 
 
@@ -118,12 +120,12 @@ def _inputs_of(arrays: Sequence[Any]) -> Inputs:
 def custom_call(call: Call, *given: Any) -> tuple[Any, ...]:
     """The results that there are, of arrays that one device has."""
     outputs = call.outputs(given)
-    results: list[Any] = [jax.ShapeDtypeStruct(item.shape, execute.numpy_dtype(item.dtype)) for item in outputs]
+    results = [_shape_dtype(item.shape, execute.numpy_dtype(item.dtype)) for item in outputs]
     inputs = _inputs_of(call.operands(given))
     name, shapes, generation = _name(call), _digest(inputs), execute.generation
     workspace = _workspace_bytes(name, shapes, generation, inputs)
     if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        results.append(_shape_dtype((workspace,), jnp.uint8))
     _register()
     computed = jax.ffi.ffi_call(_TARGET, results)(*given, call=name, shapes=shapes, generation=generation)
     return tuple(computed[: len(outputs)])

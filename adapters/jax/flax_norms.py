@@ -85,7 +85,7 @@ def batch_norm(
     scale, bias = (None if vector is None else vector.reshape(-1) for vector in (scale, bias))
     if given is not None:
         running = dict(zip(("running_mean", "running_var"), (statistic.reshape(-1) for statistic in given)))
-        options = {"data_format": data_format, "eps": epsilon, "training": False}
+        options: dict[str, Any] = {"data_format": data_format, "eps": epsilon, "training": False}
         return restored(cunorm.batch_norm(channels, scale, bias, **running, **options)).astype(dtype), *given
     if axis_name is None and x.size == math.prod(shape):  # one value a channel, whose variance is zero
         y = jnp.zeros_like(channels) if bias is None else jnp.zeros_like(channels) + bias.astype(channels.dtype)

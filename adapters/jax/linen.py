@@ -136,8 +136,8 @@ class BatchNorm(linen.BatchNorm):
     """`cunorm.batch_norm` as `flax.linen.BatchNorm` (Ioffe, Szegedy 2015, arXiv:1502.03167).
 
     ``mean`` and ``var`` are updated as Flax does, ``momentum * old + (1 - momentum) * new`` with the biased variance;
-    they are constants to differentiation. With ``axis_name``, of `jax.shard_map` or `jax.vmap`, the statistics are those
-    of all parts, which must be of one size.
+    they are constants to differentiation. With ``axis_name``, of `jax.shard_map` or `jax.vmap`, the statistics are
+    those of all parts, which must be of one size.
 
     Examples
     --------

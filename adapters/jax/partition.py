@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 from jax._src import dispatch
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental import custom_partitioning
+from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.call import Call, custom_call
@@ -24,14 +25,22 @@ from cunorm.adapters.jax.primitive import bind, primitive
 from cunorm.adapters.jax.synchronized import merged_statistics, synchronized_gradients, synchronized_results
 from cunorm.channels import ChannelNorm
 
+_jax: Any = jax  # much of it has no types
+_partitioning: Any = custom_partitioning
+
 Split = tuple[Any, ...]  # for each axis of x, the names of the mesh's axes that it is split over; or one name, or None
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: Any, call: Call) -> Any:
-    context = ctx.module_context.axis_context
+    context: Any = ctx.module_context.axis_context
     manual = isinstance(context, mlir.SPMDAxisContext)
     # Inside a shard_map over some of the axes there is no partitioning of the others: XLA gathers what they split.
     in_part = manual and set(context.manual_axes) < set(context.mesh.axis_names)
+    if in_part and not _jax.config.jax_use_shardy_partitioner:  # XLA would end the process
+        raise RuntimeError(
+            "cunorm is called in a shard_map over some axes of the mesh, where GSPMD cannot lay out a custom call; the "
+            "partitioner must be Shardy, or axis_names all axes"
+        )
     function = functools.partial(custom_call, call) if in_part else _partitioned(call)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
 
@@ -43,7 +52,7 @@ dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 @functools.lru_cache(maxsize=4096)
 def _partitioned(call: Call) -> Any:
-    function = custom_partitioning(functools.partial(custom_call, call))
+    function = _partitioning.custom_partitioning(functools.partial(custom_call, call))
     function.def_partition(
         functools.partial(_partition, call),
         infer_sharding_from_operands=functools.partial(_result_shardings, call),
@@ -60,7 +69,7 @@ def _rule(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]
     axes = axes_of(call.op, tuple(operands[0].shape))
     whole = []
 
-    def mapping(place: str, role: str) -> ArrayMapping:
+    def mapping(place: str, role: str) -> Any:
         factors = []
         for i, axis in enumerate(axes.of(role)):
             if axis is None or axis in axes.whole:
@@ -68,7 +77,7 @@ def _rule(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]
                 factors.append(whole[-1])
             else:
                 factors.append(f"axis{axis}")
-        return ArrayMapping(*factors)
+        return _partitioning.ArrayMapping(*factors)
 
     of_operands, of_results = (
         tuple(mapping(f"{kind}{i}", role) for i, role in enumerate(of_roles))
@@ -77,14 +86,18 @@ def _rule(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]
     return SdyShardingRule(of_operands, of_results, need_replication_factors=tuple(whole))
 
 
-def _split(call: Call, mesh: Any, x: Any) -> Split:
-    """How x, or what has its shape, may stay split."""
-    whole = axes_of(call.op, x.shape).whole
+def _split(call: Call, mesh: Any, operands: Sequence[Any]) -> Split:
+    """How x may stay split: as the first is that is split at all, of what has its shape. GSPMD may not know yet."""
+    alike = [operand for operand, role in zip(operands, call.roles[0]) if role == "x"]
+    shape = alike[0].shape
+    specs = [operand.sharding.spec for operand in alike if isinstance(operand.sharding, NamedSharding)]
+    spec = next((spec for spec in specs if any(spec)), (None,) * len(shape))
+    whole = axes_of(call.op, shape).whole
 
     def may(axis: int, names: Any) -> bool:
-        return axis not in whole and x.shape[axis] % math.prod(mesh.shape[name] for name in _names(names)) == 0
+        return axis not in whole and shape[axis] % math.prod(mesh.shape[name] for name in _names(names)) == 0
 
-    return tuple(names if may(axis, names) else None for axis, names in enumerate(x.sharding.spec))
+    return tuple(names if may(axis, names) else None for axis, names in enumerate(spec))
 
 
 def _names(*of_axes: Any) -> tuple[str, ...]:
@@ -99,19 +112,18 @@ def _shardings(call: Call, mesh: Any, split: Split) -> list[tuple[NamedSharding,
     """Those of the operands, and those of the results."""
     axes = axes_of(call.op, (1,) * len(split))
 
-
     def sharding(role: str) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(None if axis is None else split[axis] for axis in axes.of(role))))
+        return NamedSharding(mesh, _jax.P(*(None if axis is None else split[axis] for axis in axes.of(role))))
 
     return [tuple(map(sharding, of_roles)) for of_roles in call.roles]
 
 
 def _result_shardings(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[NamedSharding, ...]:
-    return _shardings(call, mesh, _split(call, mesh, operands[0]))[1]
+    return _shardings(call, mesh, _split(call, mesh, operands))[1]
 
 
 def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
-    split = _split(call, mesh, operands[0])
+    split = _split(call, mesh, operands)
     of_operands, of_results = _shardings(call, mesh, split)
     (_, roles), vector = call.roles, axes_of(call.op, operands[0].shape).vector
     summed = _names(*(names for axis, names in enumerate(split) if axis not in vector))
@@ -123,7 +135,7 @@ def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> 
             computed = bind(call, given)
         add = call.direction == "backward" and summed
         return tuple(
-            jax.lax.psum(result, summed) if add and role == "vector" else result
+            _jax.lax.psum(result, summed) if add and role == "vector" else result
             for result, role in zip(computed, roles)
         )
 

@@ -23,6 +23,7 @@ from cunorm.execute import Gradients, Op, Results, numpy_dtype
 
 __all__ = ["bind", "gradients", "primitive", "results"]
 
+_spec: Any = jax.sharding.PartitionSpec
 primitive: Any = Primitive("cunorm")
 primitive.multiple_results = True
 
@@ -64,17 +65,16 @@ def alike(given: Sequence[Any]) -> list[Any]:
 
 
 def _varying(array: Any) -> frozenset[str]:
-    """The axes that an array varies over, by its type, which JAX 0.10 changed."""
-    if array is None:
-        return frozenset()
-    kind: Any = jax.typeof(array)
-    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+    """The axes that an array varies over, by its type."""
+    return frozenset() if array is None else jax.typeof(array).manual_axis_type.varying
 
 
-@primitive.def_impl
 def _run_at_once(*given: Any, call: Call) -> Any:
     with jax.disable_jit(False):
         return _compiled(call)(*given)
+
+
+primitive.def_impl(_run_at_once)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,7 +82,6 @@ def _compiled(call: Call) -> Any:
     return jax.jit(functools.partial(primitive.bind, call=call))
 
 
-@primitive.def_abstract_eval
 def _types(*given: Any, call: Call) -> list[Any]:
     """Those of the results: on a mesh with explicit axes split as the first operand is, which has x's shape."""
     x, (_, roles) = given[0], call.roles
@@ -96,10 +95,13 @@ def _types(*given: Any, call: Call) -> list[Any]:
     types = []
     for output, role in zip(call.outputs(given), roles):
         spec = [None if axis is None else x.sharding.spec[axis] for axis in axes.of(role)]
-        sharding = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec(*spec))
+        sharding = jax.sharding.NamedSharding(x.sharding.mesh, _spec(*spec))
         dtype = numpy_dtype(output.dtype)
         types.append(x.update(shape=output.shape, dtype=dtype, weak_type=False, sharding=sharding))
     return types
+
+
+primitive.def_abstract_eval(_types)
 
 
 # ---- Gradients.
@@ -115,7 +117,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
         given = [next(rest) if item else primal for item, primal in zip(perturbed, primals)]
         return [result for result in _differentiable(call, call.operands(given)) if result is not None]
 
-    return jax.jvp(function, *(list(itertools.compress(items, perturbed)) for items in (primals, tangents)))
+    of_perturbed = list(itertools.compress(primals, perturbed)), list(itertools.compress(tangents, perturbed))
+    computed, changes = jax.jvp(function, *of_perturbed)
+    return computed, changes
 
 
 ad.primitive_jvps[primitive] = _jvp

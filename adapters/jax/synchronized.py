@@ -24,12 +24,14 @@ __all__ = ["merged_statistics", "synchronized_batch_norm", "synchronized_gradien
 
 Names = tuple[str, ...]
 
+_lax: Any = jax.lax  # much of it has no types
+
 
 def merged_statistics(op: ChannelNorm, names: Names, x: Any) -> tuple[Any, Any]:
     """Mean and variance by channel of all that the axes of these names hold."""
     _, _, mean, var = results(ChannelNorm.of("batch_norm_stats", op.data_format), (x, None, None, None), True)
-    merged = jax.lax.pmean(mean, names)
-    return merged, jax.lax.pmean(var + (mean - merged) ** 2, names)
+    merged = _lax.pmean(mean, names)
+    return merged, _lax.pmean(var + (mean - merged) ** 2, names)
 
 
 def synchronized_results(
@@ -58,7 +60,7 @@ def synchronized_gradients(
     )
     if mask[0]:
         count = math.prod(x.shape) // x.shape[channel] * parts
-        of_xhat, of_one = jax.lax.psum(jnp.stack([dweight, dbias]), names) / count
+        of_xhat, of_one = _lax.psum(jnp.stack([dweight, dbias]), names) / count
         other = [axis for axis in range(x.ndim) if axis != channel]
         mean, rstd, wide, of_xhat, of_one = (jnp.expand_dims(v, other) for v in (mean, rstd, wide, of_xhat, of_one))
         dx = (dx - rstd * wide * (of_one + (x - mean) * rstd * of_xhat)).astype(x.dtype)
