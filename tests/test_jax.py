@@ -295,25 +295,72 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
     assert not jax.grad(lambda w: cunorm.layer_norm(x, w).sum())(weight).any()
 
 
-def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[int]] = []
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """The pointers and the stream of every call that runs meanwhile."""
+    seen: list[tuple[list[int], int]] = []
     prepare = jax_call._prepare
 
     def recording(*arguments: Any) -> Any:
         prepared = prepare(*arguments)
 
         def run(pointers: list[int], workspace: int, stream: int) -> None:
-            seen.append(pointers)
+            seen.append((pointers, stream))
             prepared.run(pointers, workspace, stream)
 
-        return dataclasses.replace(prepared, run=run)
+        key = arguments[:-1]
+        jax_call._prepared[key] = dataclasses.replace(prepared, run=run)
+        return jax_call._prepared[key]
 
     monkeypatch.setattr(jax_call, "_prepare", recording)
     monkeypatch.setattr(jax_call, "_prepared", {})
-    x, bias = jnp.asarray(data(1, (64, 128))), jnp.asarray(data(2, (128,)))
+    return seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_copied(device: str, runs: list[tuple[list[int], int]]) -> None:
+    x, bias = to_jax(data(1, (64, 128)), device), to_jax(data(2, (128,)), device)
     y = jax.block_until_ready(cunorm.layer_norm(x, None, bias))
     x_at, bias_at, y_at = (array.unsafe_buffer_pointer() for array in (x, bias, y))
-    assert seen == [[x_at, 0, 0, bias_at, y_at, 0, 0, 0]]
+    assert [pointers for pointers, _ in runs] == [[x_at, 0, 0, bias_at, y_at, 0, 0, 0]]
+
+
+@pytest.mark.gpu
+def test_runs_on_the_stream_of_xla(runs: list[tuple[list[int], int]]) -> None:
+    """Between products that take long: on another stream a norm would read what is not there yet."""
+
+    def model(norm: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = norm(jnp.matmul(x, x, precision="highest") / 32)
+        return jnp.matmul(x, x, precision="highest")
+
+    def plain(x: Any) -> Any:
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + EPS)
+
+    ours, theirs = (jax.jit(functools.partial(model, norm)) for norm in (cunorm.layer_norm, plain))
+    for seed in range(4):
+        x = to_jax(data(seed, (1024, 1024), outliers=False), "cuda")
+        assert relative_error(np.asarray(ours(x)), np.asarray(theirs(x), np.float64)) < 1e-3
+    assert runs and all(stream for _, stream in runs), "the null stream is not XLA's"
+
+
+@pytest.mark.gpu
+def test_several_gpus() -> None:
+    """Each computes what lies on it, in turns and without waiting."""
+    devices = [device for device in jax.devices() if device.platform == "gpu"]
+    if len(devices) < 2:
+        pytest.skip("needs an NVIDIA GPU beside another")
+    arrays = [jax.device_put(data(seed, (256, 1024)), device) for seed, device in enumerate(devices)]
+    results = list(arrays)
+    for _ in range(10):
+        results = [cunorm.layer_norm(result) + array for result, array in zip(results, arrays)]
+    for result, array, device in zip(results, arrays, devices):
+        assert result.devices() == {device}
+        expected = to_jax(np.asarray(array), "cpu")
+        given = expected
+        for _ in range(10):
+            expected = cunorm.layer_norm(expected) + given
+        assert relative_error(np.asarray(result), np.asarray(expected, np.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

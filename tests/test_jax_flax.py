@@ -44,17 +44,18 @@ LAYERS: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = [
     ("BatchNorm", {"use_running_average": False, "use_bias": False}, (1, 8), 8, 0),
     ("BatchNorm", {"use_running_average": True}, (6, 5, 8), 8, 1),
 ]
-EVERY = pytest.mark.parametrize(("name", "options", "shape", "features", "kernels"), LAYERS, ids=str)
-DTYPES = pytest.mark.parametrize(
-    ("dtype", "param_dtype", "x_dtype"),
-    [
-        (None, jnp.float32, jnp.float32),
-        (None, jnp.float32, jnp.bfloat16),
-        (jnp.bfloat16, jnp.float32, jnp.bfloat16),
-        (jnp.bfloat16, jnp.float32, jnp.float32),
-        (jnp.float16, jnp.float16, jnp.float16),
-    ],
-    ids=lambda dtype: dtype and dtype.__name__,
+# Every layer in float32 and all in bfloat16; dtypes that differ, of one layer with statistics and one without.
+WITH_DTYPES = [
+    (*layer, *dtypes)
+    for layer in LAYERS
+    for dtypes in [(None, "float32", "float32"), ("bfloat16", "float32", "bfloat16")]
+] + [
+    (*layer, *dtypes)
+    for layer in (LAYERS[0], LAYERS[16])
+    for dtypes in [(None, "float32", "bfloat16"), ("bfloat16", "float32", "float32"), ("float16",) * 3]
+]
+EVERY = pytest.mark.parametrize(
+    ("name", "options", "shape", "features", "kernels", "dtype", "param_dtype", "x_dtype"), WITH_DTYPES, ids=str
 )
 # Of one rounding to sixteen bits, or two. Flax NNX computes all of an evaluated batch norm in bfloat16.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-7, "float16": 2.0**-9, "bfloat16 throughout": 2.0**-4}
@@ -79,7 +80,6 @@ def loss_of(y: Any) -> Any:
     return (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)).sum()
 
 
-@DTYPES
 @EVERY
 def test_nnx(
     name: str,
@@ -122,7 +122,6 @@ def test_nnx(
     assert_same((new, y), (their_new, their_y), narrowest)
 
 
-@DTYPES
 @EVERY
 def test_linen(
     name: str,

@@ -53,7 +53,7 @@ def batched_arrays(operation: Operation, in_axes: tuple[int | None, ...], device
     return [to_jax(array if not axis else np.moveaxis(array, 0, axis), device) for array, axis in zip(arrays, in_axes)]
 
 
-BATCHES = [(0, None, None), (1, None, None), (-1, None, None), (0, 0, 0), (None, 0, None), (1, None, 0)]
+BATCHES = [(0, None, None), (-1, None, None), (1, 0, 0), (None, 0, None)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,7 +207,7 @@ def test_donated_arrays(operation: Operation, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_growth(device: str) -> None:
-    """Ten thousand calls, eager and compiled, keep neither arrays nor memory."""
+    """Ten thousand calls, eager and compiled, forward and backward, keep neither arrays nor memory."""
     x, weight = to_jax(data(1, (16, 64)), device), to_jax(data(2, (64,)), device)
     step = jax.jit(jax.value_and_grad(lambda x, weight: cunorm.layer_norm(x, weight).sum()))
 
@@ -229,4 +229,4 @@ def test_no_growth(device: str) -> None:
     before, resident = in_use(), resident_bytes()
     calls(3500)
     assert in_use() == before
-    assert resident_bytes() - resident < 3500 * 400, "less than any array of such a call"
+    assert resident_bytes() - resident < 3500 * x.nbytes // 2, "less than any array of such a call"
