@@ -241,7 +241,7 @@ def test_a_model_of_linen_takes_the_layers_in_place() -> None:
 @pytest.mark.parametrize("module", [nnx, linen], ids=["nnx", "linen"])
 def test_examples(module: Any) -> None:
     found = doctest.testmod(module)
-    assert found.attempted >= 15 and not found.failed
+    assert found.attempted and not found.failed
 
 
 def test_flax_is_not_imported_for_jax() -> None:

@@ -78,14 +78,12 @@ class Call:
         return dataclasses.replace(self, results=results, options=options)
 
     def operands(self, given: Sequence[Any]) -> list[Any]:
-        """What there is in its places, with None for what there is not."""
-        rest = iter(given)
-        return [next(rest) if there else None for there in self.given]
+        """The operands that there are in their places, with None for those that there are not."""
+        return _placed(given, self.given)
 
     def placed(self, results: Sequence[Any]) -> list[Any]:
-        """The results that there are in their places, likewise."""
-        rest = iter(results)
-        return [next(rest) if there else None for there in self.results]
+        """The results likewise."""
+        return _placed(results, self.results)
 
     def outputs(self, given: Sequence[Any]) -> list[Output]:
         """What the results that there are look like, of operands, or types of operands."""
@@ -106,11 +104,15 @@ class Call:
     def places(self) -> tuple[int | None, ...]:
         """Of each operand in the order that `Prepared.run` takes, which of the custom call's operands it is, if any."""
         there = [*self.given, *self.results]
-        numbers = iter(range(len(there)))
-        places = [next(numbers) if item else None for item in there]
+        places = _placed(range(sum(there)), there)
         if self.direction == "forward":  # the result stands before the running statistics
             places.insert(4, places.pop(len(self.given)))
         return tuple(places)
+
+
+def _placed(items: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+    rest = iter(items)
+    return [next(rest) if there else None for there in places]
 
 
 def _inputs_of(arrays: Sequence[Any]) -> Inputs:

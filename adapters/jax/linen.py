@@ -5,6 +5,13 @@ Each is a subclass of the layer of its name in `flax.linen`: the same attributes
 and results that differ by rounding. ``use_fast_variance`` makes no difference: the variance is always the accurate one.
 ``mask``, ``axis_index_groups`` and ``force_float32_reductions=False`` are refused, and ``axis_name`` too but for
 BatchNorm, with a ValueError; other errors are those of the functions named.
+
+>>> import jax, jax.numpy as jnp
+>>> from cunorm.adapters.jax import linen
+>>> x, layer = jnp.array([[1.0], [3.0]]), linen.BatchNorm(use_running_average=False, momentum=0.5)
+>>> y, updates = layer.apply(layer.init(jax.random.key(0), x), x, mutable=["batch_stats"])
+>>> y.round(3).tolist(), updates["batch_stats"]["mean"]
+([[-1.0], [1.0]], Array([1.], dtype=float32))
 """
 
 from __future__ import annotations
@@ -34,18 +41,9 @@ def _vectors(layer: Any, x: Any, feature_axes: Any = -1) -> tuple[Any, Any, Any]
 
 
 class LayerNorm(linen.LayerNorm):
-    """`cunorm.layer_norm` as `flax.linen.LayerNorm` (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
+    """`cunorm.layer_norm` (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
 
-    x has any shape and any float dtype; ``scale`` and ``bias`` have the shape of ``feature_axes``. Where these are not
-    ``reduction_axes``, scale and bias are applied by XLA, in float32.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from cunorm.adapters.jax.linen import LayerNorm
-    >>> y, variables = LayerNorm().init_with_output(jax.random.key(0), jnp.array([[1.0, 2.0, 3.0]]))
-    >>> y.round(3)
-    Array([[-1.225,  0.   ,  1.225]], dtype=float32)
+    XLA applies scale and bias that do not go along ``reduction_axes``.
     """
 
     @linen.compact
@@ -58,15 +56,9 @@ class LayerNorm(linen.LayerNorm):
 
 
 class RMSNorm(linen.RMSNorm):
-    """`cunorm.rms_norm` as `flax.linen.RMSNorm` (Zhang, Sennrich 2019, arXiv:1910.07467); otherwise as `LayerNorm`.
+    """`cunorm.rms_norm` (Zhang, Sennrich 2019, arXiv:1910.07467).
 
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from cunorm.adapters.jax.linen import RMSNorm
-    >>> y, variables = RMSNorm().init_with_output(jax.random.key(0), jnp.array([[1.0, -1.0, 1.0]]))
-    >>> y.round(3)
-    Array([[ 1., -1.,  1.]], dtype=float32)
+    XLA applies a scale that does not go along ``reduction_axes``.
     """
 
     @linen.compact
@@ -79,17 +71,9 @@ class RMSNorm(linen.RMSNorm):
 
 
 class GroupNorm(linen.GroupNorm):
-    """`cunorm.group_norm` as `flax.linen.GroupNorm` (Wu, He 2018, arXiv:1803.08494).
+    """`cunorm.group_norm` (Wu, He 2018, arXiv:1803.08494).
 
-    x has its channels last. ``reduction_axes`` must be the last axes; by default they are all but the first.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from cunorm.adapters.jax.linen import GroupNorm
-    >>> y, variables = GroupNorm(2).init_with_output(jax.random.key(0), jnp.array([[1.0, 3.0, 5.0, 9.0]]))
-    >>> y.round(3)
-    Array([[-1.,  1., -1.,  1.]], dtype=float32)
+    ``reduction_axes`` must be the last axes of x.
     """
 
     @linen.compact
@@ -109,18 +93,9 @@ class GroupNorm(linen.GroupNorm):
 
 
 class InstanceNorm(linen.InstanceNorm):
-    """`cunorm.instance_norm` as `flax.linen.InstanceNorm` (Ulyanov, Vedaldi, Lempitsky 2016, arXiv:1607.08022).
+    """`cunorm.instance_norm` (Ulyanov, Vedaldi, Lempitsky 2016, arXiv:1607.08022).
 
-    x has its samples first. ``feature_axes`` other than the last ones, or 1, are moved to the end first, by XLA.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from cunorm.adapters.jax.linen import InstanceNorm
-    >>> y, variables = InstanceNorm().init_with_output(jax.random.key(0), jnp.array([[[1.0, 5.0], [3.0, 9.0]]]))
-    >>> y.round(3)
-    Array([[[-1., -1.],
-            [ 1.,  1.]]], dtype=float32)
+    XLA moves ``feature_axes`` other than 1 or the last.
     """
 
     @linen.compact
@@ -133,22 +108,9 @@ class InstanceNorm(linen.InstanceNorm):
 
 
 class BatchNorm(linen.BatchNorm):
-    """`cunorm.batch_norm` as `flax.linen.BatchNorm` (Ioffe, Szegedy 2015, arXiv:1502.03167).
+    """`cunorm.batch_norm` (Ioffe, Szegedy 2015, arXiv:1502.03167). The statistics are constants to differentiation.
 
-    ``mean`` and ``var`` are updated as Flax does, ``momentum * old + (1 - momentum) * new`` with the biased variance;
-    they are constants to differentiation. With ``axis_name``, of `jax.shard_map` or `jax.vmap`, the statistics are
-    those of all parts, which must be of one size.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> from cunorm.adapters.jax.linen import BatchNorm
-    >>> x, layer = jnp.array([[1.0], [3.0]]), BatchNorm(use_running_average=False, momentum=0.5)
-    >>> variables = layer.init(jax.random.key(0), x)
-    >>> y, updates = layer.apply(variables, x, mutable=["batch_stats"])
-    >>> y.round(3), updates["batch_stats"]["mean"]
-    (Array([[-1.],
-           [ 1.]], dtype=float32), Array([1.], dtype=float32))
+    With ``axis_name``, of `jax.shard_map` or `jax.vmap`, they are those of all parts, which must be of one size.
     """
 
     @linen.compact

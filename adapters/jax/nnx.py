@@ -4,6 +4,13 @@ Each is a subclass of the layer of its name in `flax.nnx`: the same constructor,
 ``bias``, ``mean``, ``var``), so that the states of one are those of the other, and results that differ by rounding.
 ``use_fast_variance`` makes no difference: the variance is always the accurate one. ``mask`` and ``axis_index_groups``
 are refused, and ``axis_name`` too but for BatchNorm, with a ValueError; other errors are those of the functions named.
+
+>>> import jax.numpy as jnp
+>>> from flax.nnx import Rngs
+>>> from cunorm.adapters.jax import nnx
+>>> layer = nnx.BatchNorm(1, momentum=0.5, rngs=Rngs(0))
+>>> layer(jnp.array([[1.0], [3.0]])).round(3).tolist(), layer.mean[...]
+([[-1.0], [1.0]], Array([1.], dtype=float32))
 """
 
 from __future__ import annotations
@@ -30,18 +37,9 @@ def _promoted(layer: Any, x: Any, *variables: Any) -> tuple[Any, ...]:
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`cunorm.layer_norm` as `flax.nnx.LayerNorm` (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
+    """`cunorm.layer_norm` (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
 
-    x has any shape and any float dtype; ``scale`` and ``bias`` have shape (num_features,). Where ``feature_axes`` are
-    not ``reduction_axes``, scale and bias are applied by XLA, in float32.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from cunorm.adapters.jax.nnx import LayerNorm
-    >>> LayerNorm(3, rngs=nnx.Rngs(0))(jnp.array([[1.0, 2.0, 3.0]])).round(3)
-    Array([[-1.225,  0.   ,  1.225]], dtype=float32)
+    XLA applies scale and bias that do not go along ``reduction_axes``.
     """
 
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
@@ -52,15 +50,9 @@ class LayerNorm(nnx.LayerNorm):
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`cunorm.rms_norm` as `flax.nnx.RMSNorm` (Zhang, Sennrich 2019, arXiv:1910.07467); otherwise as `LayerNorm`.
+    """`cunorm.rms_norm` (Zhang, Sennrich 2019, arXiv:1910.07467).
 
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from cunorm.adapters.jax.nnx import RMSNorm
-    >>> RMSNorm(3, rngs=nnx.Rngs(0))(jnp.array([[1.0, -1.0, 1.0]])).round(3)
-    Array([[ 1., -1.,  1.]], dtype=float32)
+    XLA applies a scale that does not go along ``reduction_axes``.
     """
 
     def __call__(self, x: Any, mask: Any = None) -> Any:
@@ -71,17 +63,9 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class GroupNorm(nnx.GroupNorm):
-    """`cunorm.group_norm` as `flax.nnx.GroupNorm` (Wu, He 2018, arXiv:1803.08494).
+    """`cunorm.group_norm` (Wu, He 2018, arXiv:1803.08494).
 
-    x has its channels last. ``reduction_axes`` must be the last axes; by default they are all but the first.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from cunorm.adapters.jax.nnx import GroupNorm
-    >>> GroupNorm(4, 2, rngs=nnx.Rngs(0))(jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(3)
-    Array([[-1.,  1., -1.,  1.]], dtype=float32)
+    ``reduction_axes`` must be the last axes of x.
     """
 
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
@@ -91,18 +75,9 @@ class GroupNorm(nnx.GroupNorm):
 
 
 class InstanceNorm(nnx.InstanceNorm):
-    """`cunorm.instance_norm` as `flax.nnx.InstanceNorm` (Ulyanov, Vedaldi, Lempitsky 2016, arXiv:1607.08022).
+    """`cunorm.instance_norm` (Ulyanov, Vedaldi, Lempitsky 2016, arXiv:1607.08022).
 
-    x has its samples first. ``feature_axes`` other than the last ones, or 1, are moved to the end first, by XLA.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from cunorm.adapters.jax.nnx import InstanceNorm
-    >>> InstanceNorm(2, rngs=nnx.Rngs(0))(jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(3)
-    Array([[[-1., -1.],
-            [ 1.,  1.]]], dtype=float32)
+    XLA moves ``feature_axes`` other than 1 or the last.
     """
 
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
@@ -112,21 +87,9 @@ class InstanceNorm(nnx.InstanceNorm):
 
 
 class BatchNorm(nnx.BatchNorm):
-    """`cunorm.batch_norm` as `flax.nnx.BatchNorm` (Ioffe, Szegedy 2015, arXiv:1502.03167).
+    """`cunorm.batch_norm` (Ioffe, Szegedy 2015, arXiv:1502.03167). The statistics are constants to differentiation.
 
-    ``mean`` and ``var`` are updated as Flax does, ``momentum * old + (1 - momentum) * new`` with the biased variance;
-    they are constants to differentiation. With ``axis_name``, of `jax.shard_map` or `jax.vmap`, the statistics are
-    those of all parts, which must be of one size.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from cunorm.adapters.jax.nnx import BatchNorm
-    >>> layer = BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
-    >>> layer(jnp.array([[1.0], [3.0]])).round(3), layer.mean[...]
-    (Array([[-1.],
-           [ 1.]], dtype=float32), Array([1.], dtype=float32))
+    With ``axis_name``, of `jax.shard_map` or `jax.vmap`, they are those of all parts, which must be of one size.
     """
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
