@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from cases import data
+from jax.extend.core import jaxprs_in_params
 
 import cunorm
 
@@ -89,7 +90,7 @@ def equations_in(jaxpr: Any) -> list[Any]:
     found = []
     for equation in jaxpr.eqns:
         found.append(equation)
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             found += equations_in(inner)
     return found
 

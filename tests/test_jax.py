@@ -30,6 +30,7 @@ from cases import (
     public_forward,
     relative_error,
 )
+from jax_cases import DEVICES, equations_in, to_jax
 from tuning_cases import DEVICE, FakeMachine, favourite, other_geometries, problem_of
 
 import cunorm
@@ -39,7 +40,6 @@ from cunorm.problem import Norm
 
 jax_call: Any = importlib.import_module("cunorm.adapters.jax.call")
 
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 DTYPES = list(NORM_TOLERANCE)
 EPS = 1e-5
 
@@ -50,13 +50,6 @@ def _x64(request: pytest.FixtureRequest) -> Any:
     parameters = getattr(request.node, "callspec", None)
     with jax.enable_x64(parameters is not None and parameters.params.get("dtype") == "float64"):
         yield
-
-
-def to_jax(array: Any, device: str) -> Any:
-    try:
-        return None if array is None else jax.device_put(array, jax.devices(device)[0])
-    except RuntimeError as error:
-        pytest.skip(f"needs an NVIDIA GPU that JAX sees: {error}")
 
 
 def problem(shape: tuple[int, ...], dtype: str, axis: tuple[int, ...], affine: str) -> tuple[Any, Any, Any]:
@@ -259,19 +252,10 @@ def test_only_gradients_asked_for_are_computed() -> None:
     assert results == [(False, True, False)]
 
 
-def calls_in(jaxpr: Any) -> list[Any]:
-    """The calls that a traced function makes, in order."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "cunorm":
-            found.append(equation.params["call"])
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            found += calls_in(inner)
-    return found
-
-
 def backward_calls(jaxpr: Any) -> list[Any]:
-    return [call for call in calls_in(jaxpr.jaxpr) if call.direction == "backward"]
+    equations = equations_in(jaxpr.jaxpr)
+    calls = [equation.params["call"] for equation in equations if equation.primitive.name == "cunorm"]
+    return [call for call in calls if call.direction == "backward"]
 
 
 def test_statistics_are_constants_to_differentiation() -> None:
