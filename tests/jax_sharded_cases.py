@@ -119,21 +119,22 @@ def check_other_axes() -> None:
 
 
 def check_uneven_parts() -> None:
-    """They are gathered: what fills the last part up would be summed over."""
-    x, weight = data(1, (16, PARTS + 1, 8)), data(2, (8,), outliers=False)
+    """They are gathered: what fills the last part up would be counted."""
+    x, weight = data(1, (PARTS + 1, 4, 8)) + 3, data(2, (8,), outliers=False)
+    for function in (cunorm.rms_norm, functools.partial(cunorm.batch_norm, training=True, data_format="NWC")):
 
-    def loss(x: Any, weight: Any) -> Any:
-        x = jax.lax.with_sharding_constraint(x * 2, NamedSharding(MESH, P(None, "data")))
-        return loss_of(cunorm.rms_norm)(x, weight)
+        def loss(x: Any, weight: Any, function: Any = function) -> Any:
+            x = jax.lax.with_sharding_constraint(x * 2, NamedSharding(MESH, P("data")))
+            return loss_of(function)(x, weight)
 
-    expected = jax.grad(loss_of(lambda x, weight: cunorm.rms_norm(x * 2, weight)), (0, 1))(x, weight)
-    assert_all_close(jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(x), jnp.asarray(weight)), expected, 2e-4)
+        expected = jax.grad(loss_of(lambda x, weight, function=function: function(x * 2, weight)), (0, 1))(x, weight)
+        assert_all_close(jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(x), jnp.asarray(weight)), expected, 2e-4)
 
 
 def check_split_weights() -> None:
     """As where every device keeps a part of the parameters: the weight is gathered, x is not."""
     x, weight = data(1, (2 * PARTS, 3, 16)), data(2, (16,), outliers=False)
-    gradient = jax.grad(loss_of(cunorm.layer_norm), (0, 1))
+    gradient = jax.grad(lambda x, weight: (cunorm.layer_norm(x, weight) ** 3).sum(), (0, 1))
     results, _, text = of_compiled(gradient, put(x, "data"), put(weight, "model"))
     assert_all_close(results, gradient(jnp.asarray(x), jnp.asarray(weight)), 2e-4)
     assert set(re.findall(r"= \(?(f32\[[\d,]*\])\S* all-gather", text)) <= {"f32[16]", "f32[8]"}
