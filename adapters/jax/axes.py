@@ -20,7 +20,7 @@ BACKWARD_ROLES = ("x", "x", "x", "vector", "vector", "statistic", "statistic"), 
 class Axes(NamedTuple):
     """Of each role, which axes of x it has, in order; None is an axis that x has not: groups of channels.
 
-    ``whole`` are the axes along which one statistic is taken, or one rounding done: no device can do with a part.
+    ``whole`` are the axes that a statistic is taken along, of which no device can do with a part.
     """
 
     x: tuple[int, ...]
