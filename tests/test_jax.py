@@ -30,6 +30,7 @@ from cases import (
     public_forward,
     relative_error,
 )
+from jax_cases import DEVICES, equations_in, to_jax
 from tuning_cases import DEVICE, FakeMachine, favourite, other_geometries, problem_of
 
 import cunorm
@@ -37,9 +38,8 @@ from cunorm import execute, launch
 from cunorm.plan import Plan, plan, plan_with
 from cunorm.problem import Norm
 
-jax_adapter: Any = importlib.import_module("cunorm.adapters.jax.adapter")
+jax_call: Any = importlib.import_module("cunorm.adapters.jax.call")
 
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 DTYPES = list(NORM_TOLERANCE)
 EPS = 1e-5
 
@@ -50,13 +50,6 @@ def _x64(request: pytest.FixtureRequest) -> Any:
     parameters = getattr(request.node, "callspec", None)
     with jax.enable_x64(parameters is not None and parameters.params.get("dtype") == "float64"):
         yield
-
-
-def to_jax(array: Any, device: str) -> Any:
-    try:
-        return None if array is None else jax.device_put(array, jax.devices(device)[0])
-    except RuntimeError as error:
-        pytest.skip(f"needs an NVIDIA GPU that JAX sees: {error}")
 
 
 def problem(shape: tuple[int, ...], dtype: str, axis: tuple[int, ...], affine: str) -> tuple[Any, Any, Any]:
@@ -255,14 +248,14 @@ def test_backward_without_autodiff(device: str) -> None:
 def test_only_gradients_asked_for_are_computed() -> None:
     x, weight, bias = (jnp.asarray(array) for array in problem((4, 8), "float32", (-1,), "both"))
     gradient = jax.grad(lambda w, x, b: cunorm.layer_norm(x, w, b).sum())
-    results = [call.output_mask for call in backward_calls(jax.make_jaxpr(gradient)(weight, x, bias))]
+    results = [call.mask for call in backward_calls(jax.make_jaxpr(gradient)(weight, x, bias))]
     assert results == [(False, True, False)]
 
 
 def backward_calls(jaxpr: Any) -> list[Any]:
-    text = str(jaxpr)
-    calls = [call for key, call in jax_adapter._calls.items() if f"'{key}'" in text and call.direction == "backward"]
-    return [type("Options", (), dict(call.options)) for call in calls]
+    equations = equations_in(jaxpr.jaxpr)
+    calls = [equation.params["call"] for equation in equations if equation.primitive.name == "cunorm"]
+    return [call for call in calls if call.direction == "backward"]
 
 
 def test_statistics_are_constants_to_differentiation() -> None:
@@ -286,24 +279,72 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
     assert not jax.grad(lambda w: cunorm.layer_norm(x, w).sum())(weight).any()
 
 
-def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[int]] = []
-    prepare = jax_adapter._prepare
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """The pointers and the stream of every call that runs meanwhile."""
+    seen: list[tuple[list[int], int]] = []
+    prepare = jax_call._prepare
 
     def recording(*arguments: Any) -> Any:
-        prepared, present = prepare(*arguments)
+        prepared = prepare(*arguments)
 
         def run(pointers: list[int], workspace: int, stream: int) -> None:
-            seen.append(pointers)
+            seen.append((pointers, stream))
             prepared.run(pointers, workspace, stream)
 
-        return dataclasses.replace(prepared, run=run), present
+        key = arguments[:-1]
+        jax_call._prepared[key] = dataclasses.replace(prepared, run=run)
+        return jax_call._prepared[key]
 
-    monkeypatch.setattr(jax_adapter, "_prepare", recording)
-    x, bias = jnp.asarray(data(1, (64, 128))), jnp.asarray(data(2, (128,)))
+    monkeypatch.setattr(jax_call, "_prepare", recording)
+    monkeypatch.setattr(jax_call, "_prepared", {})
+    return seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_copied(device: str, runs: list[tuple[list[int], int]]) -> None:
+    x, bias = to_jax(data(1, (64, 128)), device), to_jax(data(2, (128,)), device)
     y = jax.block_until_ready(cunorm.layer_norm(x, None, bias))
     x_at, bias_at, y_at = (array.unsafe_buffer_pointer() for array in (x, bias, y))
-    assert seen == [[x_at, 0, 0, bias_at, y_at, 0, 0, 0]]
+    assert [pointers for pointers, _ in runs] == [[x_at, 0, 0, bias_at, y_at, 0, 0, 0]]
+
+
+@pytest.mark.gpu
+def test_runs_on_the_stream_of_xla(runs: list[tuple[list[int], int]]) -> None:
+    """Between products that take long: on another stream a norm would read what is not there yet."""
+
+    def model(norm: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = norm(jnp.matmul(x, x, precision="highest") / 32)
+        return jnp.matmul(x, x, precision="highest")
+
+    def plain(x: Any) -> Any:
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + EPS)
+
+    ours, theirs = (jax.jit(functools.partial(model, norm)) for norm in (cunorm.layer_norm, plain))
+    for seed in range(4):
+        x = to_jax(data(seed, (1024, 1024), outliers=False), "cuda")
+        assert relative_error(np.asarray(ours(x)), np.asarray(theirs(x), np.float64)) < 1e-3
+    assert runs and all(stream for _, stream in runs), "the null stream is not XLA's"
+
+
+@pytest.mark.gpu
+def test_several_gpus() -> None:
+    """Each computes what lies on it, in turns and without waiting."""
+    devices = [device for device in jax.devices() if device.platform == "gpu"]
+    if len(devices) < 2:
+        pytest.skip("needs an NVIDIA GPU beside another")
+    arrays = [jax.device_put(data(seed, (256, 1024)), device) for seed, device in enumerate(devices)]
+    results = list(arrays)
+    for _ in range(10):
+        results = [cunorm.layer_norm(result) + array for result, array in zip(results, arrays)]
+    for result, array, device in zip(results, arrays, devices):
+        assert result.devices() == {device}
+        expected = to_jax(np.asarray(array), "cpu")
+        given = expected
+        for _ in range(10):
+            expected = cunorm.layer_norm(expected) + given
+        assert relative_error(np.asarray(result), np.asarray(expected, np.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -337,7 +378,7 @@ def test_derivatives_that_do_not_exist_are_refused() -> None:
         return (cunorm.layer_norm(x) ** 3).sum()
 
     x = jnp.ones((2, 8))
-    with pytest.raises(ValueError, match=r"cunorm.* cannot be differentiated"):
+    with pytest.raises(ValueError, match="gradients of cunorm cannot be differentiated: there are no second"):
         jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(loss, (x,), (x,))
@@ -346,7 +387,7 @@ def test_derivatives_that_do_not_exist_are_refused() -> None:
 def test_without_jax_tvm_ffi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
     with pytest.raises(RuntimeError, match=r'pip install "cunorm\[jax\]"'):
-        jax_adapter._register.__wrapped__()
+        jax_call._register.__wrapped__()
 
 
 def test_an_executable_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,20 +399,19 @@ def test_an_executable_of_another_process(monkeypatch: pytest.MonkeyPatch) -> No
     x = jnp.asarray(data(1, (3, 40)))
     allowed = [jax.export.DisabledSafetyCheck.custom_call("cunorm")]
     stored = jax.export.export(jax.jit(function), disabled_checks=allowed)(x).serialize()
-    monkeypatch.setattr(jax_adapter, "_calls", {})
-    jax_adapter._prepare.cache_clear()
+    monkeypatch.setattr(jax_call, "_calls", {})
+    monkeypatch.setattr(jax_call, "_prepared", {})
     loaded = jax.export.deserialize(stored).call
     with pytest.raises(RuntimeError, match="traced by another process"):
         jax.block_until_ready(loaded(x))
-    jax.clear_caches()
-    jax.eval_shape(function, x)
+    jax.jit(function).lower(x)
     np.testing.assert_array_equal(loaded(x), function(x))
 
 
 def test_names_of_calls_are_stored_in_place() -> None:
     """jax-tvm-ffi 0.1.3 frees longer strings before they are read."""
     cunorm.layer_norm(jnp.ones((2, 8)))
-    assert jax_adapter._calls and all(len(key.encode()) <= 7 for key in jax_adapter._calls)
+    assert jax_call._calls and all(len(key.encode()) <= 7 for key in jax_call._calls)
 
 
 def test_arrays_on_different_devices() -> None:
@@ -393,16 +433,16 @@ cunorm.layer_norm(x, weight)
     assert re.search("RuntimeError: weight is on .*1 and x on .*0; they must be on one device", result.stderr)
 
 
-# ---- What is prepared while tracing: on GPUs that are none, so that nothing runs but what the adapter asks for.
+# ---- What is prepared while lowering: on GPUs that are none, so that nothing runs but what the adapter asks for.
 
 
 @dataclass
 class Gpus:
-    """Two GPUs of one model, on the second of which more clusters fit; and the custom calls traced meanwhile."""
+    """Two GPUs of one model, on the second of which more clusters fit; and the custom calls lowered meanwhile."""
 
     made: list[tuple[int, Plan]] = field(default_factory=list)
     ran: list[tuple[int, Plan]] = field(default_factory=list)
-    traced: list[Traced] = field(default_factory=list)
+    lowered: list[Lowered] = field(default_factory=list)
 
     @staticmethod
     def device(index: int) -> Any:
@@ -414,19 +454,21 @@ class Gpus:
 
 
 @dataclass
-class Traced:
-    """A custom call: its attributes, how many inputs and outputs it has, and the last of them, the workspace."""
+class Lowered:
+    """A custom call: its attributes, and its inputs and outputs, of which the last may be the workspace."""
 
     attributes: dict[str, Any]
-    tensors: int
-    workspace: int
+    tensors: list[Any]
+
+    @property
+    def workspace(self) -> int:
+        return self.tensors[-1].size if self.tensors[-1].dtype == jnp.uint8 else 0
 
     def run(self, index: int) -> None:
         """As XLA does on a CUDA device."""
-        memory = SimpleNamespace(
-            __dlpack_device__=lambda: (2, index), data_ptr=lambda: 1 << 20, shape=(self.workspace,)
-        )
-        jax_adapter._run_call(*self.attributes.values(), *[memory] * self.tensors, 0)
+        place = {"__dlpack_device__": lambda: (2, index), "data_ptr": lambda: 1 << 20}
+        memory = [SimpleNamespace(shape=tensor.shape, dtype=tensor.dtype, **place) for tensor in self.tensors]
+        jax_call._run(*self.attributes.values(), *memory, 0)
 
 
 @pytest.fixture
@@ -435,8 +477,7 @@ def gpus(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus
 
     def recording(target: str, results: Any, **options: Any) -> Any:
         def bound(*given: Any, **attributes: Any) -> Any:
-            workspace = results[-1].size if results[-1].dtype == jnp.uint8 else 0
-            found.traced.append(Traced(attributes, len(given) + len(results), workspace))
+            found.lowered.append(Lowered(attributes, [*map(jax.typeof, given), *results]))
             return ffi_call(target, results, **options)(*given, **attributes)
 
         return bound
@@ -446,12 +487,12 @@ def gpus(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
     monkeypatch.setattr(launch, "device", found.device)
     monkeypatch.setattr(launch, "Call", found.call)
-    jax_adapter._cuda_devices.cache_clear()
+    jax_call._cuda_devices.cache_clear()
     yield found
-    jax_adapter._cuda_devices.cache_clear()
+    jax_call._cuda_devices.cache_clear()
 
 
-def trace_backward(*shape: int) -> None:
+def lower_backward(*shape: int) -> None:
     x, vector = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct(shape[-1:], jnp.bfloat16)
     row = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
 
@@ -459,12 +500,12 @@ def trace_backward(*shape: int) -> None:
         *arrays, bias = arrays
         return cunorm.layer_norm_backward(*arrays, bias=bias)
 
-    jax.eval_shape(gradients, x, x, vector, row, row, vector)
+    jax.jit(gradients).lower(x, x, vector, row, row, vector)
 
 
 def test_a_call_is_prepared_for_every_gpu_even_of_one_model(gpus: Gpus) -> None:
-    trace_backward(8192, 65536)
-    (call,) = gpus.traced
+    lower_backward(8192, 65536)
+    (call,) = gpus.lowered
     problem = problem_of(8192, 65536, direction="backward")
     plans = [(index, plan(problem, gpus.device(index))) for index in (0, 1)]
     assert plans[0][1].workspace_bytes < plans[1][1].workspace_bytes == call.workspace
@@ -481,8 +522,8 @@ def test_a_gpu_that_cannot_be_used_is_no_hindrance_for_others(gpus: Gpus, monkey
         return gpus.device(index)
 
     monkeypatch.setattr(launch, "device", device)
-    trace_backward(8192, 65536)
-    (call,) = gpus.traced
+    lower_backward(8192, 65536)
+    (call,) = gpus.lowered
     call.run(1)
     with pytest.raises(RuntimeError, match="device 0 has compute capability"):
         call.run(0)
@@ -497,11 +538,11 @@ def test_tuning_serves_what_is_traced_later(gpus: Gpus, fake_machine: FakeMachin
         for geometry in other_geometries(problem)
         if (chosen := plan_with(problem, DEVICE, geometry)).workspace_bytes > built_in.workspace_bytes
     )
-    trace_backward(4096, 8192)
+    lower_backward(4096, 8192)
     fake_machine.seconds = favourite(problem, geometry, 1.25)
     cunorm.tune("layer_norm", (4096, 8192), "bfloat16", direction="backward")
-    trace_backward(4096, 8192)
-    before, after = gpus.traced
+    lower_backward(4096, 8192)
+    before, after = gpus.lowered
     assert (before.workspace, after.workspace) == (built_in.workspace_bytes, tuned.workspace_bytes)
     before.run(0)
     after.run(0)
@@ -511,17 +552,18 @@ def test_tuning_serves_what_is_traced_later(gpus: Gpus, fake_machine: FakeMachin
 
 def test_an_executable_with_too_small_a_workspace(gpus: Gpus) -> None:
     """It may come from another process, which had other GPUs or other plans."""
-    trace_backward(8192, 65536)
-    (call,) = gpus.traced
+    lower_backward(8192, 65536)
+    (call,) = gpus.lowered
     with pytest.raises(RuntimeError, match=r"CUDA device 1 needs more workspace .*; compile it in this process"):
-        dataclasses.replace(call, workspace=call.workspace - 1).run(1)
+        small = jax.ShapeDtypeStruct((call.workspace - 1,), jnp.uint8)
+        dataclasses.replace(call, tensors=[*call.tensors[:-1], small]).run(1)
 
 
 def test_what_was_traced_is_not_forgotten_with_prepared_calls(gpus: Gpus) -> None:
-    trace_backward(4096, 8192)
+    lower_backward(4096, 8192)
     made = list(gpus.made)
     execute.forget_prepared()
-    gpus.traced[0].run(1)
+    gpus.lowered[0].run(1)
     assert gpus.made == made and gpus.ran == made[1:]
 
 
@@ -576,7 +618,7 @@ def test_gelu_under_transformations() -> None:
     batched = jax.vmap(lambda x: cunorm.gelu(x, bias=bias))(x)
     np.testing.assert_array_equal(batched, cunorm.gelu(x, bias=bias))
     gradient = jax.grad(lambda bias, x: cunorm.gelu(x, bias=bias).sum())
-    masks = [call.output_mask for call in backward_calls(jax.make_jaxpr(gradient)(bias, x))]
+    masks = [call.mask for call in backward_calls(jax.make_jaxpr(gradient)(bias, x))]
     assert masks == [(False, False, True)]
     with pytest.raises(TypeError, match="out cannot be given for JAX arrays: they are immutable"):
         cunorm.gelu(x, out=x)

@@ -1,0 +1,250 @@
+"""The layers for Flax NNX and Linen beside Flax's own: parameters, results, gradients, statistics, and refusals."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import data
+from jax_cases import assert_all_close, calls_in
+
+nnx: Any = importlib.import_module("cunorm.adapters.jax.nnx")
+linen: Any = importlib.import_module("cunorm.adapters.jax.linen")
+
+# The layer, its options, the shape of x, how many features there are, and how many kernels run.
+LAYERS: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = [
+    ("LayerNorm", {}, (3, 5, 8), 8, 1),
+    ("LayerNorm", {"epsilon": 0.1, "use_scale": False}, (4, 8), 8, 1),
+    ("LayerNorm", {"use_bias": False, "use_fast_variance": False}, (4, 8), 8, 1),
+    ("LayerNorm", {"reduction_axes": (1, 2), "feature_axes": (1, 2)}, (3, 4, 6), 24, 1),
+    ("LayerNorm", {"reduction_axes": (1, 2)}, (3, 4, 6), 6, 1),
+    ("RMSNorm", {}, (3, 5, 8), 8, 1),
+    ("RMSNorm", {"use_scale": False, "epsilon": 0.1}, (3, 8), 8, 1),
+    ("RMSNorm", {"reduction_axes": 1, "feature_axes": 1}, (3, 8, 5), 8, 1),
+    ("GroupNorm", {"num_groups": 4}, (3, 5, 5, 8), 8, 1),
+    ("GroupNorm", {"num_groups": 2}, (3, 8), 8, 1),
+    ("GroupNorm", {"num_groups": None, "group_size": 2, "use_bias": False}, (3, 5, 8), 8, 1),
+    ("GroupNorm", {"num_groups": 2, "reduction_axes": (-3, -2, -1)}, (6, 5, 4, 8), 8, 1),
+    ("InstanceNorm", {}, (3, 5, 5, 8), 8, 1),
+    ("InstanceNorm", {"use_scale": False, "use_bias": False}, (3, 5, 8), 8, 1),
+    ("InstanceNorm", {"feature_axes": 1}, (3, 8, 5), 8, 1),
+    ("InstanceNorm", {"feature_axes": 2}, (3, 5, 8, 4), 8, 1),
+    ("BatchNorm", {"use_running_average": False}, (6, 5, 8), 8, 1),
+    ("BatchNorm", {"use_running_average": False, "momentum": 0.5, "axis": 1}, (6, 8, 5), 8, 1),
+    ("BatchNorm", {"use_running_average": False, "axis": 0, "use_scale": False}, (8, 6, 5), 8, 1),
+    ("BatchNorm", {"use_running_average": False, "use_bias": False}, (1, 8), 8, 0),
+    ("BatchNorm", {"use_running_average": True}, (6, 5, 8), 8, 1),
+]
+# Every layer in float32 and all in bfloat16; dtypes that differ, of one layer with statistics and one without.
+WITH_DTYPES = [
+    (*layer, *dtypes)
+    for layer in LAYERS
+    for dtypes in [(None, "float32", "float32"), ("bfloat16", "float32", "bfloat16")]
+] + [
+    (*layer, *dtypes)
+    for layer in (LAYERS[0], LAYERS[16])
+    for dtypes in [(None, "float32", "bfloat16"), ("bfloat16", "float32", "float32"), ("float16",) * 3]
+]
+EVERY = pytest.mark.parametrize(
+    ("name", "options", "shape", "features", "kernels", "dtype", "param_dtype", "x_dtype"), WITH_DTYPES, ids=str
+)
+# Of one rounding to sixteen bits, or two. Flax NNX computes all of an evaluated batch norm in bfloat16.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-7, "float16": 2.0**-9, "bfloat16 throughout": 2.0**-4}
+
+
+def values_like(tree: Any) -> Any:
+    """Other numbers, from 0.1 on, for the leaves of parameters and statistics."""
+    leaves, structure = jax.tree.flatten(tree)
+    drawn = [jnp.asarray(np.abs(data(5 + i, leaf.shape)) + 0.1, leaf.dtype) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def assert_same(ours: Any, theirs: Any, name: str) -> None:
+    assert_all_close(ours, theirs, TOLERANCE[name])
+
+
+def narrowest_of(y: Any, x: Any, dtype: Any) -> str:
+    return str(min((y.dtype, x.dtype, jnp.dtype(dtype or x.dtype)), key=lambda item: (item.itemsize, item.name)))
+
+
+def loss_of(y: Any) -> Any:
+    return (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)).sum()
+
+
+@EVERY
+def test_nnx(
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    features: int,
+    kernels: int,
+    dtype: Any,
+    param_dtype: Any,
+    x_dtype: Any,
+) -> None:
+    x = jnp.asarray(data(1, shape, outliers=False), x_dtype)
+    options = options | {"dtype": dtype, "param_dtype": param_dtype}
+    ours, theirs = (getattr(of, name)(features, **options, rngs=flax.nnx.Rngs(0)) for of in (nnx, flax.nnx))
+    graphdef, state = flax.nnx.split(ours)
+    if jax.tree.leaves(state):
+        assert_same(state, flax.nnx.state(theirs), "float32")
+    state = values_like(state)
+    their_graphdef, their_state = flax.nnx.split(theirs)
+    assert jax.tree.structure(flax.nnx.to_pure_dict(state)) == jax.tree.structure(flax.nnx.to_pure_dict(their_state))
+    flax.nnx.update(theirs, state)
+    their_state = flax.nnx.state(theirs)
+    flax.nnx.update(ours, their_state)  # and the other way
+
+    def run(graphdef: Any, state: Any, x: Any) -> Any:
+        layer = flax.nnx.merge(graphdef, state)
+        y = layer(x)
+        return loss_of(y), (y, flax.nnx.state(layer))
+
+    gradient = jax.grad(run, (1, 2), has_aux=True, allow_int=True)
+    (dstate, dx), (y, new) = jax.jit(gradient, static_argnums=0)(graphdef, flax.nnx.state(ours), x)
+    (their_dstate, their_dx), (their_y, their_new) = gradient(their_graphdef, their_state, x)
+    narrowest = narrowest_of(y, x, dtype)
+    if options.get("use_running_average") and narrowest == "bfloat16":
+        narrowest = "bfloat16 throughout"
+    assert_same(y, their_y, narrowest)
+    assert_same(dx, their_dx, narrowest)
+    if jax.tree.leaves(state.filter(flax.nnx.Param)):
+        assert_same(*(tree.filter(flax.nnx.Param) for tree in (dstate, their_dstate)), narrowest)
+    assert_same((new, y), (their_new, their_y), narrowest)
+
+
+@EVERY
+def test_linen(
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    features: int,
+    kernels: int,
+    dtype: Any,
+    param_dtype: Any,
+    x_dtype: Any,
+) -> None:
+    x = jnp.asarray(data(1, shape, outliers=False), x_dtype)
+    options = options | {"dtype": dtype, "param_dtype": param_dtype}
+    ours, theirs = (getattr(of, name)(**options) for of in (linen, flax.linen))
+    key = jax.random.key(0)
+    variables = theirs.init(key, x)
+    if variables:
+        assert_same(ours.init(key, x), variables, "float32")
+    variables = values_like(variables)
+
+    def run(layer: Any, variables: Any, x: Any) -> Any:
+        y, new = layer.apply(variables, x, mutable=["batch_stats"])
+        return loss_of(y), (y, new)
+
+    gradient = jax.grad(run, (1, 2), has_aux=True)
+    (dvariables, dx), (y, new) = jax.jit(gradient, static_argnums=0)(ours, variables, x)
+    (their_dvariables, their_dx), (their_y, their_new) = gradient(theirs, variables, x)
+    narrowest = narrowest_of(y, x, dtype)
+    assert_same(y, their_y, narrowest)
+    assert_same(dx, their_dx, narrowest)
+    if "params" in variables:
+        assert_same(dvariables["params"], their_dvariables["params"], narrowest)
+    assert_same((new, y), (their_new, their_y), narrowest)
+    assert len(calls_in(lambda x: ours.apply(variables, x, mutable=["batch_stats"]), x)) == kernels
+
+
+@pytest.mark.parametrize("of", [nnx, linen], ids=["nnx", "linen"])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm"])
+def test_what_is_refused(of: Any, name: str) -> None:
+    x = jnp.ones((4, 3, 8))
+    always = {"num_groups": 2} if name == "GroupNorm" else {}
+    always |= {"use_running_average": False} if name == "BatchNorm" else {}
+
+    def run(mask: Any = None, **options: Any) -> Any:
+        if of is nnx:
+            return getattr(of, name)(8, **always, **options, rngs=flax.nnx.Rngs(0))(x, mask=mask)
+        return getattr(of, name)(**always, **options).init_with_output(jax.random.key(0), x, mask=mask)[0]
+
+    assert run().shape == x.shape
+    with pytest.raises(ValueError, match=f"mask is given to {name}; it must be None"):
+        run(jnp.ones((4, 3, 8), bool))
+    with pytest.raises(ValueError, match=f"axis_index_groups of {name} is .*0.*; it must be None"):
+        run(axis_index_groups=[[0]])
+    if name != "BatchNorm":
+        with pytest.raises(ValueError, match=f"axis_name of {name} is 'rows'; it must be None"):
+            run(axis_name="rows")
+    if of is linen:
+        with pytest.raises(ValueError, match=f"force_float32_reductions of {name} is False; it must be True"):
+            run(force_float32_reductions=False)
+
+
+def test_axes_that_are_refused() -> None:
+    x, rngs = jnp.ones((4, 3, 8)), flax.nnx.Rngs(0)
+    with pytest.raises(ValueError, match=r"reduction_axes is \(0, -1\) for x of shape .*; it must be the last axes"):
+        nnx.GroupNorm(8, 2, reduction_axes=(0, -1), rngs=rngs)(x)
+    with pytest.raises(ValueError, match=r"feature_axes is 0 for x of shape .*; the first axis must be the batch's"):
+        nnx.InstanceNorm(4, feature_axes=0, rngs=rngs)(x)
+    with pytest.raises(ValueError, match="num_groups is 32 and group_size 2; one of them must be None"):
+        linen.GroupNorm(group_size=2).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="group_size is 3; it must divide the 8 channels of x"):
+        linen.GroupNorm(num_groups=None, group_size=3).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="use_running_average is None here and in the constructor"):
+        nnx.BatchNorm(8, use_running_average=None, rngs=rngs)(x)
+
+
+@pytest.mark.parametrize("of", [nnx, flax.nnx], ids=["ours", "theirs"])
+def test_modes_of_nnx(of: Any) -> None:
+    """train() and eval() are Flax's; both libraries go through the same test."""
+    layer, x = of.BatchNorm(8, rngs=flax.nnx.Rngs(0)), jnp.asarray(data(1, (16, 8)))
+    layer.eval()
+    np.testing.assert_allclose(layer(x), x / np.sqrt(np.float32(1 + 1e-5)), rtol=1e-6)
+    layer.train()
+    np.testing.assert_allclose(layer(x).mean(0), np.zeros(8), atol=1e-5)
+    np.testing.assert_allclose(layer.mean[...], 0.01 * x.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_batch_norm_over_an_axis_of_vmap() -> None:
+    """As over the devices of a mesh, which tests of sharding show: values, statistics, and all gradients are Flax's."""
+    x = jnp.asarray(data(1, (4, 6, 8), outliers=False)) * jnp.arange(1.0, 5)[:, None, None] + 3
+    variables = values_like(flax.linen.BatchNorm().init(jax.random.key(0), x[0], use_running_average=False))
+
+    def run(of: Any, variables: Any, x: Any) -> Any:
+        layer = of.BatchNorm(use_running_average=False, axis_name="parts", use_fast_variance=False)
+        apply = lambda x: layer.apply(variables, x, mutable=["batch_stats"])  # noqa: E731
+        y, new = jax.vmap(apply, axis_name="parts")(x)
+        return loss_of(y), (y, new)
+
+    gradients, results = zip(*(jax.grad(run, (1, 2), has_aux=True)(of, variables, x) for of in (linen, flax.linen)))
+    assert_same(results[0], results[1], "float32")
+    assert_same(gradients[0][0]["params"], gradients[1][0]["params"], "float32")
+    assert_same(gradients[0][1], gradients[1][1], "float32")
+
+
+def test_a_model_of_linen_takes_the_layers_in_place() -> None:
+    """Its parameters have the same names, so that those that were trained with Flax's layers serve."""
+
+    def model(of: Any) -> Any:
+        return flax.linen.Sequential([flax.linen.Dense(8), of.LayerNorm(), flax.linen.relu, of.GroupNorm(num_groups=2)])
+
+    x = jnp.asarray(data(1, (4, 6)))
+    variables = model(flax.linen).init(jax.random.key(0), x)
+    assert_same(model(linen).apply(variables, x), model(flax.linen).apply(variables, x), "float32")
+    names = {name for name in variables["params"] if "Norm" in name or "layers" in name}
+    assert names == set(model(linen).init(jax.random.key(0), x)["params"])
+
+
+@pytest.mark.parametrize("module", [nnx, linen], ids=["nnx", "linen"])
+def test_examples(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
+
+
+def test_flax_is_not_imported_for_jax() -> None:
+    code = "import sys, cunorm.adapters.jax; print('flax' in sys.modules, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
