@@ -7,7 +7,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -566,6 +566,7 @@ class ChannelNorm:
     kept: float
     taken: float
     unbiased: bool
+    name_in_ops: str = field(default="", init=False, repr=False)
 
     @staticmethod
     def of(

@@ -36,6 +36,7 @@ __all__ = [
     "generation",
     "interned",
     "is_compiling",
+    "name_op",
     "numpy_dtype",
     "prepare_on_cpu",
     "prepared_once",
@@ -97,6 +98,10 @@ class Op(Protocol):
     """
 
     @property
+    def name_in_ops(self) -> str:
+        """Its name among `OPS`."""
+
+    @property
     def keeps_bias(self) -> bool:
         """Whether the gradients need the bias: where an activation was taken of what the bias was added to."""
 
@@ -151,6 +156,12 @@ OPS = types.SimpleNamespace()
 _op_numbers = itertools.count()
 
 
+def name_op(op: Op, name: str) -> None:
+    """Put an op, which knows its name then, among `OPS`."""
+    object.__setattr__(op, "name_in_ops", name)
+    setattr(OPS, name, op)
+
+
 def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
     """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
 
@@ -164,7 +175,7 @@ def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
         attributes = tuple(vars(op).values())
         if attributes not in names:
             name = f"op_{next(_op_numbers)}"
-            setattr(OPS, name, op)
+            name_op(op, name)
             names.setdefault(attributes, name)
         return names[attributes]
 

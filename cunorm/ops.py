@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cunorm import adapters, execute, launch, reference
@@ -348,6 +348,7 @@ class RowNorm:
     axis: tuple[int, ...]
     eps: float
     norm: Norm
+    name_in_ops: str = field(default="", init=False, repr=False)
 
     updates_running = False
 

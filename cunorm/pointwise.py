@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cunorm import adapters, execute, reference
@@ -129,6 +129,7 @@ class Pointwise:
     """
 
     activation: str
+    name_in_ops: str = field(default="", init=False, repr=False)
 
     updates_running = False
 
@@ -169,6 +170,8 @@ class Pointwise:
 
 
 _OPS = {activation: Pointwise(activation) for activation in ("gelu", "gelu_tanh")}
+for _name, _op in _OPS.items():
+    execute.name_op(_op, _name)
 
 
 @execute.prepared_once

@@ -135,8 +135,9 @@ def apply(
     given |= zip(("running_mean", "running_var"), running or (None, None))
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
-    name, operands, attributes, names = _forward_call(op, residual is not None, bool(running), stats or recorded)
-    results = getattr(torch.ops.cunorm, name)(*[given[item] for item in operands], *attributes, stats or recorded)
+    keeps = stats or recorded
+    name, operands, attributes, names = _forward_call(op.name_in_ops, residual is not None, bool(running), keeps)
+    results = getattr(torch.ops.cunorm, name)(*[given[item] for item in operands], *attributes, keeps)
     found = dict(zip(names, results))
     if "running_var" in found:
         for tensor, place in zip(running, ("running_mean", "running_var")):
@@ -147,7 +148,7 @@ def apply(
 
 def backward(op: Op, output_mask: tuple[bool, bool, bool], bias_dtype: str | None, *tensors: Any) -> Gradients:
     """`Adapter.backward` by PyTorch's dispatcher, of its tensors in that order."""
-    name, operands, attributes = _backward_call(op)
+    name, operands, attributes = _backward_call(op.name_in_ops)
     given = dict(zip(_BACKWARD, tensors))
     gradients = getattr(torch.ops.cunorm, name)(
         *[given[item] for item in operands], *attributes, output_mask, bias_dtype
@@ -163,14 +164,16 @@ def _family_of(op: Any) -> str:
     return op.name if isinstance(op, ChannelNorm) else "gelu"
 
 
-def _forward_call(op: Op, has_residual: bool, has_running: bool, stats: bool) -> tuple[Any, ...]:
+def _forward_call(name_in_ops: str, has_residual: bool, has_running: bool, stats: bool) -> tuple[Any, ...]:
     """The operator of an op, what it takes, and what its results are."""
+    op = getattr(execute.OPS, name_in_ops)
     name = _family_of(op)
     family = _FAMILIES[name]
     return name, family.forward, family.attributes(op), _result_names(name, op, has_residual, has_running, stats)
 
 
-def _backward_call(op: Op) -> tuple[Any, ...]:
+def _backward_call(name_in_ops: str) -> tuple[Any, ...]:
+    op = getattr(execute.OPS, name_in_ops)
     name = _family_of(op)
     return f"{name}_backward", _FAMILIES[name].backward, _FAMILIES[name].attributes(op)
 
@@ -182,7 +185,8 @@ def _result_names(name: str, op: Op, has_residual: bool, has_running: bool, stat
     return y + residual_out + statistics + (_FORWARD[4:] if has_running and op.updates_running else ())
 
 
-# torch.compile calls these while it traces, and takes the results for constants.
+# torch.compile calls these while it traces, and takes the results for constants. Of the arguments it must know the
+# values, as it does of names and not, before PyTorch 2.13, of ops.
 for _function in (_forward_call, _backward_call):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
