@@ -136,7 +136,7 @@ def apply(
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
     keeps = stats or recorded
-    name, operands, attributes, names = _forward_call(op.name_in_ops, residual is not None, bool(running), keeps)
+    name, operands, attributes, names = _forward_call(op.name_in_ops, residual is not None, len(running) > 0, keeps)
     results = getattr(torch.ops.cunorm, name)(*[given[item] for item in operands], *attributes, keeps)
     found = dict(zip(names, results))
     if "running_var" in found:
