@@ -34,8 +34,8 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
-# What an activation takes besides, forward; and its derivative, beside sums of columns or in double. 64 and more groups of
-# 65,536 bfloat16 numbers spill 8 bytes so under silu, but take 1.34 of a copy's time, with fewer vectors 1.45.
+# What an activation takes besides, forward; and its derivative, beside sums of columns or in double. 256 groups of
+# 65,536 float16 numbers take 1.34 under silu so, with fewer vectors 1.45; of bfloat16 they spill 8 bytes.
 _ACTIVATION_REGISTERS = 8
 _DERIVATIVE_REGISTERS = 24
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
