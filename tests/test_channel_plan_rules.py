@@ -406,3 +406,27 @@ def test_every_slab_keeps_the_same_rules(
                 item = next(item for item in chosen.launches if item.kernel != "column_sums")
                 declared = _static_shared_bytes(item, problem)
                 assert declared <= slab.static_bytes(problem) <= MOST_STATIC_BYTES
+
+
+# ---- What was measured to be faster comes first.
+
+
+def _strategies(*arguments: Any, **options: Any) -> list[str]:
+    return [plan(problem, Device()).strategy for problem in plain_channel_norm(*arguments, **options)]
+
+
+def test_slabs_where_rows_of_clusters_are_slower() -> None:
+    assert _strategies((8, 32, 64**3), "float16") == ["channel_slab", "row_cluster"]
+    assert _strategies((4, 256, 32**3), activation="silu") == ["row_block", "channel_slab"]
+    assert _strategies((4, 256, 32**3)) == ["row_block", "row_cluster"]
+
+
+def test_long_rows_that_leave_multiprocessors_idle_are_shared() -> None:
+    forward, _ = plain_channel_norm((2, 512, 64**2), "float16", 16)
+    assert {launch.cluster for launch in plan(forward, Device()).launches} == {2}
+
+
+def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
+    for problem in plain_channel_norm((2, 32, 6**3), "float16", last=True):
+        (launch,) = (item for item in plan(problem, Device()).launches if item.kernel.startswith("channel_slab"))
+        assert 32 % int(dict(launch.constants)["CHANNEL_LANES"]) == 0

@@ -34,8 +34,7 @@ _MOST_THREADS = 512
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
-# What an activation takes besides, forward; and its derivative, beside sums of columns or in double. 256 groups of
-# 65,536 float16 numbers take 1.34 under silu so, with fewer vectors 1.45; of bfloat16 they spill 8 bytes.
+# What an activation takes besides, forward; and its derivative, beside sums of columns or in double.
 _ACTIVATION_REGISTERS = 8
 _DERIVATIVE_REGISTERS = 24
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
@@ -117,7 +116,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
         geometry = _with_room(replace(geometry, weights="late"), problem, device)
     if geometry is None or not _fits(geometry, problem, device):
         return None
-    # Under an activation 8 vectors of sixteen-bit numbers would spill in a block that has whole rows.
+    # Under an activation 8 vectors of sixteen-bit numbers would spill 16 to 32 bytes in a block that has whole rows; in
+    # a cluster they don't. Slabs take as long: 1.49 for 32,768 float16 numbers of a channel under silu.
     full = geometry.blocks_per_row == 1 and geometry.threads * geometry.vectors >= 8 * _MOST_THREADS
     return None if full and geometry.width == 8 and problem.norm.activation is not None else geometry
 
@@ -438,8 +438,13 @@ def _fits_registers(
         # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
         other += 16 * (problem.channels is not None and device.capability >= 100)
         if problem.residual is not None:
-            other += 4 + 28 * (problem.norm.activation is not None)
-        other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
+            other += 4
+        if problem.norm.activation is not None:
+            # More beside a residual, and with several channels of a row for the exact gelu and for bfloat16, which
+            # would spill with 16 vectors.
+            heavy = problem.norm.activation == "gelu" or problem.x.dtype == "bfloat16"
+            more_channels = heavy and _has_channels(problem)
+            other += _ACTIVATION_REGISTERS + 28 * (problem.residual is not None or more_channels)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double
         # Read directly, all of a thread's are loaded at once.
