@@ -104,7 +104,7 @@ def test_a_compiled_step_is_one_of_the_compiled_model(monkeypatch: pytest.Monkey
     ]
     assert all(entry.seconds for entry in results.measurements)
     norms = [{type(m).__module__ for m in model.modules() if isinstance(m, nn.LayerNorm)} for model in compiled]
-    assert norms == [{"torch.nn.modules.normalization"}, {"cunorm.adapters.torch.modules"}]
+    assert norms == [{"torch.nn.modules.normalization"}, {"cunorm.adapters.torch.replace"}]
 
 
 def test_warming_times_nothing() -> None:

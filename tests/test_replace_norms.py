@@ -17,6 +17,7 @@ from diffusers.models import activations as diffusers_activations
 from diffusers.models import normalization as diffusers_norms
 from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
@@ -70,17 +71,19 @@ def every_layer() -> nn.ModuleDict:
     )
 
 
-def test_layers_of_torch_nn_become_ours_and_stay_themselves() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_torch_nn_become_ours_and_stay_themselves(compiled: bool) -> None:
     model = every_layer().eval()
     model["layer_norm"].train()
     before = {name: (module, vars(module).copy(), type(module)) for name, module in model.items()}
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     state = copy.deepcopy(model.state_dict())
-    report = replace_norms(model)
+    report = replace_norms(model, compiled=compiled)
     assert not report.left and report.counts == {kind.__name__: 1 for _, _, kind in before.values()}
     for name, (module, attributes, kind) in before.items():
         assert model[name] is module and vars(module) == attributes
-        assert type(module) is getattr(layers, kind.__name__) and isinstance(module, kind)
+        assert isinstance(module, getattr(layers, kind.__name__)) and isinstance(module, kind)
+        assert (type(module) is getattr(layers, kind.__name__)) == compiled
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor is tensors[name]
     assert {module.training for module in model.values()} == {True, False}
@@ -97,13 +100,13 @@ def test_undo_of_what_is_something_else_by_now() -> None:
     model[1].__class__ = Qwen3RMSNorm
     with pytest.raises(RuntimeError, match="1 is a Qwen3RMSNorm by now"):
         report.undo()
-    assert type(model[0]) is layers.LayerNorm  # nothing is undone by half
+    assert isinstance(model[0], layers.LayerNorm)  # nothing is undone by half
 
 
 def test_a_layer_on_its_own_and_a_layer_that_is_there_twice() -> None:
     layer = nn.LayerNorm(8)
     assert replace_norms(layer).counts == {"LayerNorm": 1}
-    assert type(layer) is layers.LayerNorm
+    assert isinstance(layer, layers.LayerNorm)
     norm = nn.LayerNorm(8)
     model = nn.ModuleList([norm, nn.Sequential(norm)])
     assert replace_norms(model).counts == {"LayerNorm": 1}
@@ -595,13 +598,13 @@ SMALL |= {
 }
 
 
-def pair(name: str, device: str, dtype: torch.dtype) -> list[nn.Module]:
+def pair(name: str, device: str, dtype: torch.dtype, compiled: bool = False) -> list[nn.Module]:
     """A model as it is, and the same one after replace_norms."""
     make, _, counts = SMALL[name]
     torch.manual_seed(0)
     theirs = make().train().to(device, dtype)
     ours = copy.deepcopy(theirs)
-    report = replace_norms(ours)
+    report = replace_norms(ours, compiled=compiled)
     assert report.counts == counts, report
     assert not report.left, report
     return [theirs, ours]
@@ -665,7 +668,7 @@ def graphs_of(model: nn.Module, **options: Any) -> tuple[Any, list[set[str]]]:
 def test_layers_are_compiled_without_a_graph_break() -> None:
     model = nn.Sequential(ConvNextLayerNorm(16, data_format="channels_first"), GroupNorm(16), nn.Flatten(2))
     model.extend([nn.LayerNorm(15), ACT2FN["gelu_new"], LlamaRMSNorm(15), GemmaRMSNorm(15), T5LayerNorm(15)])
-    assert len(replace_norms(model).replaced) == 7
+    assert len(replace_norms(model, compiled=True).replaced) == 7
     compiled, graphs = graphs_of(model, fullgraph=True)
     x = torch.randn(IMAGES)
     torch.testing.assert_close(compiled(x), model(x))
@@ -678,7 +681,7 @@ def test_a_model_that_was_compiled_before_is_compiled_again() -> None:
     compiled, graphs = graphs_of(model)
     x = torch.randn(4, 16)
     expected = compiled(x)
-    report = replace_norms(compiled)
+    report = replace_norms(compiled, compiled=True)
     assert len(report.replaced) == 2
     torch.testing.assert_close(compiled(x), expected)
     assert [{"cunorm.layer_norm", "cunorm.rms_norm"} <= graph for graph in graphs] == [False, True]
@@ -687,8 +690,24 @@ def test_a_model_that_was_compiled_before_is_compiled_again() -> None:
     assert len(graphs) == 2  # the first one is there still
 
 
+def test_what_is_traced_stays_what_it_was() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.GELU(), LlamaRMSNorm(16), nn.BatchNorm1d(16))
+    original = copy.deepcopy(model)
+    replace_norms(model)
+    compiled, graphs = graphs_of(model, fullgraph=True)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(compiled(x), original(x))
+    graphs.append({str(node.target) for node in torch.export.export(model, (x,)).graph.nodes})
+    assert len(graphs) == 2 and not any("cunorm" in target for graph in graphs for target in graph)
+    for name, buffer in original.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:  # where nothing traces it is cunorm again
+        torch.testing.assert_close(model(x), original(x))
+    assert sum("native_layer_norm" in event.name for event in profiler.events()) == 1
+
+
 def test_a_compiled_model_trains_as_the_eager_one() -> None:
-    theirs, ours = pair("Llama-like 1B", "cpu", torch.float32)
+    theirs, ours = pair("Llama-like 1B", "cpu", torch.float32, compiled=True)
     compiled, graphs = graphs_of(ours)
     shape = SMALL["Llama-like 1B"][1]
     steps = models.step(theirs, shape), models.step(ours, shape, compiled)

@@ -102,14 +102,15 @@ def replace_norms(
     include: Choice | Sequence[Choice] | None = None,
     exclude: Choice | Sequence[Choice] = (),
     kinds: Sequence[str] = _KINDS,
+    compiled: bool = False,
 ) -> Report:
     """Let cunorm compute the norm layers of a model, and its GELUs. The model is changed in place.
 
-    The layers of torch.nn are known: they become those of this module that have their names. Other layers whose class
-    is called a norm or a GELU (LlamaRMSNorm and its siblings, T5LayerNorm, the channels-first layer norms of ConvNeXt,
-    NewGELUActivation, ...) are tried: a copy of the layer and the functions of cunorm run on random tensors on the CPU,
-    of several shapes and dtypes, and only one with the same outputs and gradients takes its place. What was not tried,
-    another number of dimensions say, goes on to the layer's own ``forward``.
+    The layers of torch.nn are known: they compute as those of this package that have their names. Other layers whose
+    class is called a norm or a GELU (LlamaRMSNorm and its siblings, T5LayerNorm, the channels-first layer norms of
+    ConvNeXt, NewGELUActivation, ...) are tried: a copy of the layer and the functions of cunorm run on random tensors
+    on the CPU, of several shapes and dtypes, and only one with the same outputs and gradients takes its place. What was
+    not tried, another number of dimensions say, goes on to the layer's own ``forward``.
 
     A layer stays the same object with another class, a subclass of the one it had. Parameters, buffers, hooks, mode,
     device and state dict stay, and so do optimizers and whatever else holds the layer or its parameters.
@@ -125,6 +126,10 @@ def replace_norms(
         Not these layers, likewise.
     kinds : sequence of {"norms", "gelus"}
         What to replace.
+    compiled : bool
+        Whether cunorm computes the layers also where ``torch.compile`` or ``torch.export`` traces them. Else they go on
+        there as they were: the compiler fuses them with what is around them, which it cannot do with cunorm's
+        operators.
 
     Returns
     -------
@@ -155,8 +160,8 @@ def replace_norms(
     replaced 2 layers, left 0
         1 LayerNorm -> cunorm.layer_norm (1)
         1 GELU -> cunorm.gelu (2)
-    >>> type(model[1]).__module__
-    'cunorm.adapters.torch.modules'
+    >>> isinstance(model[1], torch.nn.LayerNorm), type(model[1]) is torch.nn.LayerNorm
+    (True, False)
     >>> report.undo()
     >>> type(model[1]) is torch.nn.LayerNorm
     True
@@ -181,9 +186,10 @@ def replace_norms(
         else:
             reason = _untouchable(module)
         ours, text = (None, reason) if reason else _substitute(module, proved)
-        if ours is not None:
-            module.__class__ = ours
-        (left if ours is None else replaced).append(Entry(name, module, original, text, ours))
+        now = None if ours is None else _derived(ours, original, compiled)
+        if now is not None:
+            module.__class__ = now
+        (left if now is None else replaced).append(Entry(name, module, original, text, now))
     return Report(tuple(replaced), tuple(left))
 
 
@@ -245,14 +251,14 @@ def _untouchable(module: nn.Module) -> str | None:
 
 
 def _substitute(module: nn.Module, proved: dict[Any, Formula | str]) -> tuple[type[nn.Module] | None, str]:
-    """The class that takes the place of a layer's, and the name of what it computes; or None and why there is none."""
+    """The class whose forward a layer gets, and the name of what it computes; or None and why there is none."""
     kind = type(module)
     for theirs, (ours, function) in _OURS.items():
         if isinstance(module, theirs) and _computes_as(kind, theirs):
             for name in ("weight", "bias"):
                 if hasattr(module, name) and name not in module._parameters:
                     return None, f"its {name} is no parameter, but set by a hook"
-            return ours if kind is theirs else _derived(ours, kind), f"cunorm.{function}"
+            return ours, f"cunorm.{function}"
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return None, "its forward is its own, and it keeps statistics"
     if module._modules:
@@ -263,7 +269,7 @@ def _substitute(module: nn.Module, proved: dict[Any, Formula | str]) -> tuple[ty
     if isinstance(formula, str):
         return None, formula
     vars(module)[_FORMULA] = formula
-    return _derived(_Proved, kind), str(formula)
+    return _Proved, str(formula)
 
 
 def _computes_as(kind: type[nn.Module], theirs: type[nn.Module]) -> bool:
@@ -292,25 +298,37 @@ _classes: dict[Any, type[nn.Module]] = {}  # those that were made at run time
 
 
 class _Derived(nn.Module):
-    """What stands before a user's class in the class that takes its place."""
+    """What stands before a layer's class in the class that takes its place."""
 
-    _made_of: tuple[type[nn.Module], type[nn.Module]]
+    _made_of: tuple[type[nn.Module], type[nn.Module], bool]
 
     # Pickle would not find the class by its name.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, self._made_of, super().__reduce_ex__(2)[2]
 
 
-def _rebuild(ours: type[nn.Module], original: type[nn.Module]) -> nn.Module:
-    kind = _derived(ours, original)
+class _DerivedEager(_Derived):
+    """The same, for one that has its own forward back wherever it is traced."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._made_of[1].forward(self, *args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+def _rebuild(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> nn.Module:
+    kind = _derived(ours, original, compiled)
     return kind.__new__(kind)
 
 
-def _derived(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a user's class that computes as ours does."""
-    key = ours, original
+def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> type[nn.Module]:
+    """The subclass of a layer's class that computes as ours does; where it is ``compiled``, too."""
+    if compiled and issubclass(ours, original):
+        return ours
+    key = ours, original, compiled
     if key not in _classes:
-        bases = (_Derived, ours, original)
+        first = _Derived if compiled else _DerivedEager
+        bases = (first, ours) if issubclass(ours, original) else (first, ours, original)
         _classes[key] = type(f"Cunorm{original.__name__}", bases, {"_made_of": key})
     return _classes[key]
 
