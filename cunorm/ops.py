@@ -473,7 +473,7 @@ def _prepare_forward(
         residual=residual,
         residual_out=views[5],
     )
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
 
 
 @execute.prepared_once
@@ -534,7 +534,7 @@ def _prepare_backward(
         bias=bias,
         dresidual_out=dresidual_out,
     )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
@@ -546,9 +546,15 @@ def prepare_launches(
     problem: AnyProblem,
     operands: tuple[str, ...],
     outputs: tuple[Output | None, ...],
-    device_index: int,
+    device: tuple[str, int],
 ) -> Prepared:
-    """A call of the plan for a problem, with what was tuned for it, if anything was."""
+    """A call of the plan for a problem, with what was tuned for it, if anything was.
+
+    On the device of `cunorm.execute.NOWHERE` it is only described.
+    """
+    if device == execute.NOWHERE:
+        return execute.Described(outputs, device, 0, execute.cannot_run, problem, operands)
+    _, device_index = device
     tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
     chosen = plan(problem, launch.device(device_index), tuned.geometry if tuned else None)
     call = launch.Call(chosen, operands, device_index)
