@@ -61,15 +61,15 @@ class LocalGpu(NamedTuple):
     device: Device
 
 
-def local_gpu() -> tuple[LocalGpu | None, str]:
-    """The first GPU here; and, where none can be used, why."""
+def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
+    """A GPU here, the first one; and, where it cannot be used, why."""
     names, reason = cuda_devices()
     if not names:
         return None, f"no CUDA device ({reason})"
     try:
-        return LocalGpu(names[0], launch.device(0)), ""
+        return LocalGpu(names[index], launch.device(index)), ""
     except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
-        return None, f"{names[0]} cannot be used ({error})"
+        return None, f"{names[index]} cannot be used ({error})"
 
 
 def measured_copy_rate(nbytes: int = 1 << 29) -> float:
