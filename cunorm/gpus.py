@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,20 +73,24 @@ def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
         return None, f"{names[index]} cannot be used ({error})"
 
 
-def measured_copy_rate(nbytes: int = 1 << 29) -> float:
-    """Bytes a second, read and written, of a plain copy on the current CUDA device: the best of a few.
+@functools.cache
+def measured_copy_rate(index: int = 0, nbytes: int = 1 << 29) -> float:
+    """Bytes a second, read and written, of a plain copy on a CUDA device: the best of a few.
 
     Raises a MemoryError or RuntimeError where the GPU has no room or no time for it.
     """
     cupy = launch.cupy()
-    source = cupy.zeros(nbytes, cupy.uint8)
-    target = cupy.empty_like(source)
-    best = float("inf")
-    for _ in range(8):
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        cupy.copyto(target, source)
-        stop.record()
-        stop.synchronize()
-        best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+    with cupy.cuda.Device(index):
+        source = cupy.zeros(nbytes, cupy.uint8)
+        target = cupy.empty_like(source)
+        best = float("inf")
+        for _ in range(8):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            cupy.copyto(target, source)
+            stop.record()
+            stop.synchronize()
+            best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+        del source, target
+        cupy.get_default_memory_pool().free_all_blocks()  # which other libraries may need
     return 2 * nbytes / best
