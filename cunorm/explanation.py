@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cunorm import adapters, gpus, launch, ops
 from cunorm.channels import ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
-from cunorm.execute import NOWHERE, Op, Prepared
+from cunorm.execute import NOWHERE, Described, Op, Prepared
 from cunorm.occupancy import occupancy
 from cunorm.plan import Device, Launch, Plan, fitted, plan
 from cunorm.pointwise import Pointwise
@@ -392,7 +392,7 @@ def explain(
         return_stats,
         (True, weight_view is not None, bias_view is not None) if output_mask is None else check_mask(output_mask),
     )
-    return _explained(call, f"{op}_backward" if backward else op, x, _target(arch, place), place, measure)
+    return _explained(call, f"{op}_backward" if backward else op, _target(arch, place), place, measure)
 
 
 class _Call(NamedTuple):
@@ -420,8 +420,9 @@ class _Call(NamedTuple):
         y, residual_out, mean, rstd = ops.views_of(forward.outputs, device)
         if not self.backward:
             return forward, [x, residual, weight, bias, y, *running, residual_out, mean, rstd]
-        inputs = (y, residual_out, residual_out or x, weight, bias, mean, rstd)
-        prepared = self.op.prepare_backward(*inputs, self.output_mask, None)
+        dy, x = there(y), residual_out or x
+        prepared = self.op.prepare_backward(dy, residual_out, x, weight, bias, mean, rstd, self.output_mask, None)
+        inputs = [dy, residual_out, x, weight, bias, mean, rstd]
         return prepared, [*inputs, *ops.views_of(prepared.outputs, device)]
 
 
@@ -461,7 +462,7 @@ class _Target(NamedTuple):
     device: Device
     rate: float | None
     rate_is: str
-    index: int | None
+    place: int | None
 
 
 def _target(arch: str | None, place: int | None) -> _Target:
@@ -491,14 +492,14 @@ def _here(local: gpus.LocalGpu, index: int) -> _Target:
 # ---- What is said of a plan.
 
 
-def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None, measure: bool | None) -> Explanation:
-    prepared, _ = call.prepared()
-    problem = prepared.problem
-    assert problem is not None
-    if target.index is None:
+def _explained(call: _Call, op: str, target: _Target, place: int | None, measure: bool | None) -> Explanation:
+    described, _ = call.prepared()
+    assert isinstance(described, Described)
+    problem = described.problem
+    if target.place is None:
         chosen, tuned = plan(problem, target.device), None
     else:
-        chosen, tuned = ops.chosen_plan(problem, target.index)
+        chosen, tuned = ops.chosen_plan(problem, target.place)
     area_of = "rows", "columns"
     if isinstance(problem, ChannelForward | ChannelBackward):
         seen_as = f"{problem.samples} samples of {problem.channels} channels of {problem.points} points"
@@ -520,7 +521,7 @@ def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None,
         problem=problem,
         title=target.title,
         device=target.device,
-        here=target.index is not None,
+        here=target.place is not None,
         seen_as=seen_as,
         area=area,
         area_of=area_of,
@@ -534,12 +535,12 @@ def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None,
         launches=launches,
         compiler=compiler,
     )
-    if measure is False or (measure is None and (place is None or place != target.index)):
+    if measure is False or (measure is None and (place is None or place != target.place)):
         return explanation
-    if target.index is None:
+    if target.place is None:
         raise RuntimeError(f"measure is True, but {target.title} is not a GPU of this machine")
     try:
-        seconds, copy_seconds = _measure(call, target.index, call.x.pointer if place is not None else 0, problem)
+        seconds, copy_seconds = _measure(call, target.place, call.x.pointer if place is not None else 0, problem)
     except (MemoryError, RuntimeError) as error:
         if measure:
             raise RuntimeError(f"the call cannot be timed: {error}") from error
@@ -795,7 +796,8 @@ def _measure(call: _Call, index: int, x_pointer: int, problem: AnyProblem) -> tu
                 end.record()
             stream.synchronize()
             # The first ones compile, and wake the clocks.
-            return statistics.median(cupy.cuda.get_elapsed_time(*pair) * 1e-3 for pair in pairs[_SAMPLES // 4 :])
+            times = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairs[_SAMPLES // 4 :]]
+            return statistics.median(times) * 1e-3
 
         return (
             median(lambda: prepared.run(pointers, workspace.data.ptr, stream.ptr)),

@@ -120,7 +120,7 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
             fill = "" if stripe < shown_stripes - 1 else _SKY if piece else _BLUE
             canvas.box(_LEFT + piece * _STRIP / shown_pieces, y, _STRIP / shown_pieces, 12, fill)
         y += 12
-    above = _LEFT, _LEFT + _STRIP / shown_pieces, y
+    above = float(_LEFT), _LEFT + _STRIP / shown_pieces, float(y)
 
     text = _count(main.grid, "blocks")
     if main.cluster > 1:
@@ -136,8 +136,10 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     per_row, lanes, groups = main.threads_per_row, min(32, main.threads), main.threads // main.threads_per_row
     text = f"{_count(main.warps, 'warps')} a block, {_count(main.threads, 'threads')}"
     if groups > 1:
-        each = -(-share_rows // groups)
-        text += f": {_count(per_row, 'threads')} for each{f' {each}' * (each > 1)} of {_count(share_rows, row)}"
+        alike_rows = -(-share_rows // groups)
+        text += (
+            f": {_count(per_row, 'threads')} for each{f' {alike_rows}' * (alike_rows > 1)} of {_count(share_rows, row)}"
+        )
     threads = range(main.threads)
     alike = [i % main.thread_stride == 0 and i // main.thread_stride < per_row for i in threads]
     warps = [any(alike[i : i + 32]) for i in threads[::32]]
@@ -226,8 +228,8 @@ def _draw_times(canvas: _Canvas, explanation: Explanation, y: float) -> float:
     if seconds is None or copy is None:
         y = canvas.lines(_RIGHT, y, label, 60, bold=True)
     else:
-        times = ((label, floor, ""), (f"A copy of as many bytes: {duration(copy)}", copy, ""))
-        times += ((f"Measured: {duration(seconds)}, r = {explanation.r:.3f}", seconds, _SKY),)
+        times = [(label, floor, ""), (f"A copy of as many bytes: {duration(copy)}", copy, "")]
+        times.append((f"Measured: {duration(seconds)}, r = {explanation.r:.3f}", seconds, _SKY))
         for label, length, color in times:
             y = canvas.lines(_RIGHT, y, label, 60, bold=True)
             canvas.box(_RIGHT, y - 8, _PANEL * length / max(seconds, copy, floor), 8, color)
