@@ -365,6 +365,8 @@ def test_compile_errors_are_shown_in_part() -> None:
     ("options", "error", "message"),
     [
         ({"on": "tpu"}, ValueError, "on is 'tpu'; it must be"),
+        ({"seeds": 0}, ValueError, "seeds is 0; it must be at least 1"),
+        ({"shapes": (4, 8), "on": "emulator"}, TypeError, r"shapes is \(4, 8\); it must be a sequence of shapes"),
         ({"dtypes": ["int8"]}, TypeError, "dtypes has 'int8'; it must be of float16"),
         ({"shapes": [(0,)], "on": "emulator"}, ValueError, "no call of these shapes and dtypes launches row_block"),
     ],

@@ -37,15 +37,14 @@ class BenchReport(Table):
     def plot(self) -> Any:
         """GB/s and r over the shapes, with a copy as the ceiling: a matplotlib Figure. Needs matplotlib."""
         try:
-            from matplotlib import pyplot
+            from cunorm.bench.plots import Shown
         except ImportError as error:
             raise RuntimeError(
                 '.plot() needs matplotlib, which is not installed: pip install "cunorm[notebook]"'
             ) from error
         shapes = list(dict.fromkeys(row[1] for row in self.rows))
-        with pyplot.ioff():  # a notebook shows what is returned, and not a second time what was drawn
-            figure, (rate, ratio) = pyplot.subplots(2, 1, figsize=(6.4, 5.2), sharex=True, layout="constrained")
-        pyplot.close(figure)
+        figure = Shown(figsize=(6.4, 5.2), layout="constrained")
+        rate, ratio = figure.subplots(2, 1, sharex=True)
         for text, (color, marker, line) in _STYLES.items():
             for axis, column, label in ((rate, "GB/s", text), (ratio, "r", None)):
                 place = _COLUMNS.index(column)

@@ -362,7 +362,11 @@ _ON_GPU = _ON_EMULATOR + _table(_GPU_ROWS, _GPU_CHANNELS, [asked for asked in _A
 def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Example]:
     """The ops on tensors of these shapes: first those of rows, which any shape has."""
     examples = []
-    for shape, dtype in itertools.product([tuple(map(operator.index, shape)) for shape in shapes], dtypes):
+    try:
+        sizes = [tuple(map(operator.index, shape)) for shape in shapes]
+    except TypeError:
+        raise TypeError(f"shapes is {shapes!r}; it must be a sequence of shapes, each a sequence of ints") from None
+    for shape, dtype in itertools.product(sizes, dtypes):
         examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
         if len(shape) > 2:
             for op, data_format in itertools.product(("instance_norm", "group_norm", "batch_norm"), ("NC...", "N...C")):

@@ -122,6 +122,8 @@ class Experiment:
 
         if on not in (None, "gpu", "emulator"):
             raise ValueError(f"on is {on!r}; it must be 'gpu', 'emulator' or None")
+        if seeds < 1:
+            raise ValueError(f"seeds is {seeds}; it must be at least 1")
         index = _gpu() if on != "emulator" else None
         if on == "gpu" and index is None:
             raise RuntimeError("on is 'gpu', and there is no NVIDIA GPU that can be used here")
