@@ -24,7 +24,7 @@ from tuning_cases import prepare
 import cunorm
 from cunorm import execute, kernels, launch, resources
 from cunorm.compile_error import CompileError
-from cunorm.experiments import bench, examples
+from cunorm.experiments import bench, check, examples
 from cunorm.experiments.tables import Table
 from cunorm.plan import Device, Plan, plan
 from cunorm.tuning import gpu as tuning_gpu
@@ -297,6 +297,16 @@ def test_an_access_out_of_bounds_in_a_header() -> None:
     finding = found_in(experiment, (2, 4096))
     assert "scratch' __shared__ memory" in finding
     assert re.search(r"kernels/reduce\.cuh:(\d+)\n +\1 \|       .*/ 32 \+ 64\] = values\[i\];$", finding)
+
+
+@needs_emulator
+def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_TIMEOUT", 0.5)
+    begin = "extern __shared__ __align__(16) X_TYPE staged[];"
+    finding = found_in(edited(ROWS, (begin, f"while (true) __nanosleep(1);\n  {begin}")), (33, 8))
+    assert "still running after 0.5 s, block (0, 0, 0)" in finding and finding.endswith(
+        "|   while (true) __nanosleep(1);"
+    )
 
 
 @needs_emulator
