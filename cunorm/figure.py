@@ -151,7 +151,7 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     text += f"{elements} {explanation.dtype}"
     text += " of as many channels" * (main.constants.get("ALONG_CHANNELS") == 1)
     _, _, y = _draw_strip(canvas, above, text, main.vectors, [True] * _MOST_CELLS, parts=elements)
-    legend = f"Dark: what is drawn larger below. Light blue: of the same {row[:-1]}. Grey: of others."
+    legend = f"Dark blue: drawn larger below. Light blue: of the same {row[:-1]}. Grey: of others."
     return canvas.lines(_LEFT, y + 20, legend, 90, 11)
 
 
