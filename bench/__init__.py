@@ -1,7 +1,6 @@
 """The benchmarks: suites, the libraries compared, the timing, the plots and tables; ``python -m cunorm bench``.
 
-In a notebook, `load` reads saved results and `measure` makes new ones; both show themselves, and have a ``frame`` for
-pandas and a ``plot``.
+In a notebook, `load` reads saved results and `measure` makes new ones.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def measure(
     --------
     >>> from cunorm import bench
     >>> results = bench.measure([(4096, 4096), (32768, 8192)], dtype="bfloat16")  # doctest: +SKIP
-    >>> results.plot()  # doctest: +SKIP
     """
     if isinstance(what, str):
         if what not in SUITES | MODEL_SUITES:

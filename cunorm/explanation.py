@@ -62,18 +62,18 @@ class LaunchExplanation:
     block: tuple[int, int]
     cluster: int
     cooperative: bool
-    share: tuple[int, int] | None
-    blocks_per_row: int
-    block_stride: int
-    turns: int
-    threads_per_row: int
-    thread_stride: int
-    vectors: int
-    vector_bytes: int
     bytes_read: int
     bytes_written: int
     bytes_through_shared: int
     dynamic_shared_bytes: int
+    share: tuple[int, int] | None = None
+    blocks_per_row: int = 0
+    block_stride: int = 0
+    turns: int = 0
+    threads_per_row: int = 0
+    thread_stride: int = 0
+    vectors: int = 0
+    vector_bytes: int = 0
     static_shared_bytes: int | None = None
     registers: int | None = None
     spill_bytes: int | None = None
@@ -150,12 +150,11 @@ class Explanation:
 
     @property
     def seen_as(self) -> str:
-        problem = self.problem
-        text = f"{self.area[0]} {self.area_of[0]} of {self.area[1]} {self.area_of[1]}"
-        if not isinstance(problem, ChannelForward | ChannelBackward):
-            return text
-        means = f"{problem.channels_per_set} channels a mean"
-        return f"{text}; {problem.samples} samples of {problem.channels} channels of {problem.points} points, {means}"
+        problem, text = self.problem, f"{self.area[0]} {self.area_of[0]} of {self.area[1]} {self.area_of[1]}"
+        if isinstance(problem, ChannelForward | ChannelBackward):
+            text += f"; {problem.samples} samples of {problem.channels} channels of {problem.points} points"
+            text += f", {problem.channels_per_set} channels a mean"
+        return text
 
     @property
     def lives_in(self) -> str:
@@ -579,11 +578,11 @@ def _launches(chosen: Plan, problem: AnyProblem, device: Device) -> tuple[tuple[
             block=item.block,
             cluster=item.cluster,
             cooperative=item.cooperative,
-            **layout,
             bytes_read=read,
             bytes_written=written,
             bytes_through_shared=through,
             dynamic_shared_bytes=item.shared_bytes,
+            **layout,
         )
         try:
             found.append(_with_resources(explained, device))
@@ -610,17 +609,12 @@ def _with_resources(item: LaunchExplanation, device: Device) -> LaunchExplanatio
     )
 
 
-_NO_LAYOUT = {"share": None} | dict.fromkeys(
-    ("blocks_per_row", "block_stride", "turns", "threads_per_row", "thread_stride", "vectors", "vector_bytes"), 0
-)
-
-
 def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any]:
     """How a launch lies over its problem: that part of a `LaunchExplanation`."""
     constants: dict[str, Any] = dict(item.constants)
     given: dict[str, Any] = dict(item.arguments)
     if "VECTOR" not in constants:  # it only adds up what others have left
-        return _NO_LAYOUT
+        return {}
     width, threads = constants["VECTOR"], math.prod(item.block)
     lanes = constants.get("CHANNEL_LANES") or constants.get("ROW_LANES", 1)  # rows that lie beside each other
     threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
@@ -664,7 +658,7 @@ def _times(whole: int, part: int) -> int:
 def _measure(call: _Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[float, float]:
     """The times of a call and of a copy of the bytes that must move: medians, with a cold L2 cache.
 
-    x is the user's where it has an address; all else is drawn.
+    x is the user's where it has an address; all else is drawn at random.
     """
     cupy = launch.cupy()
     with cupy.cuda.Device(index) as device:
