@@ -20,14 +20,15 @@ from cunorm.checks import (
     check_x,
 )
 from cunorm.execute import Output, Prepared
-from cunorm.plan import plan
+from cunorm.plan import Plan, plan
 from cunorm.problem import AnyProblem, BackwardProblem, ForwardProblem, Norm, View
-from cunorm.tuning_file import entry_for
+from cunorm.tuning_file import Entry, entry_for
 
 __all__ = [
     "BACKWARD_OPERANDS",
     "FORWARD_OPERANDS",
     "RowNorm",
+    "chosen_plan",
     "layer_norm",
     "layer_norm_backward",
     "layout_of",
@@ -473,7 +474,7 @@ def _prepare_forward(
         residual=residual,
         residual_out=views[5],
     )
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
 
 
 @execute.prepared_once
@@ -534,7 +535,7 @@ def _prepare_backward(
         bias=bias,
         dresidual_out=dresidual_out,
     )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
@@ -546,13 +547,24 @@ def prepare_launches(
     problem: AnyProblem,
     operands: tuple[str, ...],
     outputs: tuple[Output | None, ...],
-    device_index: int,
+    device: tuple[str, int],
 ) -> Prepared:
-    """A call of the plan for a problem, with what was tuned for it, if anything was."""
-    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
-    chosen = plan(problem, launch.device(device_index), tuned.geometry if tuned else None)
+    """A call of the plan for a problem.
+
+    On the device of `cunorm.execute.NOWHERE` it is only described.
+    """
+    if device == execute.NOWHERE:
+        return execute.Described(outputs, device, 0, execute.cannot_run, problem, operands)
+    _, device_index = device
+    chosen, _ = chosen_plan(problem, device_index)
     call = launch.Call(chosen, operands, device_index)
     return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)
+
+
+def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | None]:
+    """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was; and that."""
+    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
+    return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import cunorm
-from cunorm import launch
-from cunorm.cli import gpus, output
+from cunorm import gpus, launch
+from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["run"]
@@ -27,7 +27,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (("torch",),),
     "jax": (("jax",), ("jax-tvm-ffi",)),
     "tensorflow": (("tensorflow", "tensorflow-cpu"),),
-    "bench": (("matplotlib",),),
+    "bench": (("matplotlib",), ("pandas",)),
     "test": (("pytest",), ("pytest-xdist",), ("hypothesis",)),
 }
 

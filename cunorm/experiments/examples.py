@@ -1,0 +1,453 @@
+"""Calls of the package whose right results are known: the problems that an experiment is checked on.
+
+An `Example` is a call of an op with drawn tensors. It takes the way of every call, from checked views to a problem; the
+definition in NumPy says in float64 what is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from cunorm import execute
+from cunorm.channels import ChannelNorm
+from cunorm.execute import Described, Op, Output, numpy_dtype
+from cunorm.ops import RowNorm
+from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_split
+from cunorm.plan.constants import are_rows, lie_alike
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_grid import RowGrid
+from cunorm.pointwise import Pointwise
+from cunorm.problem import (
+    DTYPES,
+    AnyProblem,
+    BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ChannelProblem,
+    ForwardProblem,
+    View,
+)
+
+__all__ = [
+    "Array",
+    "Chosen",
+    "Example",
+    "Tensors",
+    "launching",
+    "of_kernel",
+    "of_shapes",
+    "outputs_of",
+    "owner_of",
+    "typical",
+]
+
+Array = np.ndarray[Any, Any]
+
+# A GPU so small that the emulator has little to do, and that blocks take several rows each.
+SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
+_GRID_DEVICE = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
+_EPS = 0.01  # large enough that a kernel without it is wrong
+_FORWARD_OUTPUTS = ("y", "residual_out", "mean", "rstd")
+_BACKWARD_OUTPUTS = ("dx", "dweight", "dbias")
+_CPU = ("cpu", 0)
+# Largest difference from float64, in roundings of what is computed with, of the numbers that a result is made of.
+_ROUNDINGS = 24.0
+
+
+class Tensors(NamedTuple):
+    """The arrays of one call by the names of its operands, None for those that it has not; and those that it writes."""
+
+    operands: dict[str, Array | None]
+    results: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an op, of tensors that are drawn.
+
+    ``layout`` is how x, dy and the residual lie in memory: "plain", at an "odd" offset, or with "gaps" between rows.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    backward: bool = False
+    weight: str | None = "same"
+    bias: str | None = "same"
+    activation: str | None = None
+    residual: bool = False
+    stats: bool = True
+    layout: str = "plain"
+    axis: int = -1
+    data_format: str = "NC..."
+    num_groups: int | None = None
+    running: bool = False
+
+    COLUMNS = ("call", "shape", "dtype")
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """What tables say of it."""
+        call = f"{self.op}_backward" if self.backward else self.op
+        return call, "x".join(map(str, self.shape)), self.dtype
+
+    @property
+    def flags(self) -> str:
+        """What else is asked for, other than by default."""
+        others = [item for item in fields(self) if item.name not in ("op", "shape", "dtype", "backward")]
+        given = [(item.name, getattr(self, item.name), item.default) for item in others]
+        return ", ".join(f"{name}={value}" for name, value, default in given if value != default)
+
+    def __str__(self) -> str:
+        return " ".join(self.cells)
+
+    @property
+    def without_statistics(self) -> Example:
+        return replace(self, stats=False, running=False)
+
+    @property
+    def _op(self) -> Op:
+        if self.op == "gelu":
+            return Pointwise.of("tanh" if self.activation == "gelu_tanh" else "none")
+        if self.op in ("layer_norm", "rms_norm"):
+            return RowNorm.of(self.axis, _EPS, self.activation, self.op == "layer_norm")
+        return ChannelNorm.of(self.op, self.data_format, _EPS, self.activation, self.num_groups)
+
+    @property
+    def _vector_length(self) -> int:
+        if self.op in ("layer_norm", "rms_norm", "gelu"):
+            return self.shape[self.axis]
+        return self.shape[-1 if self.data_format.endswith("C") else 1]
+
+    def draw(self, blank: bool = False) -> dict[str, Array | None]:
+        """The tensors that the call is given, by their names, not to be written; ``blank`` ones have no numbers."""
+        tensors = self._drawn(blank)
+        for array in tensors.values():
+            if array is not None:
+                owner_of(array).flags.writeable = False
+        return tensors
+
+    def _drawn(self, blank: bool) -> dict[str, Array | None]:
+        drawn, length = _blank if blank else _drawn, self._vector_length
+
+        def vector(seed: int, kind: str | None, about: float) -> Array | None:
+            return None if kind is None else drawn(seed, (length,), self.dtype if kind == "same" else kind, about, 0.25)
+
+        def matrix(seed: int, about: float) -> Array:
+            if self.layout == "odd":
+                return drawn(seed, (math.prod(self.shape) + 1,), self.dtype, about)[1:].reshape(self.shape)
+            if self.layout == "gaps":
+                return drawn(seed, (*self.shape[:-1], self.shape[-1] + 3), self.dtype, about)[..., :-3]
+            return drawn(seed, self.shape, self.dtype, about)
+
+        x = matrix(1, 0.3)
+        tensors: dict[str, Array | None] = {"x": x, "weight": vector(2, self.weight, 1.0)}
+        tensors["bias"] = vector(3, self.bias, 0.2)
+        if self.running and not self.backward:
+            tensors["running_mean"] = drawn(6, (length,), "float32", 0.0)
+            tensors["running_var"] = drawn(7, (length,), "float32", 3.0, 0.1)
+        if not self.backward:
+            return tensors | {"residual": matrix(4, 0.0) if self.residual else None}
+        tensors |= {"dy": matrix(4, 0.1), "dresidual_out": matrix(5, 0.0) if self.residual else None}
+        if self.op == "gelu":
+            return tensors
+        # The statistics as the forward pass leaves them, rounded.
+        forward = replace(self, backward=False, residual=False, running=False, stats=True, activation=None)
+        described = forward.described({"x": x})
+        exact = {} if blank else forward._in_float64({"x": x})
+        for name, output in zip(_FORWARD_OUTPUTS, described.outputs):
+            if name in ("mean", "rstd") and output is not None:
+                empty = _empty(output, output.dtype)
+                tensors[name] = empty if blank else exact[name].astype(empty.dtype)
+        return tensors
+
+    def described(self, tensors: Mapping[str, Array | None]) -> Described:
+        """The problem of the call, with what it returns."""
+        described = self._prepared(tensors, execute.NOWHERE)
+        assert isinstance(described, Described)
+        return described
+
+    def _prepared(self, tensors: Mapping[str, Array | None], device: tuple[str, int]) -> execute.Prepared:
+        views: dict[str, Any] = {
+            name: None if array is None else _view_of(array, device) for name, array in tensors.items()
+        }
+        if self.backward:
+            names = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+            given: dict[str, Any] = {name: views.get(name) for name in names}
+            mask = (True, self.op != "gelu", self.bias is not None)  # of what there is
+            return self._op.prepare_backward(**given, output_mask=mask, bias_dtype=None)
+        given = {name: views.get(name) for name in ("x", "residual", "weight", "bias")}
+        running = (views["running_mean"], views["running_var"]) if self.running else ()
+        return self._op.prepare_forward(**given, out=None, stats=self.stats and self.op != "gelu", running=running)
+
+    def tensors(self, given: Mapping[str, Array | None]) -> Tensors:
+        """Fresh arrays of a call: those given, and NaNs for its results."""
+        described = self.described(given)
+        named = zip(outputs_of(self), described.outputs)
+        results = {name: _empty(output, output.dtype) for name, output in named if output is not None}
+        for name in ("running_mean", "running_var"):
+            if (array := given.get(name)) is not None:
+                results[name] = array.copy()
+        operands = {name: results.get(name, given.get(name)) for name in described.operands}
+        return Tensors(operands, results)
+
+    def expected(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
+        """The results in float64, by their names."""
+        residual = None if self.backward else given.get("residual")
+        if residual is None:
+            return self._in_float64(given)
+        compute, x = numpy_dtype(DTYPES[self.dtype].compute), given["x"]
+        assert x is not None
+        total = (x.astype(compute) + residual.astype(compute)).astype(x.dtype)  # it is rounded before it is normalized
+        summed = replace(self, residual=False)._in_float64({**given, "x": total, "residual": None})
+        return summed | {"residual_out": total.astype(np.float64)}
+
+    def _in_float64(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
+        wide = {name: None if array is None else array.astype(np.float64) for name, array in given.items()}
+        prepared = self._prepared(wide, _CPU)
+        named = zip(outputs_of(self), prepared.outputs)
+        results = {name: _empty(item, "float64") for name, item in named if item is not None}
+        results |= {name: array for name, array in wide.items() if name.startswith("running_") and array is not None}
+        operands = self.described(given).operands
+        arrays = [results.get(name, wide.get(name)) for name in operands]
+        prepared.run([0 if array is None else _address(array) for array in arrays], 0, 0)
+        return results
+
+    def limits(self, name: str, given: Mapping[str, Array | None], expected: Array, dtype: str) -> Array:
+        """How far a result may be from ``expected``, number by number: rounded once, from what was summed."""
+        if name == "residual_out":
+            return np.zeros(())  # it has to be exact
+        size = float(np.abs(expected).max(initial=0))
+        dy, x, rstd, weight = (_largest(given.get(key)) for key in ("dy", "x", "rstd", "weight"))
+        if name in ("dweight", "dbias"):
+            total = given["dy"]
+            assert total is not None
+            size = max(size, float(np.abs(total.astype(np.float64)).sum()) / max(1, expected.size))
+        elif name == "dx":
+            size = max(size, dy * (weight or 1.0) * (rstd or 1.0))
+        elif name == "mean":
+            size = x
+        compute = np.finfo(DTYPES[self.dtype].compute)
+        rounding = np.abs(expected) * 2.0 ** -_BITS[dtype]
+        if dtype == "float16":
+            rounding = np.maximum(rounding, 2.0**-25)  # subnormals
+        return rounding + _ROUNDINGS * float(compute.eps) / 2 * size
+
+
+def outputs_of(example: Example) -> tuple[str, ...]:
+    """The names of what a call returns, in order."""
+    return _BACKWARD_OUTPUTS if example.backward else _FORWARD_OUTPUTS
+
+
+# Of each dtype: a rounding changes a number by at most two to minus that of it.
+_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+
+
+def owner_of(array: Any) -> Array:
+    """The array that owns the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array  # type: ignore[no-any-return]
+
+
+def _drawn(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return (about + spread * values).astype(numpy_dtype(dtype))
+
+
+def _blank(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:
+    return np.empty(shape, numpy_dtype(dtype))
+
+
+def _largest(array: Array | None) -> float:
+    return 0.0 if array is None else float(np.abs(array.astype(np.float64)).max(initial=0))
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _view_of(array: Array, device: tuple[str, int]) -> View:
+    strides = tuple(step // array.itemsize for step in array.strides)
+    return View(_address(array), array.shape, strides, array.dtype.name, device)
+
+
+def _empty(output: Output, dtype: str) -> Array:
+    return np.full(output.shape_in_memory, np.nan, numpy_dtype(dtype)).transpose(output.places)
+
+
+# ---- The table: shapes by the families of kernels, and what is asked for in turn.
+
+_ROWS = [(33, 8), (9, 100), (5, 257), (3, 1000), (40, 768), (2, 4097), (2, 8200), (1, 16384), (3, 20004)]
+_GPU_ROWS = [(4096, 1024), (2048, 4096), (513, 8191), (64, 65536), (16, 140_001), (20_000, 256), (2, 2_000_000)]
+_CHANNELS = [
+    ("instance_norm", (2, 3, 7, 7), "NC...", None),
+    ("instance_norm", (2, 7, 7, 40), "N...C", None),
+    ("group_norm", (2, 40, 7, 7), "NC...", 4),
+    ("group_norm", (3, 9, 9, 40), "N...C", 4),
+    ("group_norm", (3, 64, 16, 16), "NC...", 8),
+    ("batch_norm", (6, 5, 8, 8), "NC...", None),
+    ("batch_norm", (6, 7, 7, 3), "N...C", None),
+    ("batch_norm", (40, 130, 3), "NC...", None),
+    ("instance_norm", (2, 2, 20_000), "NC...", None),
+    ("batch_norm", (8, 900, 24), "N...C", None),
+]
+_GPU_CHANNELS = [
+    ("instance_norm", (2, 64, 128, 128), "NC...", None),
+    ("instance_norm", (2, 128, 128, 64), "N...C", None),
+    ("group_norm", (8, 64, 64, 320), "N...C", 32),
+    ("group_norm", (2, 320, 64, 64), "NC...", 32),
+    ("batch_norm", (32, 64, 56, 56), "NC...", None),
+    ("batch_norm", (32, 56, 56, 64), "N...C", None),
+    ("instance_norm", (2, 2, 1_500_001), "NC...", None),
+    ("instance_norm", (1, 1_000_003, 3), "N...C", None),
+]
+# What is asked for, in turn: every dtype, activation and layout, with and without weights.
+_ASKED: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16", "residual": True},
+    {"dtype": "float16", "layout": "odd", "activation": "silu"},
+    {"bias": None, "layout": "gaps", "activation": "gelu"},
+    {"dtype": "bfloat16", "weight": None, "bias": None, "stats": False},
+    {"dtype": "float16", "weight": "float32", "bias": "float32", "activation": "relu", "residual": True},
+    {"dtype": "float64", "activation": "gelu_tanh"},
+]
+
+
+def _of_rows(shape: tuple[int, ...], asked: Iterator[dict[str, Any]], axis: int = -1) -> Iterator[Example]:
+    for backward, op in itertools.product((False, True), ("layer_norm", "rms_norm")):
+        yield Example(op, shape, backward=backward, axis=axis, **next(asked))
+    if axis == -1:
+        for backward, (activation, bias) in itertools.product((False, True), (("gelu", None), ("gelu_tanh", "same"))):
+            options = next(asked) | {"activation": activation, "bias": bias, "weight": None, "residual": False}
+            yield Example("gelu", shape, backward=backward, **options)
+
+
+def _of_channels(
+    op: str, shape: tuple[int, ...], data_format: str, groups: int | None, asked: Iterator[dict[str, Any]]
+) -> Iterator[Example]:
+    for backward in (False, False, True, True):
+        options = next(asked) | {"residual": False}
+        running = op == "batch_norm" and not backward
+        yield Example(
+            op, shape, backward=backward, data_format=data_format, num_groups=groups, running=running, **options
+        )
+
+
+def _table(
+    rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]], every: Sequence[dict[str, Any]]
+) -> list[Example]:
+    asked = itertools.cycle(every)
+    examples = [example for shape in rows for example in _of_rows(shape, asked)]
+    examples += [example for shape in ((300, 70), (6, 50, 40)) for example in _of_rows(shape, asked, axis=0)]
+    return examples + [
+        example
+        for op, shape, data_format, groups in channels
+        for example in _of_channels(op, shape, data_format, groups, asked)
+    ]
+
+
+_ON_EMULATOR = _table(_ROWS, _CHANNELS, _ASKED)
+# Of so many numbers one comes so near to zero that relu's derivative may jump.
+_ON_GPU = _ON_EMULATOR + _table(_GPU_ROWS, _GPU_CHANNELS, [asked for asked in _ASKED if "relu" not in asked.values()])
+
+
+def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Example]:
+    """The ops on tensors of these shapes: first those of rows, which any shape has."""
+    examples = []
+    try:
+        sizes = [tuple(map(operator.index, shape)) for shape in shapes]
+    except TypeError:
+        raise TypeError(f"shapes is {shapes!r}; it must be a sequence of shapes, each a sequence of ints") from None
+    for shape, dtype in itertools.product(sizes, dtypes):
+        examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
+        if len(shape) > 2:
+            for op, data_format in itertools.product(("instance_norm", "group_norm", "batch_norm"), ("NC...", "N...C")):
+                channels = shape[-1 if data_format == "N...C" else 1]
+                groups = math.gcd(channels, 32) if op == "group_norm" else None
+                examples += list(_of_channels(op, shape, data_format, groups, itertools.repeat({"dtype": dtype})))
+    return list(dict.fromkeys(examples))
+
+
+def typical(dtype: str) -> list[Example]:
+    """Plain calls of sizes that GPUs are used for."""
+    return of_shapes([*_GPU_ROWS, *(shape for _, shape, _, _ in _GPU_CHANNELS)], [dtype])
+
+
+# ---- Those that launch a kernel.
+
+
+class Chosen(NamedTuple):
+    """An example, and the plan by which it is computed."""
+
+    example: Example
+    plan: Plan
+
+    def launches(self, kernel: str) -> list[Launch]:
+        return [launch for launch in self.plan.launches if launch.kernel == kernel]
+
+
+def launching(kernel: str, examples: Sequence[Example], device: Device | None) -> list[Chosen]:
+    """The examples whose plan on a device launches a kernel; without one, for the emulator, those that could."""
+    found = []
+    for example in examples:
+        problem = example.described(example.draw(blank=True)).problem
+        chosen = Chosen(example, _emulated(problem, kernel) if device is None else plan(problem, device))
+        if chosen.launches(kernel):
+            found.append(chosen)
+    return found
+
+
+def of_kernel(kernel: str, device: Device | None, most: int) -> list[Chosen]:
+    """Up to so many examples of the table that launch a kernel: as various as possible, of small ones first."""
+    rest = launching(kernel, _ON_EMULATOR if device is None else _ON_GPU, device)
+    rest.sort(key=lambda chosen: math.prod(chosen.example.shape))
+
+    def traits(chosen: Chosen) -> set[Any]:
+        example = chosen.example
+        constants = {item for launch in chosen.launches(kernel) for item in launch.constants}
+        return constants | {example.op, example.backward, example.layout, chosen.plan.strategy, len(example.shape)}
+
+    picked: list[Chosen] = []
+    seen: set[Any] = set()
+    while rest and len(picked) < most:
+        best = max(rest, key=lambda chosen: len(traits(chosen) - seen))  # the smallest of those that are equal
+        picked.append(best)
+        seen |= traits(best)
+        rest.remove(best)
+    return picked
+
+
+def _emulated(problem: AnyProblem, kernel: str) -> Plan:
+    """The plan for a small device; if it does not launch the kernel, that of the kernel's family.
+
+    Plans take some families for tensors only that are larger than what an emulator should be asked to compute.
+    """
+    own = plan(problem, SMALL_DEVICE)
+    if any(launch.kernel == kernel for launch in own.launches):
+        return own
+    builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
+    of_rows = isinstance(problem, ForwardProblem | BackwardProblem)
+    of_channels = isinstance(problem, ChannelForward | ChannelBackward)
+    module: Any = {"row_split": row_split, "channel_split": channel_split, "channel_grid": channel_grid}.get(family)
+    if module is not None and (of_rows if family == "row_split" else of_channels):
+        forward = isinstance(problem, ForwardProblem | ChannelForward)
+        plan_family = module.plan_forward if forward else module.plan_backward
+        if family != "channel_grid":
+            return builder.finished(plan_family(problem, SMALL_DEVICE, builder))
+        for grid in channel_grid.candidates(cast(ChannelProblem, problem), _GRID_DEVICE):
+            return builder.finished(plan_family(problem, grid, builder))
+    if family == "row_grid" and isinstance(problem, ForwardProblem) and are_rows(problem) and lie_alike(problem):
+        width = 16 // DTYPES[problem.x.dtype].itemsize
+        # Each of four blocks of 64 threads takes something of a row, and has room for all of that.
+        if 32 * width < problem.columns <= 1024 * width:
+            geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
+            return builder.finished(row_grid.plan_forward(problem, geometry, builder))
+    return own
