@@ -24,6 +24,7 @@ __all__ = [
     "NOWHERE",
     "OPS",
     "Adapter",
+    "Described",
     "Gradients",
     "Op",
     "Output",
@@ -32,6 +33,7 @@ __all__ = [
     "also_forget",
     "as_numpy",
     "backward",
+    "cannot_run",
     "forget_prepared",
     "forward",
     "generation",
@@ -39,7 +41,6 @@ __all__ = [
     "is_compiling",
     "name_op",
     "numpy_dtype",
-    "prepare_nowhere",
     "prepare_on_cpu",
     "prepared_once",
 ]
@@ -76,13 +77,9 @@ class Output:
         return View(0, self.shape, self.strides, self.dtype, device)
 
 
-# The device of tensors that are only spoken of: a call of them is prepared as far as its problem.
-NOWHERE = ("cuda", -1)
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """One kind of call, ready to run; on a CUDA device it knows what ``problem`` its plan is for.
+    """One kind of call, ready to run.
 
     ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those
     that are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The
@@ -93,7 +90,22 @@ class Prepared:
     device: tuple[str, int]
     workspace_bytes: int
     run: Callable[[Sequence[int], int, int], None]
-    problem: AnyProblem | None = None
+
+
+# A device whose calls are not run: what is prepared there tells the problem.
+NOWHERE = ("nowhere", 0)
+
+
+def cannot_run(pointers: Sequence[int], workspace: int, stream: int) -> None:
+    raise RuntimeError("a call that is only described cannot run")
+
+
+@dataclass(frozen=True)
+class Described(Prepared):
+    """A call on `NOWHERE`: the problem that it is, and what its pointers are those of, in order."""
+
+    problem: AnyProblem
+    operands: tuple[str, ...]
 
 
 class Op(Protocol):
@@ -451,15 +463,6 @@ def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
             return prepare(*arguments)
 
     return find
-
-
-def prepare_nowhere(problem: AnyProblem, outputs: tuple[Output | None, ...]) -> Prepared:
-    """A call of tensors that are `NOWHERE`."""
-
-    def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
-        raise RuntimeError("a call of tensors that are nowhere cannot be run")
-
-    return Prepared(outputs, NOWHERE, 0, run, problem)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
