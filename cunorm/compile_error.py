@@ -15,7 +15,9 @@ from cunorm import kernels
 __all__ = ["CompileError", "Finding", "excerpt"]
 
 _MOST_FINDINGS = 5
-_NVRTC = re.compile(r"^(?P<file>[^\s():]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<what>.*)$", re.MULTILINE)
+_NVRTC = re.compile(
+    r"^(?P<file>[^\s():]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<what>.*)$", re.MULTILINE
+)
 _GCC = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: (?P<what>.*)$", re.MULTILINE)
 _NVRTC_INDENT = 2  # before the lines that it shows
 

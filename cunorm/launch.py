@@ -19,7 +19,16 @@ from cunorm import kernels
 from cunorm.compile_error import CompileError
 from cunorm.plan import Device, Launch, Plan
 
-__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "compiled_function", "cupy", "device", "forget_text", "gpu_name"]
+__all__ = [
+    "COMPILE_OPTIONS",
+    "Call",
+    "argument_values",
+    "compiled_function",
+    "cupy",
+    "device",
+    "forget_text",
+    "gpu_name",
+]
 
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 48 * 1024

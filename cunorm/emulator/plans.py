@@ -29,8 +29,8 @@ def run_plan(
     An operand may be a view: the kernel then gets the view's place in the array that owns the memory, and anything
     outside that array is out of bounds. Scratch buffers are arrays of their own, filled with NaNs.
 
-    ``texts`` stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them. ``watch`` is an operand and how many
-    bytes behind its pointer an element of it begins: what is returned is the kernel and the thread that wrote it last.
+    ``texts`` stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them. ``watch`` is an operand and how far
+    behind its pointer an element of it begins, in bytes: returned are the kernel and the thread that wrote it last.
     """
     buffers: dict[str, np.ndarray[Any, Any]] = {}
     pointers: dict[str, int | None] = {}

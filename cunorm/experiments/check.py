@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import kernels, launch, resources
+from cunorm import launch, resources
 from cunorm.compile_error import CompileError, excerpt
 from cunorm.experiments.examples import Chosen, Tensors
 from cunorm.experiments.tables import Table

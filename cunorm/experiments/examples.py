@@ -36,7 +36,7 @@ from cunorm.problem import (
     View,
 )
 
-__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes"]
+__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes", "outputs_of", "typical"]
 
 Array = np.ndarray[Any, Any]
 
@@ -99,6 +99,10 @@ class Example:
             elif given != "same":
                 words.append(f"{given} {name}")
         return ", ".join(word for word in words if word)
+
+    @property
+    def without_statistics(self) -> Example:
+        return replace(self, stats=False, running=False)
 
     @property
     def _op(self) -> Op:
@@ -172,10 +176,9 @@ class Example:
     def tensors(self, given: Mapping[str, Array | None]) -> Tensors:
         """Fresh arrays of a call: those given, and NaNs for its results."""
         described = self.described(given)
-        names = _BACKWARD_OUTPUTS if self.backward else _FORWARD_OUTPUTS
         operands: dict[str, Array | None] = {name: given.get(name) for name in described.operands}
         written = []
-        for name, output in zip(names, described.outputs):
+        for name, output in zip(outputs_of(self), described.outputs):
             if output is not None:
                 operands[name] = _empty(output, output.dtype)
                 written.append(name)
@@ -200,8 +203,8 @@ class Example:
     def _in_float64(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
         wide = {name: None if array is None else array.astype(np.float64) for name, array in given.items()}
         prepared = self._prepared(wide, _CPU)
-        names = _BACKWARD_OUTPUTS if self.backward else _FORWARD_OUTPUTS
-        results = {name: _empty(item, "float64") for name, item in zip(names, prepared.outputs) if item is not None}
+        named = zip(outputs_of(self), prepared.outputs)
+        results = {name: _empty(item, "float64") for name, item in named if item is not None}
         results |= {name: array for name, array in wide.items() if name.startswith("running_") and array is not None}
         operands = self.described(given).operands
         arrays = [results.get(name, wide.get(name)) for name in operands]
@@ -227,6 +230,11 @@ class Example:
         if dtype == "float16":
             rounding = np.maximum(rounding, 2.0**-25)  # subnormals
         return rounding + _ROUNDINGS * float(compute.eps) / 2 * size
+
+
+def outputs_of(example: Example) -> tuple[str, ...]:
+    """The names of what a call returns, in order."""
+    return _BACKWARD_OUTPUTS if example.backward else _FORWARD_OUTPUTS
 
 
 # Of each dtype: a rounding changes a number by at most two to minus that of it.
@@ -339,6 +347,11 @@ def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Ex
                 groups = math.gcd(channels, 32) if op == "group_norm" else None
                 examples += list(_of_channels(op, shape, data_format, groups, itertools.repeat({"dtype": dtype})))
     return list(dict.fromkeys(examples))
+
+
+def typical(dtype: str) -> list[Example]:
+    """Plain calls of sizes that GPUs are used for."""
+    return of_shapes([*_GPU_ROWS, *(shape for _, shape, _, _ in _GPU_CHANNELS)], [dtype])
 
 
 # ---- Those that launch a kernel.

@@ -8,10 +8,17 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cunorm import execute, kernels, launch
+from cunorm.gpus import KNOWN_GPUS
+from cunorm.plan import Device
 from cunorm.problem import DTYPES
+
+if TYPE_CHECKING:
+    from cunorm.experiments.bench import BenchReport
+    from cunorm.experiments.check import CheckReport
+    from cunorm.experiments.takes import ResourceReport
 
 __all__ = ["Experiment"]
 
@@ -19,6 +26,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"__global__\b[^;{}]*?\b(\w+)\s*\(\s*const\s+Arguments\b")
 # How many calls `check` runs: on the emulator each is compiled twice, in about two seconds.
 _MOST_EMULATED, _MOST_ON_GPU = 8, 24
+_MOST_TYPICAL = 3
 
 _lock = threading.Lock()
 # The texts that are active, in the order in which they became so: each is a list of its own, [kernel, text].
@@ -77,7 +85,7 @@ class Experiment:
         dtypes: Sequence[str] | None = None,
         on: str | None = None,
         seeds: int = 3,
-    ) -> Any:
+    ) -> CheckReport:
         """Compare calls that launch the kernel with float64: on the GPU, or on the emulator where there is none.
 
         A result that is wrong is not an error but in the report, with its first wrong element and the block and thread
@@ -120,9 +128,7 @@ class Experiment:
         if index is None and shutil.which("g++") is None:
             raise RuntimeError("to check a kernel takes an NVIDIA GPU, or Linux and g++ for the emulator")
         device = None if index is None else launch.device(index)
-        for dtype in dtypes or ():
-            if dtype not in DTYPES:
-                raise TypeError(f"dtypes has {dtype!r}; each must be one of {', '.join(DTYPES)}")
+        _check_dtypes("dtypes", dtypes or ())
         if shapes is not None:
             asked = examples.of_shapes(shapes, dtypes or ("float32", "bfloat16"))
             chosen = examples.launching(self.kernel, asked, device)
@@ -136,6 +142,95 @@ class Experiment:
         if index is None:
             return check.check_on_emulator(self.kernel, self._source, chosen, seeds, notes)
         return check.check_on_gpu(self.kernel, self._source, chosen, index, seeds, notes)
+
+    def resources(
+        self, arch: str | None = None, *, shape: Sequence[int] | None = None, dtype: str = "bfloat16"
+    ) -> ResourceReport:
+        """Registers, spills, shared memory and occupancy of the shipped text and of this one, side by side.
+
+        Parameters
+        ----------
+        arch : str, optional
+            The architecture, for example "sm_90": any, whatever GPU is here. By default that of the GPU here, or sm_90.
+        shape : sequence of int, optional
+            For the calls of this shape that launch the kernel. By default a few that are typical.
+        dtype : str
+            The dtype of x.
+
+        Returns
+        -------
+        report : ResourceReport
+            ``frame``, and shown as a table.
+
+        Raises
+        ------
+        CompileError
+            If the text does not compile (a RuntimeError).
+        RuntimeError
+            Without CuPy, whose compiler needs no GPU.
+        ValueError
+            If no call of the shape launches the kernel on such a GPU, or for an arch that is none.
+        """
+        from cunorm.experiments import examples, takes
+
+        device = _device_of(arch)
+        asked = examples.typical(dtype) if shape is None else examples.of_shapes([shape], [dtype])
+        chosen = examples.launching(self.kernel, asked, device)[:_MOST_TYPICAL]
+        if not chosen and shape is None:
+            chosen = examples.of_kernel(self.kernel, device, _MOST_TYPICAL)
+        if not chosen:
+            raise ValueError(f"shape is {tuple(shape or ())}: no call of it launches {self.kernel} on {device.arch}")
+        texts = {"shipped": self._shipped}
+        if self._source != self._shipped:
+            texts["edited"] = self._source
+        return takes.take(self.kernel, texts, chosen, device)
+
+    def bench(
+        self, shapes: Sequence[Sequence[int]], dtype: str = "bfloat16", *, op: str | None = None
+    ) -> BenchReport:
+        """Time a call of each shape on the GPU: with the shipped text, with this one, and a copy of the same bytes.
+
+        They take turns, each beginning with a cold L2 cache. A call is timed as a whole, also where the kernel is one
+        of several that it launches. Results are compared with the shipped text's before, and wrong ones are not timed.
+
+        Parameters
+        ----------
+        shapes : sequence of shapes
+            Of x. For each, the first op is timed that launches the kernel.
+        dtype : str
+            The dtype of x.
+        op : str, optional
+            The op, if it is to be another: "rms_norm", "group_norm", and so on.
+
+        Returns
+        -------
+        report : BenchReport
+            ``frame`` and ``plot()``, and shown as a table.
+
+        Raises
+        ------
+        RuntimeError
+            Without a GPU, or if the text does not compile (a CompileError), or tensors do not fit in its memory.
+        ValueError
+            For a shape of which no call launches the kernel.
+        """
+        from cunorm.experiments import bench, examples
+        from cunorm.tuning.gpu import current_index
+
+        _check_dtypes("dtype", [dtype])
+        index = current_index("bench")
+        chosen = []
+        for shape in shapes:
+            asked = [item.without_statistics for item in examples.of_shapes([shape], [dtype]) if op in (None, item.op)]
+            found = examples.launching(self.kernel, asked, launch.device(index))
+            if not found:
+                of_op = f"no call of {op}" if op else "no call"
+                raise ValueError(f"shapes has {tuple(shape)}: {of_op} on {dtype} launches {self.kernel} here")
+            chosen.append(found[0])
+        notes = [] if self._source != self._shipped else ["the edited text is the shipped one"]
+        if any(len(item.plan.launches) > 1 for item in chosen):
+            notes.append(f"{self.kernel} is one of several launches of a call, and all of the call is timed.")
+        return bench.time_texts(self.kernel, self._source, chosen, index, notes)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Experiment]:
@@ -166,6 +261,24 @@ class Experiment:
             execute.forget_compiled()
             if not in_use and entry[1] != self._shipped:
                 launch.forget_text(entry[1])
+
+
+def _check_dtypes(name: str, dtypes: Sequence[str]) -> None:
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} has {dtype!r}; it must be of {', '.join(DTYPES)}")
+
+
+def _device_of(arch: str | None) -> Device:
+    """The GPU here, or one that stands for an architecture."""
+    index = _gpu()
+    if index is not None and arch in (None, launch.device(index).arch):
+        return launch.device(index)
+    arch = arch or "sm_90"
+    if not re.fullmatch(r"sm_\d+[a-z]?", arch):
+        raise ValueError(f"arch is {arch!r}; it must be like 'sm_90'")
+    known = KNOWN_GPUS.get(arch)
+    return Device(arch) if known is None else known.device
 
 
 def _put_in_place() -> None:

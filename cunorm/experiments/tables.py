@@ -1,4 +1,4 @@
-"""Results as tables: aligned text, HTML that a notebook shows, and pandas, which is imported only when it is asked for."""
+"""Results as tables: aligned text, HTML for notebooks, and pandas, which is imported only when it is asked for."""
 
 from __future__ import annotations
 
