@@ -6,6 +6,7 @@ cell makes an experiment of its text when it is run (see `cunorm.experiment`). I
 
 from __future__ import annotations
 
+import argparse
 import functools
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def load(shell: Any) -> None:
     magic.__doc__ = f"{_start_parser().format_help()}\n{_experiment_parser().format_help()}"
     shell.register_magic_function(magic, magic_kind="line_cell", magic_name="cunorm")
     if hasattr(shell, "kernel"):  # a notebook's, not a terminal's
-        script = (Path(__file__).parent / "highlight.js").read_text(encoding="utf-8")
+        script = (Path(__file__).parent / "notebook.js").read_text(encoding="utf-8")
         shell.display_pub.publish({"application/javascript": script})
 
 
@@ -81,7 +82,10 @@ def _display(shell: Any, value: Any) -> None:
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
-    return [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
+    try:
+        return [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be shapes, like 4x64,3x1000") from None
 
 
 @functools.cache

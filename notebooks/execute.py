@@ -93,7 +93,7 @@ def main() -> None:
             options.saved.mkdir(parents=True, exist_ok=True)
             for cell in notebook.cells:
                 if target := saved_name(cell):
-                    text = json.dumps({"gpu": gpu, "outputs": cell.outputs}, indent=1)
+                    text = json.dumps({"gpu": gpu, "outputs": cell.outputs}, indent=1, ensure_ascii=False)
                     (options.saved / f"{target}.json").write_text(text + "\n", encoding="utf-8")
         else:
             nbformat.write(notebook, FOLDER / f"{name}.ipynb")

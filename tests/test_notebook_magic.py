@@ -124,7 +124,7 @@ def test_a_right_and_a_wrong_text(shell: InteractiveShell, columns: str, right: 
         ("%%cunorm row_clock\nint a;", "must be one of channel_grid_backward"),
         (f"%%cunorm {KERNEL}\n// nothing", "entry point"),
         (f"%%cunorm {KERNEL}\n{SHIPPED.replace('long long rows;', 'long long lines;')}", "long long rows"),
-        (f"%%cunorm {KERNEL} --bench 4096*4096\n{SHIPPED}", "--bench"),
+        (f"%%cunorm {KERNEL} --bench 4096*4096\n{SHIPPED}", "'4096*4096' must be shapes"),
         (f"%%cunorm {KERNEL} --dtype int8\n{SHIPPED}", "--dtype"),
         (f"%%cunorm\n{SHIPPED}", "KERNEL"),
     ],

@@ -1,6 +1,6 @@
-// Colours cells that begin with %%cunorm as CUDA C++. JupyterLab 4 takes every cell for Python where the kernel is, and
-// only an extension of it could tell otherwise. So the colours of its theme are painted over those that it chose, with
-// CSS custom highlights. Where a browser has none, or the page is another's, nothing happens.
+// Colours cells that begin with %%cunorm as CUDA C++. JupyterLab 4 takes every cell for the language of the kernel, and
+// only an extension of it could say otherwise. So the colours of its theme are painted over those that it chose, with
+// CSS custom highlights. In a browser without them, and in the pages of others, nothing happens.
 (() => {
   if (!window.CSS?.highlights || window.cunormHighlights) return;
   const keywords =
@@ -8,7 +8,7 @@
     "if inline int long namespace nullptr operator return short signed sizeof static static_assert static_cast " +
     "struct switch template true typedef typename union unsigned using void volatile while";
   const kinds = {
-    comment: /\/\/.*/,
+    comment: /\/\/.*|\/\*.*?\*\//,
     string: /"(?:\\.|[^"\\])*"/,
     meta: /^\s*#\s*\w+|\b__\w+/,
     number: /\b\d[\w.]*/,
