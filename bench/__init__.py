@@ -1,7 +1,6 @@
 """The benchmarks: suites, the libraries compared, the timing, the plots and tables; ``python -m cunorm bench``.
 
-In a notebook, `load` reads saved results and `measure` makes new ones; both show themselves, and have a ``frame`` for
-pandas and a ``plot``.
+In a notebook, `load` reads saved results and `measure` makes new ones.
 """
 
 from __future__ import annotations
@@ -29,14 +28,11 @@ def measure(
     Parameters
     ----------
     what : str, or sequence of shapes or rows
-        The name of a suite; or shapes, of ``op`` and ``dtype`` in each of the ``directions``; or a `Row` for each
-        problem, which can be of all that suites have.
+        The name of a suite; or shapes, of which ``op``, ``dtype`` and ``directions`` say what is measured; or a `Row`
+        for each problem.
     op : {"layer_norm", "rms_norm", "gelu", "gelu_tanh", "bias_gelu", "bias_gelu_tanh"}
-        What is done along the last axis, for shapes.
     dtype : {"float16", "bfloat16", "float32"}
-        Of x, for shapes.
     directions : sequence of {"forward", "forward_stats", "backward", "both"}
-        For shapes.
     only : str
         Only rows with all of these words in their name; ``!word`` is for without.
     providers : sequence of str
@@ -60,7 +56,6 @@ def measure(
     --------
     >>> from cunorm import bench
     >>> results = bench.measure([(4096, 4096), (32768, 8192)], dtype="bfloat16")  # doctest: +SKIP
-    >>> results.plot()  # doctest: +SKIP
     """
     if isinstance(what, str):
         if what not in SUITES | MODEL_SUITES:

@@ -62,18 +62,18 @@ class LaunchExplanation:
     block: tuple[int, int]
     cluster: int
     cooperative: bool
-    share: tuple[int, int] | None
-    blocks_per_row: int
-    block_stride: int
-    turns: int
-    threads_per_row: int
-    thread_stride: int
-    vectors: int
-    vector_bytes: int
     bytes_read: int
     bytes_written: int
     bytes_through_shared: int
     dynamic_shared_bytes: int
+    share: tuple[int, int] | None = None
+    blocks_per_row: int = 0
+    block_stride: int = 0
+    turns: int = 0
+    threads_per_row: int = 0
+    thread_stride: int = 0
+    vectors: int = 0
+    vector_bytes: int = 0
     static_shared_bytes: int | None = None
     registers: int | None = None
     spill_bytes: int | None = None
@@ -118,14 +118,8 @@ class Explanation:
     title: str
     device: Device
     here: bool
-    seen_as: str
-    area: tuple[int, int]
-    area_of: tuple[str, str]
     plan: Plan
     chosen: str
-    lives_in: str
-    bytes_moved: int
-    moves: str
     copy_rate: float | None
     copy_rate_is: str
     launches: tuple[LaunchExplanation, ...]
@@ -147,6 +141,57 @@ class Explanation:
         return self.plan.workspace_bytes
 
     @property
+    def area_of(self) -> tuple[str, str]:
+        return _area(self.problem, self.plan)[0]
+
+    @property
+    def area(self) -> tuple[int, int]:
+        return _area(self.problem, self.plan)[1]
+
+    @property
+    def seen_as(self) -> str:
+        problem, text = self.problem, f"{self.area[0]} {self.area_of[0]} of {self.area[1]} {self.area_of[1]}"
+        if isinstance(problem, ChannelForward | ChannelBackward):
+            text += f"; {problem.samples} samples of {problem.channels} channels of {problem.points} points"
+            text += f", {problem.channels_per_set} channels a mean"
+        return text
+
+    @property
+    def lives_in(self) -> str:
+        """Where a row lies between the pass that sums it and the pass that finishes it."""
+        main = next((item for item in self.launches if item.share), None)
+        if main is None:
+            return "nowhere: there is nothing to compute"
+        together = f"of the {main.blocks_per_row} blocks"
+        if self.strategy == "row_block":
+            return f"in the registers of {main.threads_per_row} threads"
+        if self.strategy == "row_cluster":
+            return f"in the registers {together} of a cluster"
+        if self.strategy == "row_grid":
+            held = " and the registers" * (main.constants["HELD"] != 0)
+            rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)
+            return f"in the shared memory{held} {together} that share it{rest}"
+        if self.strategy == "channel_slab":
+            return f"in the shared memory {f'{together} of a cluster' if main.cluster > 1 else 'of a block'}"
+        if self.strategy == "channel_grid":
+            return f"in the shared memory {together} that share it"
+        if len([item for item in self.launches if item.share]) < 2:
+            return "nowhere: no number is needed twice"
+        return "nowhere on chip: it is read again, from L2 where it is still there"
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move."""
+        return self.problem.bytes_moved
+
+    @property
+    def moves(self) -> str:
+        *reads, last = _present(self.problem, _READ)
+        writes = " and ".join(_present(self.problem, _WRITTEN))
+        read = f"{', '.join(reads)} and {last} read" if reads else f"{last} read"
+        return f"{read}, {writes} written" if writes else read
+
+    @property
     def floor_seconds(self) -> float | None:
         """The time in which a copy moves the bytes that must move."""
         return self.bytes_moved / self.copy_rate if self.copy_rate else None
@@ -159,7 +204,7 @@ class Explanation:
     @property
     def bytes_read_again(self) -> int:
         """What kernels read beyond the bytes that must move: from L2 where it is still there, else from memory."""
-        return max(0, sum(item.bytes_read + item.bytes_written for item in self.launches) - self.bytes_moved)
+        return sum(item.bytes_read + item.bytes_written for item in self.launches) - self.bytes_moved
 
     @property
     def bytes_through_shared(self) -> int:
@@ -446,20 +491,7 @@ def _explained(call: _Call, op: str, target: _Target, place: int | None, measure
         chosen, tuned = plan(problem, target.device), None
     else:
         chosen, tuned = ops.chosen_plan(problem, target.place)
-    area_of = "rows", "columns"
-    if isinstance(problem, ChannelForward | ChannelBackward):
-        seen_as = f"{problem.samples} samples of {problem.channels} channels of {problem.points} points"
-        if problem.channels_per_set > 1:
-            seen_as += f", {problem.channels_per_set} channels a group"
-        if chosen.strategy.startswith("row_"):
-            area = problem.sets, problem.channels_per_set * problem.points
-            seen_as += f": {area[0]} rows of {area[1]} columns"
-        else:
-            area, area_of = (problem.samples * problem.channels, problem.points), ("channels", "points")
-    else:
-        area = problem.rows, problem.columns
-        seen_as = f"{area[0]} rows of {area[1]} columns"
-    launches, compiler = _launches(chosen, problem, target.device, area)
+    launches, compiler = _launches(chosen, problem, target.device)
     explanation = Explanation(
         op=op,
         shape=call.x.shape,
@@ -468,14 +500,8 @@ def _explained(call: _Call, op: str, target: _Target, place: int | None, measure
         title=target.title,
         device=target.device,
         here=target.place is not None,
-        seen_as=seen_as,
-        area=area,
-        area_of=area_of,
         plan=chosen,
         chosen=_chosen_by(tuned, problem, target.device),
-        lives_in=_lives_in(chosen, launches),
-        bytes_moved=problem.bytes_moved,
-        moves=_moves(problem),
         copy_rate=target.rate,
         copy_rate_is=target.rate_is,
         launches=launches,
@@ -485,14 +511,15 @@ def _explained(call: _Call, op: str, target: _Target, place: int | None, measure
         return explanation
     if target.place is None:
         raise RuntimeError(f"measure is True, but {target.title} is not a GPU of this machine")
+    x_pointer = 0 if place is None else call.x.pointer
     try:
-        seconds, copy_seconds = _measure(
-            call, target.place, call.x.pointer if place is not None else 0, problem.bytes_moved
-        )
+        seconds, copy_seconds = _measure(call, target.place, x_pointer, problem.bytes_moved)
     except (MemoryError, RuntimeError) as error:
         if measure:
             raise RuntimeError(f"the call cannot be timed: {error}") from error
         return dataclasses.replace(explanation, failure=str(error))
+    finally:
+        launch.cupy().get_default_memory_pool().free_all_blocks()  # which other libraries may need
     return dataclasses.replace(explanation, seconds=seconds, copy_seconds=copy_seconds)
 
 
@@ -512,47 +539,25 @@ def _present(problem: AnyProblem, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(problem, name, None) is not None]
 
 
-def _moves(problem: AnyProblem) -> str:
-    *reads, last = _present(problem, _READ)
-    writes = " and ".join(_present(problem, _WRITTEN))
-    read = f"{', '.join(reads)} and {last} read" if reads else f"{last} read"
-    return f"{read}, {writes} written" if writes else read
+def _area(problem: AnyProblem, chosen: Plan) -> tuple[tuple[str, str], tuple[int, int]]:
+    if not isinstance(problem, ChannelForward | ChannelBackward):
+        return ("rows", "columns"), (problem.rows, problem.columns)
+    if chosen.strategy.startswith("row_"):
+        return ("rows", "columns"), (problem.sets, problem.channels_per_set * problem.points)
+    return ("channels", "points"), (problem.samples * problem.channels, problem.points)
 
 
-def _lives_in(chosen: Plan, launches: Sequence[LaunchExplanation]) -> str:
-    main = next((item for item in launches if item.share), None)
-    if main is None:
-        return "nowhere: there is nothing to compute"
-    together = f"of the {main.blocks_per_row} blocks"
-    if chosen.strategy == "row_block":
-        return f"in the registers of {main.threads_per_row} threads"
-    if chosen.strategy == "row_cluster":
-        return f"in the registers {together} of a cluster"
-    if chosen.strategy == "row_grid":
-        held = " and the registers" * (main.constants["HELD"] != 0)
-        rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)
-        return f"in the shared memory{held} {together} that share it{rest}"
-    if chosen.strategy == "channel_slab":
-        return f"in the shared memory {together if main.cluster > 1 else 'of a block'}"
-    if chosen.strategy == "channel_grid":
-        return f"in the shared memory {together} that share it"
-    if len([item for item in launches if item.share]) < 2:
-        return "nowhere: no number is needed twice"
-    return "nowhere on chip: it is read again, from L2 where it is still there"
-
-
-def _launches(
-    chosen: Plan, problem: AnyProblem, device: Device, area: tuple[int, int]
-) -> tuple[tuple[LaunchExplanation, ...], str]:
+def _launches(chosen: Plan, problem: AnyProblem, device: Device) -> tuple[tuple[LaunchExplanation, ...], str]:
     """The launches of a plan; and why registers are unknown, where they are."""
-    elements = math.prod(area)
+    _, area = _area(problem, chosen)
     itemsize = DTYPES[problem.x.dtype].itemsize
+    all_bytes = math.prod(area) * itemsize
     present = _present(problem, (*_READ, *_WRITTEN))
     found, failure = [], ""
     for item in chosen.launches:
         fields = [(role, name) for role, name in item.arguments if name in present]
-        written = len([role for role, _ in fields if role in _WRITTEN]) * elements * itemsize
-        read = len([role for role, _ in fields if role not in _WRITTEN]) * elements * itemsize
+        written = sum(role in _WRITTEN for role, _ in fields) * all_bytes
+        read = len(fields) * all_bytes - written
         layout = _layout(item, area, itemsize)
         constants = dict(item.constants)
         through = 0
@@ -565,7 +570,7 @@ def _launches(
             vectors = layout["vectors"]
             through = read * min(resident, vectors) // vectors
             # Of x, or of the sum that a residual makes of it.
-            read += elements * itemsize * max(0, vectors - resident - held) // vectors
+            read += all_bytes * max(0, vectors - resident - held) // vectors
         explained = LaunchExplanation(
             kernel=item.kernel,
             constants=constants,
@@ -573,11 +578,11 @@ def _launches(
             block=item.block,
             cluster=item.cluster,
             cooperative=item.cooperative,
-            **layout,
             bytes_read=read,
             bytes_written=written,
             bytes_through_shared=through,
             dynamic_shared_bytes=item.shared_bytes,
+            **layout,
         )
         try:
             found.append(_with_resources(explained, device))
@@ -608,9 +613,8 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     """How a launch lies over its problem: that part of a `LaunchExplanation`."""
     constants: dict[str, Any] = dict(item.constants)
     given: dict[str, Any] = dict(item.arguments)
-    names = ("blocks_per_row", "block_stride", "turns", "threads_per_row", "thread_stride", "vectors", "vector_bytes")
     if "VECTOR" not in constants:  # it only adds up what others have left
-        return dict.fromkeys(names, 0) | {"share": None}
+        return {}
     width, threads = constants["VECTOR"], math.prod(item.block)
     lanes = constants.get("CHANNEL_LANES") or constants.get("ROW_LANES", 1)  # rows that lie beside each other
     threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
@@ -632,10 +636,16 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     block_stride = 1
     if "splits" in given:  # neighbours have the same part of other rows: of all, or of a sample's channels
         block_stride = _times(given["channels"], rows) if "channels" in given else item.grid // given["splits"]
-    strides = lanes if along or item.kernel.startswith("row_split") else 1
-    turns = _times(math.prod(pieces), item.grid)
-    values = (blocks_per_row, block_stride, turns, threads_per_row, strides, vectors, width * itemsize)
-    return dict(zip(names, values)) | {"share": share}
+    return {
+        "share": share,
+        "blocks_per_row": blocks_per_row,
+        "block_stride": block_stride,
+        "turns": _times(math.prod(pieces), item.grid),
+        "threads_per_row": threads_per_row,
+        "thread_stride": lanes if along or item.kernel.startswith("row_split") else 1,
+        "vectors": vectors,
+        "vector_bytes": width * itemsize,
+    }
 
 
 def _times(whole: int, part: int) -> int:
@@ -648,7 +658,7 @@ def _times(whole: int, part: int) -> int:
 def _measure(call: _Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[float, float]:
     """The times of a call and of a copy of the bytes that must move: medians, with a cold L2 cache.
 
-    x is the user's where it has an address; all else is drawn.
+    x is the user's where it has an address; all else is drawn at random.
     """
     cupy = launch.cupy()
     with cupy.cuda.Device(index) as device:

@@ -1,8 +1,8 @@
 """The diagram of an `Explanation`: rows to blocks to warps to threads to vectors, and the memory that they go through.
 
-It is an SVG that needs nothing from outside, whose text has the colour of the text around it, so that it can be read in
+It is an SVG that needs nothing from outside. Its text has the colour of the text around it, so that it can be read in
 light and dark notebooks and in print. Colours are Okabe and Ito's, which people who see colours differently can tell
-apart; none of them says what words do not say, too.
+apart.
 """
 
 from __future__ import annotations
@@ -93,9 +93,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what if number != 1 else what.removesuffix('s')}"
 
 
-# ---- Rows to blocks to warps to threads to vectors.
-
-
 def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float:
     main = explanation.main
     if main is None or main.share is None or 0 in explanation.area:
@@ -111,7 +108,7 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     text += f"; {main.blocks_per_row:,} blocks share a {row[:-1]}" * (main.blocks_per_row > 1)
     stripes, pieces = -(-rows // share_rows), main.blocks_per_row
     shown_stripes, shown_pieces = min(stripes, _MOST_STRIPES), min(pieces, _MOST_CELLS)
-    each = f", {share_rows:,} rows each".replace("rows", row) * (share_rows > 1)
+    each = f", {share_rows:,} {row} each" * (share_rows > 1)
     of = [f"{shown_stripes} of {stripes:,}{each}"] * (stripes > shown_stripes or stripes > 1 < share_rows)
     of += [f"{shown_pieces} of {pieces:,} blocks"] * (shown_pieces < pieces)
     y = canvas.lines(_LEFT, top + 13, text + f" (drawn: {'; '.join(of)})" * bool(of), 80) - 8
@@ -136,10 +133,8 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     per_row, lanes, groups = main.threads_per_row, min(32, main.threads), main.threads // main.threads_per_row
     text = f"{_count(main.warps, 'warps')} a block, {_count(main.threads, 'threads')}"
     if groups > 1:
-        alike_rows = -(-share_rows // groups)
-        text += (
-            f": {_count(per_row, 'threads')} for each{f' {alike_rows}' * (alike_rows > 1)} of {_count(share_rows, row)}"
-        )
+        each = "each" if groups >= share_rows else f"each {-(-share_rows // groups)}"
+        text += f": {_count(per_row, 'threads')} for {each} of {_count(share_rows, row)}"
     threads = range(main.threads)
     alike = [i % main.thread_stride == 0 and i // main.thread_stride < per_row for i in threads]
     warps = [any(alike[i : i + 32]) for i in threads[::32]]
@@ -151,7 +146,7 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     text += f"{elements} {explanation.dtype}"
     text += " of as many channels" * (main.constants.get("ALONG_CHANNELS") == 1)
     _, _, y = _draw_strip(canvas, above, text, main.vectors, [True] * _MOST_CELLS, parts=elements)
-    legend = f"Dark: what is drawn larger below. Light blue: of the same {row[:-1]}. Grey: of others."
+    legend = f"Dark blue: drawn larger below. Light blue: of the same {row[:-1]}. Grey: of others."
     return canvas.lines(_LEFT, y + 20, legend, 90, 11)
 
 
@@ -174,21 +169,17 @@ def _draw_strip(
     gap, gaps = 6 if together > 1 else 2, (shown - 1) // together
     width = (_STRIP - gap * gaps) / max(shown, 4)
     canvas.zoom(*above, _LEFT, _LEFT + shown * width + gaps * gap, y)
+    parts = parts if width > 4 * parts else 1
     for cell in range(shown):
-        left, parts = _LEFT + cell * width + cell // together * gap, parts if width > 4 * parts else 1
-        step = width / parts
+        left, fill = _LEFT + cell * width + cell // together * gap, _SKY if alike[cell] else ""
         for part in range(parts):
-            canvas.box(left + part * step, y, step, 18, _SKY if cell and alike[cell] else "" if cell else _BLUE)
+            canvas.box(left + part * width / parts, y, width / parts, 18, fill if cell else _BLUE)
     return _LEFT, _LEFT + width, y + 18
-
-
-# ---- Memory.
 
 
 def _draw_memory(canvas: _Canvas, explanation: Explanation, top: float) -> float:
     main, row = explanation.main, explanation.area_of[0].removesuffix("s")
-    lives = explanation.lives_in
-    again, through = explanation.bytes_read_again, explanation.bytes_through_shared
+    lives, again, through = explanation.lives_in, explanation.bytes_read_again, explanation.bytes_through_shared
     shared = registers = ""
     if main and main.shared_bytes is not None:
         shared = f"{byte_count(main.shared_bytes)} a block. "
@@ -206,8 +197,7 @@ def _draw_memory(canvas: _Canvas, explanation: Explanation, top: float) -> float
     y = top + 13
     for name, color, count, note in levels:
         label = name if count is None else f"{name}: {byte_count(count)}"
-        # Of what is named there, memory is never the last word: it is shared memory.
-        here = name in lives and name != "memory"
+        here = f"the {name}" in lives
         y = canvas.lines(_RIGHT, y, "● " * here + label, 60, bold=True)
         if count:
             canvas.box(_RIGHT, y - 8, max(1.0, _PANEL * count / most), 8, color)
@@ -224,20 +214,16 @@ def _draw_times(canvas: _Canvas, explanation: Explanation, y: float) -> float:
     floor, seconds, copy = explanation.floor_seconds, explanation.seconds, explanation.copy_seconds
     if floor is None or explanation.copy_rate is None:
         return canvas.lines(_RIGHT, y, f"Floor {explanation.copy_rate_is}.", 48, 12)
-    label = f"Floor: {duration(floor)}"
-    if seconds is None or copy is None:
-        y = canvas.lines(_RIGHT, y, label, 60, bold=True)
-    else:
-        times = [(label, floor, ""), (f"A copy of as many bytes: {duration(copy)}", copy, "")]
+    times = [(f"Floor: {duration(floor)}", floor, "")]
+    if seconds is not None and copy is not None:
+        times.append((f"A copy of as many bytes: {duration(copy)}", copy, ""))
         times.append((f"Measured: {duration(seconds)}, r = {explanation.r:.3f}", seconds, _SKY))
-        for label, length, color in times:
-            y = canvas.lines(_RIGHT, y, label, 60, bold=True)
-            canvas.box(_RIGHT, y - 8, _PANEL * length / max(seconds, copy, floor), 8, color)
+    for label, length, color in times:
+        y = canvas.lines(_RIGHT, y, label, 60, bold=True)
+        if len(times) > 1:
+            canvas.box(_RIGHT, y - 8, _PANEL * length / max(length for _, length, _ in times), 8, color)
             y += 18
     return canvas.lines(_RIGHT, y, f"At {rate(explanation.copy_rate)}, {explanation.copy_rate_is}.", 48, 12)
-
-
-# ---- All launches.
 
 
 def _draw_launches(canvas: _Canvas, explanation: Explanation, top: float) -> float:

@@ -24,7 +24,7 @@ from tuning_cases import prepare
 import cunorm
 from cunorm import execute, kernels, launch, resources
 from cunorm.compile_error import CompileError
-from cunorm.experiments import bench, examples
+from cunorm.experiments import bench, check, examples
 from cunorm.experiments.tables import Table
 from cunorm.plan import Device, Plan, plan
 from cunorm.tuning import gpu as tuning_gpu
@@ -297,6 +297,14 @@ def test_an_access_out_of_bounds_in_a_header() -> None:
     finding = found_in(experiment, (2, 4096))
     assert "scratch' __shared__ memory" in finding
     assert re.search(r"kernels/reduce\.cuh:(\d+)\n +\1 \|       .*/ 32 \+ 64\] = values\[i\];$", finding)
+
+
+@needs_emulator
+def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_TIMEOUT", 0.5)
+    begin = "extern __shared__ __align__(16) X_TYPE staged[];"
+    finding = found_in(edited(ROWS, (begin, f"while (true) __nanosleep(1);\n  {begin}")), (33, 8))
+    assert "still running after 0.5 s, block (0, 0, 0), thread (0, " in finding
 
 
 @needs_emulator
@@ -810,10 +818,17 @@ def test_bench_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["channel_slab_forward", "pointwise_backward", SUMS, "channel_grid_backward"])
-def test_bench_of_other_families_on_the_gpu(kernel: str) -> None:
-    shapes = {"channel_slab_forward": (8, 64, 64, 64), "channel_grid_backward": (2, 128, 128, 64)}
-    assert cunorm.experiment(kernel).bench([shapes.get(kernel, (4096, 4096))])
+@pytest.mark.parametrize(
+    ("kernel", "shape", "dtype"),
+    [
+        ("channel_slab_forward", (8, 64, 64, 64), "bfloat16"),
+        ("channel_grid_backward", (2, 128, 128, 64), "float32"),
+        ("pointwise_backward", (4096, 4096), "float16"),
+        (SUMS, (4096, 4096), "bfloat16"),
+    ],
+)
+def test_bench_of_other_families_on_the_gpu(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
+    assert cunorm.experiment(kernel).bench([shape], dtype)
 
 
 @pytest.mark.gpu

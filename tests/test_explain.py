@@ -357,7 +357,7 @@ def test_what_a_terminal_shows(no_compiler: None) -> None:
     found = cunorm.explain(like((8, 64, 32, 32)), "group_norm", num_groups=8, backward=True, arch="sm_80")
     text = str(found)
     assert text.startswith("group_norm_backward of 8x64x32x32 float16 on A100 80 GB (sm_80)\n")
-    assert "8 samples of 64 channels of 1024 points, 8 channels a group: 64 rows of 8192 columns" in text
+    assert "64 rows of 8192 columns; 8 samples of 64 channels of 1024 points, 8 channels a mean" in text
     assert "row_block_backward" in text and "column_sums" in text and "VECTORS=" in text
     assert "measured" not in text
     measured = dataclasses.replace(found, seconds=3e-6, copy_seconds=2e-6)

@@ -23,6 +23,7 @@ def run_plan(
     *,
     texts: Mapping[str, str] | None = None,
     watch: tuple[str, int] | None = None,
+    timeout: float = 120.0,
 ) -> tuple[str, Writer] | None:
     """Run the launches of ``plan`` one after the other. Outputs among the ``operands`` are written in place.
 
@@ -30,7 +31,8 @@ def run_plan(
     outside that array is out of bounds. Scratch buffers are arrays of their own, filled with NaNs.
 
     ``texts`` stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them. ``watch`` is an operand and how far
-    behind its pointer an element of it begins, in bytes: returned are the kernel and the thread that wrote it last.
+    behind its pointer an element of it begins, in bytes: returned are the kernel and the thread that wrote it last. A
+    launch that takes longer than ``timeout`` seconds is stopped.
     """
     buffers: dict[str, np.ndarray[Any, Any]] = {}
     pointers: dict[str, int | None] = {}
@@ -83,6 +85,7 @@ def run_plan(
                 cluster=launch.cluster,
                 cooperative=launch.cooperative,
                 watch=watched,
+                timeout=timeout,
             )
         except EmulatorError as error:
             named = {str(used[id(array)]): name for name, array in buffers.items() if id(array) in used}

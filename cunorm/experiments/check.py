@@ -33,6 +33,8 @@ _COLUMNS = (*Example.COLUMNS, "flags", "strategy", "seconds", "result", "largest
 _PLACE = re.compile(r"(kernels/[\w.]+):(\d+)")
 # In how many orders of its threads a call with a wrong result runs, to see whether it depends on that.
 _SEEDS_OF_WRONG = 8
+# Seconds that a launch may take on the emulator; those of the table take one or two.
+_TIMEOUT = 30.0
 # Who wrote an element of a call on a GPU is looked for on the emulator, if that does not take too long.
 _MOST_EMULATED = 1 << 20
 
@@ -160,7 +162,7 @@ def _emulated(kernel: str, text: str, chosen: Chosen, seeds: int) -> _Outcome:
         _compile_as_on_a_gpu(kernel, dict(item.constants), texts)
 
     def run(tensors: Tensors, seed: int) -> None:
-        run_plan(chosen.plan, tensors.operands, seed, texts=texts)
+        run_plan(chosen.plan, tensors.operands, seed, texts=texts, timeout=_TIMEOUT)
 
     try:
         outcome = _judged(chosen, seeds, run, lambda element, seed: _writer(chosen, element, seed, texts))

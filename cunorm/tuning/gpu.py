@@ -57,7 +57,7 @@ class Gpu:
         self._expected: dict[str, Any] = {}
         self._calls: dict[Plan | str, Callable[[Sequence[int], int, int], None]] = {}
         self._workspace: Any = self._cupy.empty(0, "uint8")
-        self._copied: Any = None
+        self._copied: list[Any] = []
         cache_bytes = self._cupy.cuda.Device(index).attributes.get("L2CacheSize", 0)
         self._flushed: Any = self._cupy.empty(max(2 * cache_bytes, _LEAST_FLUSHED_BYTES), "uint8")
 
@@ -113,8 +113,8 @@ class Gpu:
 
     def load_copy(self, name: str, nbytes: int) -> None:
         """Give a copy of so many bytes a name."""
-        self._copied = self._cupy.empty((2, nbytes), "uint8")
-        source, target = (part.data for part in self._copied)
+        self._copied = [self._cupy.empty(nbytes, "uint8") for _ in range(2)]
+        source, target = (array.data for array in self._copied)
         self._calls[name] = lambda pointers, workspace, stream: target.copy_from_device_async(source, nbytes)
 
     def _reserve(self, plan: Plan) -> None:
@@ -184,7 +184,8 @@ class Gpu:
         self._arrays.clear()
         self._expected.clear()
         self._calls.clear()
-        self._workspace = self._flushed = self._copied = None
+        self._copied.clear()
+        self._workspace = self._flushed = None
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
