@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cunorm
-from cunorm import execute, gpus
+from cunorm import execute, gpus, launch
 from cunorm.adapters.numpy import NumpyAdapter
 from cunorm.explanation import OPS, Explanation
 from cunorm.occupancy import occupancy
@@ -271,6 +271,132 @@ def test_what_it_refuses(
         cunorm.explain(*arguments, **options)
 
 
+# ---- Times, by a CuPy that has no GPU.
+
+
+class FakeMemory:
+    """Memory of so many bytes, at a multiple of 512."""
+
+    def __init__(self, count: int, *_: Any) -> None:
+        self.array = np.zeros(count + 512, "uint8")
+        address = self.array.__array_interface__["data"][0]
+        self.nbytes, self.begin = count, address + -address % 512
+        self.data = SimpleNamespace(ptr=self.begin, memset_async=lambda *_: None)
+
+    def __getitem__(self, part: slice) -> int:
+        return len(range(self.nbytes)[part])
+
+    def __setitem__(self, part: slice, count: int) -> None:
+        assert self[part] == count, "as many bytes are drawn as there is room for"
+
+
+class FakeDevice:
+    def __init__(self, index: int) -> None:
+        assert index == 0
+        self.attributes = {"L2CacheSize": 4096}
+
+    def __enter__(self) -> FakeDevice:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("op", "shape", "options"),
+    [
+        ("layer_norm", (6, 40), {}),
+        ("layer_norm", (6, 40), {"residual": True, "return_stats": True}),
+        ("rms_norm", (6, 40), {"weight": False}),
+        ("group_norm", (2, 8, 3, 5), {"num_groups": 2}),
+        ("batch_norm", (4, 8, 3, 5), {}),
+        ("batch_norm", (4, 8, 3, 5), {"training": False}),
+        ("gelu", (6, 40), {"bias": True}),
+    ],
+)
+def test_times_are_taken(
+    op: str,
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+    backward: bool,
+    fake_gpu: list[Plan],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call is timed with memory for every operand, x being the user's, and then the copy."""
+    made: list[FakeMemory] = []
+    called: list[dict[str, int]] = []
+
+    def memory(*arguments: Any) -> FakeMemory:
+        made.append(FakeMemory(*arguments))
+        return made[-1]
+
+    def call(chosen: Plan, operands: Any, index: int) -> Any:
+        def run(pointers: Any, workspace: int, stream: int) -> None:
+            assert len(pointers) == len(operands) and stream == 7
+            called.append(dict(zip(operands, pointers)))
+
+        return run
+
+    now = itertools.count()
+    monkeypatch.setattr(launch, "Call", call)
+    monkeypatch.setattr(
+        launch,
+        "cupy",
+        lambda: SimpleNamespace(
+            empty=memory,
+            zeros=memory,
+            asarray=lambda array: FakeMemory(array.size),
+            empty_like=lambda other: memory(other.nbytes),
+            copyto=lambda target, source: called.append({}),
+            get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=made.clear),
+            cuda=SimpleNamespace(
+                Device=FakeDevice,
+                Event=lambda: SimpleNamespace(record=lambda: None),
+                get_current_stream=lambda: SimpleNamespace(ptr=7, synchronize=lambda: None),
+                get_elapsed_time=lambda begin, end: 0.5 if next(now) < 15 else 0.25,
+            ),
+        ),
+    )
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: (["this"], ""))
+    monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 1e12)
+    monkeypatch.setattr("cunorm.explanation._seen", seen_on_gpu)
+    monkeypatch.setattr("cunorm.explanation._LEAST_FLUSHED_BYTES", 0)
+    execute.forget_prepared()
+    x = np.zeros(math.prod(shape) + 1, np.float32)[1:].reshape(shape)
+    found = cunorm.explain(x, op, backward=backward, **options)
+    assert (found.seconds, found.copy_seconds, found.r) == (0.5e-3, 0.25e-3, 2.0)
+    assert not made, "the memory is given back"
+    calls, copies = called[:20], called[20:]
+    assert all(calls) and not any(copies) and len(copies) == 20
+    address = x.__array_interface__["data"][0]
+    if not (backward and options.get("residual")):
+        assert all(pointers["x"] == address for pointers in calls)
+    fields = {name for item in found.plan.launches for _, name in item.arguments if isinstance(name, str)}
+    scratch = {item.name for item in found.plan.scratch}
+    wanted = {"bias"} if backward else set()  # which counts only under an activation
+    for name in fields - scratch - wanted:
+        missing = not calls[0][name]
+        assert missing == (name in absent(op, backward, options)), name
+    assert all(pointer % 16 == 0 for name, pointer in calls[0].items() if name not in ("x", "dx", "y", "dy"))
+
+
+def seen_on_gpu(tensor: Any, name: str) -> tuple[View, int | None]:
+    return NumpyAdapter().view(tensor, name)._replace(device=execute.NOWHERE), 0
+
+
+def absent(op: str, backward: bool, options: dict[str, Any]) -> set[str]:
+    """The operands that these calls have not."""
+    names = set() if options.get("residual") else {"residual", "residual_out", "dresidual_out"}
+    names |= {"weight", "dweight"} if options.get("weight") is False else set()
+    names |= {"bias", "dbias"} if op == "rms_norm" else set()
+    names |= {"mean", "rstd"} if not backward and not options.get("return_stats") else set()
+    return names | ({"mean"} if op == "rms_norm" else set())
+
+
 # ---- What a multiprocessor has room for.
 
 
@@ -427,8 +553,6 @@ def test_times(op: str, shape: tuple[int, ...], options: dict[str, Any], backwar
 @pytest.mark.gpu
 def test_a_torch_tensor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of a strided one is executed, and explained."""
-    from cunorm import launch
-
     made: list[Plan] = []
     real = launch.Call
 
