@@ -53,7 +53,7 @@ def _start(shell: Any, line: str) -> None:
     if not options.whole:
         text = (Path(kernels.__file__).parent / f"{options.kernel}.cu").read_text(encoding="utf-8")
     if options.show:
-        shell.display_pub.publish({"text/markdown": f"```cpp\n{text}```", "text/plain": text})
+        shell.display_pub.publish({"text/html": _in_colors(text), "text/plain": text})
     else:
         shell.set_next_input(f"%%cunorm {options.kernel} --check\n{text}")
 
@@ -75,6 +75,15 @@ def _experiment(shell: Any, line: str, cell: str) -> None:
         print("It is not timed, since its results are wrong.")
     elif options.bench is not None:
         _display(shell, experiment.bench(options.bench, dtype=options.dtype or "bfloat16"))
+
+
+def _in_colors(text: str) -> str:
+    from pygments import formatters, highlight, lexers
+
+    # On a ground of its own, since the colours are not those of the page's theme.
+    style = "background: #f8f8f8; color: black; padding: 0.5em; white-space: pre; overflow-x: auto"
+    page: Any = formatters.HtmlFormatter(noclasses=True, prestyles=style)
+    return str(highlight(text, lexers.CudaLexer(), page))
 
 
 def _display(shell: Any, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def test_puts_the_headers_there_too(shell: InteractiveShell) -> None:
 def test_shows_a_kernel(shell: InteractiveShell) -> None:
     shell.rl_next_input = None
     (shown,) = run(shell, f"%cunorm {KERNEL} --show")[2]
-    assert shown.data == {"text/markdown": f"```cpp\n{SHIPPED}```", "text/plain": SHIPPED}
+    assert shown.data["text/plain"] == SHIPPED
+    assert re.search(r'<span style="[^"]*color: #[^"]*">extern</span>', shown.data["text/html"])
     assert shell.rl_next_input is None
 
 
