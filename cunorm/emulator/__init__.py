@@ -61,7 +61,7 @@ _PLACE = re.compile(r"^cunorm-emulator-place: (.*)$", re.MULTILINE)
 _LINE = re.compile(r"^cunorm-emulator-line: (.*)$", re.MULTILINE)
 _WRITER = re.compile(r"^cunorm-emulator-writer: block \((\d+), (\d+), (\d+)\), thread \((\d+), (\d+), (\d+)\)$", re.M)
 _FRAME = re.compile(r"^\s*#\d+ 0x[0-9a-f]+ in .*? (?P<file>[^\s:]+):(?P<line>\d+)", re.MULTILINE)
-_NOT_THE_KERNEL = ("cunorm/emulator/", "libsanitizer/", "sysdeps/")
+_NOT_THE_KERNEL = ("cunorm/emulator/", "libsanitizer/", "sysdeps/", "nptl/")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _ROUNDS, _SAMPLES, _WARM = 5, 9, 45
 # Relative error of the edited text's results beside the shipped one's: sums in another order, and the rounding of that.
 _TOLERANCE = {"float16": 1e-3, "bfloat16": 3e-3, "float32": 1e-5, "float64": 1e-12}
 # Okabe and Ito's colours, which people who see colours differently can tell apart; the marker says it again.
-_STYLES = {"edited": ("#D55E00", "o", "-"), "shipped": ("#0072B2", "s", "-"), "copy": ("#000000", "", "--")}
+_STYLES = {"edited": ("#D55E00", "o", "-"), "shipped": ("#0072B2", "s", "-"), "copy": ("#000000", "_", "--")}
 
 
 class BenchReport(Table):
