@@ -421,8 +421,9 @@ def _seen(tensor: Any, name: str) -> tuple[View, int | None]:
     """A tensor as memory nowhere, but with its own address; and the CUDA device that it really is on."""
     try:
         view = adapters.adapter_of(tensor).view(tensor, name)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        # What has no memory: a tracer, a tensor on PyTorch's meta device, or an object that says what one would be.
+    except ValueError:  # strides that no call takes
+        raise
+    except Exception:  # it has no memory: a tracer, a tensor on PyTorch's meta device, an object that speaks of one
         if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
             raise
         if None in tensor.shape:

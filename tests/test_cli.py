@@ -396,6 +396,25 @@ def test_explain_rms_norm_residual_and_activation(
     assert " ".join(table_row(text, "bytes that must move")[1:]).startswith(moved)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--op", "group_norm", "--num-groups", "8", "--data-format", "NHWC"],
+            ["8 samples of 32 channels of 2048 poi"],
+        ),
+        (["--op", "instance_norm", "--activation", "relu"], ["512 rows of 1024 columns", "ACTIVATION=relu"]),
+        (["--op", "batch_norm", "--evaluation", "--backward"], ["batch_norm_backward of 8x64x32x32", "x and dy read"]),
+        (["--op", "rms_norm", "--bias"], ["HAS_BIAS=1"]),
+    ],
+)
+def test_explain_other_ops(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    text = run(capsys, "explain", "--shape", "8x64x32x32", "--arch", "sm_90", *arguments)
+    assert all(word in text for word in words)
+
+
 def test_explain_without_cupy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:

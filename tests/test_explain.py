@@ -237,6 +237,18 @@ def test_jax_arrays_and_their_shapes(no_compiler: None) -> None:
     assert seen == [expected]
 
 
+def test_tensorflow_tensors_and_what_stands_for_them(no_compiler: None) -> None:
+    tf = pytest.importorskip("tensorflow")
+    expected = cunorm.explain(like((16, 256), "bfloat16"), arch="sm_90").plan
+    assert cunorm.explain(tf.zeros((16, 256), tf.bfloat16), arch="sm_90").plan == expected
+    assert cunorm.explain(tf.TensorSpec((16, 256), tf.bfloat16), arch="sm_90").plan == expected
+    seen = []
+    tf.function(lambda x: seen.append(cunorm.explain(x, arch="sm_90").plan)).get_concrete_function(
+        tf.TensorSpec((16, 256), tf.bfloat16)
+    )
+    assert seen == [expected]
+
+
 def test_nothing_is_copied_or_written(no_compiler: None) -> None:
     x = np.full((4, 8), 3.0, np.float32)
     x.flags.writeable = False
