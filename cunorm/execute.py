@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cunorm.problem import DTYPES, View, contiguous_strides
+from cunorm.problem import DTYPES, AnyProblem, View, contiguous_strides
 
 __all__ = [
+    "NOWHERE",
     "OPS",
     "Adapter",
     "Gradients",
@@ -38,6 +39,7 @@ __all__ = [
     "is_compiling",
     "name_op",
     "numpy_dtype",
+    "prepare_nowhere",
     "prepare_on_cpu",
     "prepared_once",
 ]
@@ -74,9 +76,13 @@ class Output:
         return View(0, self.shape, self.strides, self.dtype, device)
 
 
+# The device of tensors that are only spoken of: a call of them is prepared as far as its problem.
+NOWHERE = ("cuda", -1)
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """One kind of call, ready to run.
+    """One kind of call, ready to run; on a CUDA device it knows what ``problem`` its plan is for.
 
     ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those
     that are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The
@@ -87,6 +93,7 @@ class Prepared:
     device: tuple[str, int]
     workspace_bytes: int
     run: Callable[[Sequence[int], int, int], None]
+    problem: AnyProblem | None = None
 
 
 class Op(Protocol):
@@ -444,6 +451,15 @@ def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
             return prepare(*arguments)
 
     return find
+
+
+def prepare_nowhere(problem: AnyProblem, outputs: tuple[Output | None, ...]) -> Prepared:
+    """A call of tensors that are `NOWHERE`."""
+
+    def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
+        raise RuntimeError("a call of tensors that are nowhere cannot be run")
+
+    return Prepared(outputs, NOWHERE, 0, run, problem)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -20,14 +20,15 @@ from cunorm.checks import (
     check_x,
 )
 from cunorm.execute import Output, Prepared
-from cunorm.plan import plan
+from cunorm.plan import Plan, plan
 from cunorm.problem import AnyProblem, BackwardProblem, ForwardProblem, Norm, View
-from cunorm.tuning_file import entry_for
+from cunorm.tuning_file import Entry, entry_for
 
 __all__ = [
     "BACKWARD_OPERANDS",
     "FORWARD_OPERANDS",
     "RowNorm",
+    "chosen_plan",
     "layer_norm",
     "layer_norm_backward",
     "layout_of",
@@ -548,11 +549,18 @@ def prepare_launches(
     outputs: tuple[Output | None, ...],
     device_index: int,
 ) -> Prepared:
-    """A call of the plan for a problem, with what was tuned for it, if anything was."""
-    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
-    chosen = plan(problem, launch.device(device_index), tuned.geometry if tuned else None)
+    """A call of the plan for a problem."""
+    if device_index == execute.NOWHERE[1]:
+        return execute.prepare_nowhere(problem, outputs)
+    chosen, _ = chosen_plan(problem, device_index)
     call = launch.Call(chosen, operands, device_index)
-    return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)
+    return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call, problem)
+
+
+def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | None]:
+    """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was."""
+    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
+    return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.

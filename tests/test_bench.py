@@ -773,7 +773,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cunorm.cli.gpus.cuda_devices", lambda: ([], "none for this test"))
+    monkeypatch.setattr("cunorm.gpus.cuda_devices", lambda: ([], "none for this test"))
 
 
 def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:

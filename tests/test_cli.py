@@ -19,8 +19,8 @@ from rich.console import Console
 from tuning_cases import GPU, FakeMachine, entry_of, favourite, other_geometries, problem_of
 
 import cunorm
-from cunorm import cli, launch, resources, tuning_file
-from cunorm.cli import demo, gpus, output
+from cunorm import cli, gpus, launch, resources, tuning_file
+from cunorm.cli import demo, output
 from cunorm.plan import Plan
 from cunorm.tuning_file import Entry, TuningFile, key_of
 

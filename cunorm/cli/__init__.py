@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cunorm import __version__
+from cunorm.explanation import OPS
 from cunorm.problem import ACTIVATIONS, DTYPES
 
 __all__ = ["UsageError", "run"]
@@ -78,12 +79,16 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 options.op,
                 options.shape,
                 options.dtype,
-                options.axis,
-                options.backward,
-                options.arch,
                 options.activation,
-                options.residual,
-                options.bias,
+                axis=options.axis,
+                num_groups=options.num_groups,
+                data_format=options.data_format,
+                bias=options.bias,
+                residual=options.residual,
+                training=not options.evaluation,
+                backward=options.backward,
+                arch=options.arch,
+                measure=options.measure,
             )
     except UsageError as error:
         print(f"python -m cunorm {options.command}: {error}", file=sys.stderr)
@@ -129,11 +134,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
-    _add_problem(explain, "the dtype of x, weight and bias (default: float16)")
-    explain.add_argument("--axis", type=int, nargs="+", help="axes to normalize (default: last)")
-    explain.add_argument("--bias", action="store_true", help="with --op gelu: added before, along the last axis")
+    _add_problem(explain, "the dtype of x, weight and bias (default: float16)", OPS)
+    explain.add_argument("--axis", type=int, nargs="+", default=-1, help="axes to normalize (default: last)")
+    explain.add_argument("--num-groups", type=int, metavar="N", help="with --op group_norm")
+    explain.add_argument("--data-format", default="NC...", metavar="NHWC", help="of a channel norm (default: NC...)")
+    explain.add_argument("--evaluation", action="store_true", help="with --op batch_norm: by its running statistics")
+    explain.add_argument("--bias", action="store_true", default=None, help="also where there mostly is none")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
+    explain.add_argument("--measure", action="store_true", help="also time it, on this machine's GPU")
 
     bench = commands.add_parser(
         "bench",
@@ -173,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="4096x8192", help="the shape of x; may be repeated"
     )
-    _add_problem(tune, "the dtype of x (default: float16)")
+    _add_problem(tune, "the dtype of x (default: float16)", ("layer_norm", "rms_norm", "gelu"))
     tune.add_argument("--affine-dtype", choices=list(DTYPES), help="the dtype of weight and bias (default: that of x)")
     direction = tune.add_mutually_exclusive_group()
     for name, what in (("backward", "the gradient instead"), ("both", "the norm and the gradient")):
@@ -187,14 +196,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_problem(command: argparse.ArgumentParser, dtype_help: str) -> None:
+def _add_problem(command: argparse.ArgumentParser, dtype_help: str, ops: Sequence[str]) -> None:
     """The options that say, beside the shape, what is computed."""
     command.add_argument("--dtype", choices=list(DTYPES), default="float16", help=dtype_help)
     command.add_argument(
         "--op",
-        choices=["layer_norm", "rms_norm", "gelu"],
+        choices=ops,
         default="layer_norm",
-        help="layer_norm with weight and bias (the default), rms_norm with a weight, or gelu, which has one plan",
+        help="norms are with weight and bias, rms_norm with a weight; gelu has one plan (default: layer_norm)",
     )
     command.add_argument("--activation", choices=ACTIVATIONS, help="after the norm; for gelu: itself or gelu_tanh")
     command.add_argument("--residual", action="store_true", help="added before the norm")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cunorm.cli import UsageError, gpus, output
+from cunorm import gpus
+from cunorm.cli import UsageError, output
 
 if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
     from cunorm.bench.results import Measurement, Results

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cunorm
-from cunorm.cli import FRAMEWORKS, UsageError, gpus, output
+from cunorm import gpus
+from cunorm.cli import FRAMEWORKS, UsageError, output
 from cunorm.cli.libraries import EPS, LIBRARIES, Library
 from cunorm.execute import numpy_dtype
 

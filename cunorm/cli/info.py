@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import cunorm
-from cunorm import launch
-from cunorm.cli import gpus, output
+from cunorm import gpus, launch
+from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["run"]

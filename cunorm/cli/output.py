@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cunorm.text import byte_count, duration, rate, table_lines
+
 __all__ = ["byte_count", "console", "duration", "line", "progress", "rate", "table"]
 
 
@@ -30,22 +32,15 @@ def line(text: str = "", style: str = "") -> None:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
     """Print a table; the columns named in ``numbers`` are aligned to the right."""
     if not console().is_terminal:
-        return _plain_table(columns, rows, numbers)
+        for text in table_lines(columns, rows, numbers):
+            line(text)
+        return
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         result.add_row(*(Text(cell) for cell in row))
     console().print(result)
-    return None
-
-
-def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
-    for row in (columns, *rows):
-        cells = zip(columns, row, widths)
-        padded = [cell.rjust(width) if column in numbers else cell.ljust(width) for column, cell, width in cells]
-        line("  ".join(padded).rstrip())
 
 
 @contextlib.contextmanager
@@ -63,22 +58,3 @@ def progress() -> Iterator[Callable[[str, int, int], None] | None]:
     with Progress(*columns, console=console(), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
-
-
-def byte_count(count: float) -> str:
-    """A number of bytes in decimal units, as bandwidths have them."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
-def rate(bytes_per_second: float) -> str:
-    return f"{byte_count(bytes_per_second)}/s"
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.4g} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cunorm.cli import UsageError, gpus, output
+from cunorm import gpus
+from cunorm.cli import UsageError, output
 from cunorm.plan import RowBlock
 from cunorm.tuning import TuneResult, checked_problems, tune_problem
 from cunorm.tuning_file import TuningFile, default_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,31 +62,35 @@ class LocalGpu(NamedTuple):
     device: Device
 
 
-def local_gpu() -> tuple[LocalGpu | None, str]:
-    """The first GPU here; and, where none can be used, why."""
+def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
+    """A GPU here, the first one; and, where it cannot be used, why."""
     names, reason = cuda_devices()
     if not names:
         return None, f"no CUDA device ({reason})"
     try:
-        return LocalGpu(names[0], launch.device(0)), ""
+        return LocalGpu(names[index], launch.device(index)), ""
     except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
-        return None, f"{names[0]} cannot be used ({error})"
+        return None, f"{names[index]} cannot be used ({error})"
 
 
-def measured_copy_rate(nbytes: int = 1 << 29) -> float:
-    """Bytes a second, read and written, of a plain copy on the current CUDA device: the best of a few.
+@functools.cache
+def measured_copy_rate(index: int = 0, nbytes: int = 1 << 29) -> float:
+    """Bytes a second, read and written, of a plain copy on a CUDA device: the best of a few.
 
     Raises a MemoryError or RuntimeError where the GPU has no room or no time for it.
     """
     cupy = launch.cupy()
-    source = cupy.zeros(nbytes, cupy.uint8)
-    target = cupy.empty_like(source)
-    best = float("inf")
-    for _ in range(8):
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        cupy.copyto(target, source)
-        stop.record()
-        stop.synchronize()
-        best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+    with cupy.cuda.Device(index):
+        source = cupy.zeros(nbytes, cupy.uint8)
+        target = cupy.empty_like(source)
+        best = float("inf")
+        for _ in range(8):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            cupy.copyto(target, source)
+            stop.record()
+            stop.synchronize()
+            best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+        del source, target
+        cupy.get_default_memory_pool().free_all_blocks()  # which other libraries may need
     return 2 * nbytes / best

@@ -1,0 +1,35 @@
+"""Numbers and tables as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+__all__ = ["byte_count", "duration", "rate", "table_lines"]
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of a table; the columns named in ``numbers`` are aligned to the right."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
+    for row in (columns, *rows):
+        cells = zip(columns, row, widths)
+        padded = [cell.rjust(width) if column in numbers else cell.ljust(width) for column, cell, width in cells]
+        yield "  ".join(padded).rstrip()
+
+
+def byte_count(count: float) -> str:
+    """A number of bytes in decimal units, as bandwidths have them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{byte_count(bytes_per_second)}/s"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
