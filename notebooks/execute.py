@@ -90,7 +90,7 @@ def main() -> None:
 
 def _gpu() -> str:
     sys.path.insert(0, str(FOLDER.parent))
-    from cunorm.cli.gpus import cuda_devices
+    from cunorm.gpus import cuda_devices
 
     found, reason = cuda_devices()
     if not found:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from IPython.display import display
 
-from cunorm.cli.gpus import cuda_devices
+from cunorm.gpus import cuda_devices
 
 __all__ = ["gpu_or_saved"]
 
