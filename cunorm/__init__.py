@@ -9,6 +9,7 @@
 __version__ = "0.1.0"  # first, since modules below write it down
 
 import os
+from typing import Any
 
 # In a checkout, kernels/ and adapters/ stand beside this folder; installed, they are inside it. Python finds the
 # checkout first when it is started there, whatever is installed, so the parent folder has to be searched too.
@@ -49,3 +50,10 @@ __all__ = [
     "rms_norm_backward",
     "tune",
 ]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext cunorm`` in a notebook; ``%cunorm?`` then says what there is."""
+    from cunorm.notebook import load
+
+    load(shell)

@@ -1,0 +1,106 @@
+"""``%load_ext cunorm``: kernels in the cells of a notebook.
+
+``%cunorm KERNEL`` puts the text of a shipped kernel into the next cell, under the line ``%%cunorm KERNEL``; such a cell,
+when it is run, makes an experiment of its text (see `cunorm.experiment`). IPython is imported when they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import cunorm
+from cunorm import kernels
+from cunorm.problem import DTYPES
+
+__all__ = ["load"]
+
+
+class _Refusal(Exception):
+    """What is wrong with a cell's text or options; IPython shows it without a traceback, which would name our lines."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def load(shell: Any) -> None:
+    """Give an IPython shell the magics ``%cunorm`` and ``%%cunorm``."""
+
+    def magic(line: str, cell: str | None = None) -> None:
+        try:
+            if cell is None:
+                _start(shell, line)
+            else:
+                _experiment(shell, line, cell)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise _Refusal(str(error)) from None
+
+    magic.__doc__ = f"{_start_parser().format_help()}\n{_experiment_parser().format_help()}"
+    shell.register_magic_function(magic, magic_kind="line_cell", magic_name="cunorm")
+
+
+def _start(shell: Any, line: str) -> None:
+    from IPython.display import display
+
+    options = _start_parser().parse_args(line.split())
+    if options.kernel is None:
+        print(*kernels.kernel_names(), sep="\n")
+        return
+    text = cunorm.experiment(options.kernel).source
+    if not options.whole:
+        text = (Path(kernels.__file__).parent / f"{options.kernel}.cu").read_text(encoding="utf-8")
+    if options.show:
+        display({"text/markdown": f"```cpp\n{text}```", "text/plain": text}, raw=True)
+    else:
+        shell.set_next_input(f"%%cunorm {options.kernel} --check\n{text}")
+
+
+def _experiment(shell: Any, line: str, cell: str) -> None:
+    from IPython.display import display
+
+    options = _experiment_parser().parse_args(line.split())
+    experiment = cunorm.experiment(options.kernel)
+    # The first line is the magic's, so that errors name the lines of the cell.
+    experiment.source = f"\n{cell}"
+    shell.user_ns[options.name] = experiment
+    if not options.check and not options.bench:
+        display(experiment)
+    right = True
+    if options.check:
+        right = experiment.check()
+        display(right)
+    if options.bench and not right:
+        print("It is not timed, since its results are wrong.")
+    elif options.bench:
+        display(experiment.bench(options.bench, dtype=options.dtype))
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    return [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
+
+
+@functools.cache
+def _start_parser() -> Any:
+    parser = _parser("%cunorm", "Put the text of a shipped kernel into the next cell. Without one, list the kernels.")
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL")
+    parser.add_argument("--whole", action="store_true", help="the text of the headers too, to edit that")
+    parser.add_argument("--show", action="store_true", help="show it highlighted instead")
+    return parser
+
+
+@functools.cache
+def _experiment_parser() -> Any:
+    parser = _parser("%%cunorm", "Make an experiment of the cell, which is the text of a kernel.")
+    parser.add_argument("kernel", metavar="KERNEL", help="the shipped kernel that it takes the place of")
+    parser.add_argument("--check", action="store_true", help="compare its results with float64")
+    parser.add_argument("--bench", type=_shapes, metavar="SHAPES", help="time it: 4096x4096,32768x8192; needs a GPU")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="for --bench (default: bfloat16)")
+    parser.add_argument("--name", default="experiment", help="the variable that holds it (default: experiment)")
+    return parser
+
+
+def _parser(name: str, description: str) -> Any:
+    from IPython.core.magic_arguments import MagicArgumentParser
+
+    return MagicArgumentParser(prog=name, description=description, allow_abbrev=False, add_help=False)
