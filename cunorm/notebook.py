@@ -1,7 +1,7 @@
 """``%load_ext cunorm``: kernels in the cells of a notebook.
 
-``%cunorm KERNEL`` puts the text of a shipped kernel into the next cell, under the line ``%%cunorm KERNEL``; such a cell,
-when it is run, makes an experiment of its text (see `cunorm.experiment`). IPython is imported when they are used.
+``%cunorm KERNEL`` puts the text of a shipped kernel into the next cell, under the line ``%%cunorm KERNEL``. Such a
+cell makes an experiment of its text when it is run (see `cunorm.experiment`). IPython is imported for them alone.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ def _experiment(shell: Any, line: str, cell: str) -> None:
 
     options = _experiment_parser().parse_args(line.split())
     experiment = cunorm.experiment(options.kernel)
-    # The first line is the magic's, so that errors name the lines of the cell.
-    experiment.source = f"\n{cell}"
+    # The first line is the magic's, so the text begins with the second: errors name the lines of the cell.
+    experiment.source = f'#line 2 "kernels/{options.kernel}.cu"\n{cell}'
     shell.user_ns[options.name] = experiment
-    if not options.check and not options.bench:
+    if options.check is None and options.bench is None:
         display(experiment)
     right = True
-    if options.check:
-        right = experiment.check()
+    if options.check is not None:
+        dtypes = [options.dtype] if options.dtype else None
+        right = experiment.check(shapes=options.check or None, dtypes=dtypes)
         display(right)
-    if options.bench and not right:
+    if options.bench is not None and not right:
         print("It is not timed, since its results are wrong.")
-    elif options.bench:
-        display(experiment.bench(options.bench, dtype=options.dtype))
+    elif options.bench is not None:
+        display(experiment.bench(options.bench, dtype=options.dtype or "bfloat16"))
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
@@ -93,9 +94,10 @@ def _start_parser() -> Any:
 def _experiment_parser() -> Any:
     parser = _parser("%%cunorm", "Make an experiment of the cell, which is the text of a kernel.")
     parser.add_argument("kernel", metavar="KERNEL", help="the shipped kernel that it takes the place of")
-    parser.add_argument("--check", action="store_true", help="compare its results with float64")
-    parser.add_argument("--bench", type=_shapes, metavar="SHAPES", help="time it: 4096x4096,32768x8192; needs a GPU")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="for --bench (default: bfloat16)")
+    shapes: dict[str, Any] = {"type": _shapes, "metavar": "SHAPES"}
+    parser.add_argument("--check", **shapes, nargs="?", const=[], help="compare with float64; SHAPES: 4x64,3x1000")
+    parser.add_argument("--bench", **shapes, help="time it beside the shipped text and a copy; needs a GPU")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="for both (default: several, and bfloat16 for --bench)")
     parser.add_argument("--name", default="experiment", help="the variable that holds it (default: experiment)")
     return parser
 
