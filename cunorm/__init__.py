@@ -26,6 +26,7 @@ from cunorm.channels import (
     instance_norm_backward,
     merge_batch_norm_stats,
 )
+from cunorm.experiments import experiment
 from cunorm.explanation import explain
 from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from cunorm.pointwise import gelu, gelu_backward
@@ -36,6 +37,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_backward",
     "batch_norm_stats",
+    "experiment",
     "explain",
     "gelu",
     "gelu_backward",

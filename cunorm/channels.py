@@ -738,7 +738,7 @@ def _prepare_forward(
         activation=op.activation,
         running=_running_statistics(op, *running) if running else None,
     )
-    return prepare_launches(problem, RUNNING_OPERANDS if running else FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, RUNNING_OPERANDS if running else FORWARD_OPERANDS, outputs, x.device)
 
 
 def _running_statistics(op: ChannelNorm, mean: View, variance: View) -> RunningStatistics:
@@ -839,7 +839,7 @@ def _prepare_backward(
         activation=op.activation,
         given=not op.training,
     )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def _run_backward(

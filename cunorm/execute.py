@@ -24,6 +24,7 @@ __all__ = [
     "NOWHERE",
     "OPS",
     "Adapter",
+    "Described",
     "Gradients",
     "Op",
     "Output",
@@ -32,6 +33,8 @@ __all__ = [
     "also_forget",
     "as_numpy",
     "backward",
+    "cannot_run",
+    "forget_compiled",
     "forget_prepared",
     "forward",
     "generation",
@@ -39,7 +42,6 @@ __all__ = [
     "is_compiling",
     "name_op",
     "numpy_dtype",
-    "prepare_nowhere",
     "prepare_on_cpu",
     "prepared_once",
 ]
@@ -76,13 +78,9 @@ class Output:
         return View(0, self.shape, self.strides, self.dtype, device)
 
 
-# The device of tensors that are only spoken of: a call of them is prepared as far as its problem.
-NOWHERE = ("cuda", -1)
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """One kind of call, ready to run; on a CUDA device it knows what ``problem`` its plan is for.
+    """One kind of call, ready to run.
 
     ``run(pointers, workspace, stream)`` takes the data pointers of the op's inputs, then of its outputs, 0 for those
     that are None; a pointer to ``workspace_bytes`` of scratch memory on the device; and the raw handle of a stream. The
@@ -93,7 +91,22 @@ class Prepared:
     device: tuple[str, int]
     workspace_bytes: int
     run: Callable[[Sequence[int], int, int], None]
-    problem: AnyProblem | None = None
+
+
+# A device whose calls are not run: what is prepared there tells the problem.
+NOWHERE = ("nowhere", 0)
+
+
+def cannot_run(pointers: Sequence[int], workspace: int, stream: int) -> None:
+    raise RuntimeError("a call that is only described cannot run")
+
+
+@dataclass(frozen=True)
+class Described(Prepared):
+    """A call on `NOWHERE`: the problem that it is, and what its pointers are those of, in order."""
+
+    problem: AnyProblem
+    operands: tuple[str, ...]
 
 
 class Op(Protocol):
@@ -302,13 +315,24 @@ _calls: dict[Any, _Ready] = {}
 _calls_lock = threading.Lock()
 _MOST_CALLS = 4096
 _forgetters: list[Callable[[], None]] = []
+_compiled_forgetters: list[Callable[[], None]] = []
 # How often prepared calls were forgotten. What has to go on with the plan that it began with, keeps it by this number.
 generation = 0
 
 
-def also_forget(forget: Callable[[], None]) -> None:
-    """Name a cache that lies behind prepared calls, by what empties it."""
-    _forgetters.append(forget)
+def also_forget(forget: Callable[[], None], *, compiled: bool = False) -> None:
+    """Name a cache that lies behind prepared calls, by what empties it.
+
+    One of ``compiled`` functions may go on with the plan that it has, but not with a kernel that has another text now.
+    """
+    (_compiled_forgetters if compiled else _forgetters).append(forget)
+
+
+def forget_compiled() -> None:
+    """Let everything be prepared and compiled anew, since a kernel has another text now."""
+    forget_prepared()
+    for forget in _compiled_forgetters:
+        forget()
 
 
 def forget_prepared() -> None:
@@ -321,8 +345,11 @@ def forget_prepared() -> None:
         generation += 1
 
 
-def _remember(key: Any, ready: _Ready) -> None:
+def _remember(key: Any, ready: _Ready, begun: int) -> None:
+    """Keep a call, unless prepared calls were forgotten since the generation in which its preparation had begun."""
     with _calls_lock:
+        if begun != generation:
+            return
         if len(_calls) >= _MOST_CALLS:
             del _calls[next(iter(_calls))]  # the oldest
         _calls[key] = ready
@@ -364,10 +391,11 @@ def forward(
     key = (type(adapter), op, stats, kind)
     ready = _calls.get(key)
     if ready is None:
+        begun = generation
         x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, _FORWARD_NAMES)
         prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats, tuple(views))
         ready = _Ready.of(adapter, prepared, x)
-        _remember(key, ready)
+        _remember(key, ready, begun)
     # Written out, since every call of a user comes here.
     prepared, allocators, workspace, _ = ready
     y, residual_out, mean, rstd = prepared.outputs
@@ -417,13 +445,14 @@ def backward(
     key = (type(adapter), op, output_mask, bias_dtype, kind)
     ready = _calls.get(key)
     if ready is None:
+        begun = generation
         views = _views(adapter, tensors, _BACKWARD_NAMES)
         dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view = views
         prepared = op.prepare_backward(
             dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view, output_mask, bias_dtype
         )
         ready = _Ready.of(adapter, prepared, x)
-        _remember(key, ready)
+        _remember(key, ready, begun)
     results: list[Any] = []
     for output, allocate in zip(ready.prepared.outputs, ready.allocators):
         if output is None:
@@ -440,26 +469,22 @@ def backward(
 
 def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
     """``prepare``, run once for each kind of call, until plans are forgotten."""
-    cached = functools.lru_cache(maxsize=4096)(prepare)
+
+    # By the generation, so that what was begun before plans were forgotten and is done after that is not found.
+    @functools.lru_cache(maxsize=4096)
+    def cached(begun: int, *arguments: Any) -> Prepared:
+        return prepare(*arguments)
+
     also_forget(cached.cache_clear)
 
     @functools.wraps(prepare)
     def find(*arguments: Any) -> Prepared:
         try:
-            return cached(*arguments)
+            return cached(generation, *arguments)
         except TypeError:  # a size that is a symbol to torch.compile cannot be hashed, or something is wrong indeed
             return prepare(*arguments)
 
     return find
-
-
-def prepare_nowhere(problem: AnyProblem, outputs: tuple[Output | None, ...]) -> Prepared:
-    """A call of tensors that are `NOWHERE`."""
-
-    def run(pointers: Sequence[int], workspace: int, stream: int) -> None:
-        raise RuntimeError("a call of tensors that are nowhere cannot be run")
-
-    return Prepared(outputs, NOWHERE, 0, run, problem)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cunorm import adapters, gpus, launch, ops
 from cunorm.channels import ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
-from cunorm.execute import NOWHERE, Op, Prepared
+from cunorm.execute import NOWHERE, Described, Op, Prepared
 from cunorm.occupancy import occupancy
 from cunorm.plan import Device, Launch, Plan, fitted, plan
 from cunorm.pointwise import Pointwise
@@ -60,10 +60,10 @@ class LaunchExplanation:
     share : (int, int) or None
         What a block works on at a time: rows by columns, or channels by points. None for kernels that add up what
         others have left.
-    blocks_per_row, turns : int
-        How many blocks a row (channel) is cut over; and how often a block takes such a share.
-    threads_per_row : int
-        Of a block.
+    blocks_per_row, block_stride, turns : int
+        How many blocks a row (channel) is cut over, and how far they are apart; and how often a block takes a share.
+    threads_per_row, thread_stride : int
+        How many threads of a block share a row (channels that lie in one vector), and how far they are apart.
     vectors, vector_bytes : int
         How many vectors of each tensor a thread holds, or has on their way at a time; and the bytes of one.
     bytes_read, bytes_written, bytes_through_shared : int
@@ -86,8 +86,10 @@ class LaunchExplanation:
     cooperative: bool
     share: tuple[int, int] | None
     blocks_per_row: int
+    block_stride: int
     turns: int
     threads_per_row: int
+    thread_stride: int
     vectors: int
     vector_bytes: int
     bytes_read: int
@@ -233,7 +235,7 @@ class Explanation:
             ("seen as", self.seen_as),
             ("strategy", self.strategy),
             ("chosen", self.chosen),
-            (f"a {self.area_of[0][:-1]} lives in", self.lives_in),
+            (f"a {self.area_of[0][:-1]} lives", self.lives_in),
             ("scratch memory", byte_count(self.workspace_bytes)),
             ("bytes that must move", f"{byte_count(self.bytes_moved)} ({self.moves})"),
             ("bytes read again", byte_count(self.bytes_read_again)),
@@ -390,7 +392,7 @@ def explain(
         return_stats,
         (True, weight_view is not None, bias_view is not None) if output_mask is None else check_mask(output_mask),
     )
-    return _explained(call, f"{op}_backward" if backward else op, x, _target(arch, place), place, measure)
+    return _explained(call, f"{op}_backward" if backward else op, _target(arch, place), place, measure)
 
 
 class _Call(NamedTuple):
@@ -418,8 +420,9 @@ class _Call(NamedTuple):
         y, residual_out, mean, rstd = ops.views_of(forward.outputs, device)
         if not self.backward:
             return forward, [x, residual, weight, bias, y, *running, residual_out, mean, rstd]
-        inputs = (y, residual_out, residual_out or x, weight, bias, mean, rstd)
-        prepared = self.op.prepare_backward(*inputs, self.output_mask, None)
+        dy, x = there(y), residual_out or x
+        prepared = self.op.prepare_backward(dy, residual_out, x, weight, bias, mean, rstd, self.output_mask, None)
+        inputs = [dy, residual_out, x, weight, bias, mean, rstd]
         return prepared, [*inputs, *ops.views_of(prepared.outputs, device)]
 
 
@@ -459,7 +462,7 @@ class _Target(NamedTuple):
     device: Device
     rate: float | None
     rate_is: str
-    index: int | None
+    place: int | None
 
 
 def _target(arch: str | None, place: int | None) -> _Target:
@@ -489,14 +492,14 @@ def _here(local: gpus.LocalGpu, index: int) -> _Target:
 # ---- What is said of a plan.
 
 
-def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None, measure: bool | None) -> Explanation:
-    prepared, _ = call.prepared()
-    problem = prepared.problem
-    assert problem is not None
-    if target.index is None:
+def _explained(call: _Call, op: str, target: _Target, place: int | None, measure: bool | None) -> Explanation:
+    described, _ = call.prepared()
+    assert isinstance(described, Described)
+    problem = described.problem
+    if target.place is None:
         chosen, tuned = plan(problem, target.device), None
     else:
-        chosen, tuned = ops.chosen_plan(problem, target.index)
+        chosen, tuned = ops.chosen_plan(problem, target.place)
     area_of = "rows", "columns"
     if isinstance(problem, ChannelForward | ChannelBackward):
         seen_as = f"{problem.samples} samples of {problem.channels} channels of {problem.points} points"
@@ -518,7 +521,7 @@ def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None,
         problem=problem,
         title=target.title,
         device=target.device,
-        here=target.index is not None,
+        here=target.place is not None,
         seen_as=seen_as,
         area=area,
         area_of=area_of,
@@ -532,12 +535,12 @@ def _explained(call: _Call, op: str, x: Any, target: _Target, place: int | None,
         launches=launches,
         compiler=compiler,
     )
-    if measure is False or (measure is None and (place is None or place != target.index)):
+    if measure is False or (measure is None and (place is None or place != target.place)):
         return explanation
-    if target.index is None:
+    if target.place is None:
         raise RuntimeError(f"measure is True, but {target.title} is not a GPU of this machine")
     try:
-        seconds, copy_seconds = _measure(call, target.index, call.x.pointer if place is not None else 0, problem)
+        seconds, copy_seconds = _measure(call, target.place, call.x.pointer if place is not None else 0, problem)
     except (MemoryError, RuntimeError) as error:
         if measure:
             raise RuntimeError(f"the call cannot be timed: {error}") from error
@@ -574,17 +577,17 @@ def _lives_in(chosen: Plan, launches: Sequence[LaunchExplanation]) -> str:
         return "nowhere: there is nothing to compute"
     together = f"of the {main.blocks_per_row} blocks"
     if chosen.strategy == "row_block":
-        return f"the registers of {main.threads_per_row} threads"
+        return f"in the registers of {main.threads_per_row} threads"
     if chosen.strategy == "row_cluster":
-        return f"the registers {together} of a cluster"
+        return f"in the registers {together} of a cluster"
     if chosen.strategy == "row_grid":
         held = " and the registers" * (main.constants["HELD"] != 0)
         rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)
-        return f"the shared memory{held} {together} that share it{rest}"
+        return f"in the shared memory{held} {together} that share it{rest}"
     if chosen.strategy == "channel_slab":
-        return f"the shared memory {together} of a cluster" if main.cluster > 1 else "the shared memory of a block"
+        return f"in the shared memory {together if main.cluster > 1 else 'of a block'}"
     if chosen.strategy == "channel_grid":
-        return f"the shared memory {together} that share it"
+        return f"in the shared memory {together} that share it"
     if len([item for item in launches if item.share]) < 2:
         return "nowhere: no number is needed twice"
     return "nowhere on chip: it is read again, from L2 where it is still there"
@@ -602,7 +605,7 @@ def _launches(
         fields = [(role, name) for role, name in item.arguments if name in present]
         written = len([role for role, _ in fields if role in _WRITTEN]) * elements * itemsize
         read = len([role for role, _ in fields if role not in _WRITTEN]) * elements * itemsize
-        layout = _layout(item, area)
+        layout = _layout(item)
         constants = dict(item.constants)
         through = 0
         if item.kernel.startswith(("channel_slab", "channel_grid")) or constants.get("STAGE") == "ahead":
@@ -621,8 +624,14 @@ def _launches(
             block=item.block,
             cluster=item.cluster,
             cooperative=item.cooperative,
+            share=(min(layout.rows, area[0]), min(layout.columns, area[1])) if layout.rows else None,
+            blocks_per_row=layout.blocks_per_row,
+            block_stride=layout.block_stride,
+            turns=layout.turns,
+            threads_per_row=layout.threads_per_row,
+            thread_stride=layout.thread_stride,
+            vectors=layout.vectors,
             vector_bytes=layout.width * itemsize,
-            **{name: value for name, value in layout._asdict().items() if name != "width"},
             bytes_read=read,
             bytes_written=written,
             bytes_through_shared=through,
@@ -654,64 +663,105 @@ def _with_resources(item: LaunchExplanation, device: Device) -> LaunchExplanatio
 
 
 class _Layout(NamedTuple):
-    """How a launch lies over its problem, as `LaunchExplanation` has it; ``width`` is in elements."""
+    """How a launch lies over its problem, as `LaunchExplanation` has it: a share is rows by columns."""
 
-    share: tuple[int, int] | None = None
+    rows: int = 0
+    columns: int = 0
     blocks_per_row: int = 1
+    block_stride: int = 1
     turns: int = 1
     threads_per_row: int = 1
+    thread_stride: int = 1
     vectors: int = 0
-    width: int = 0
+    width: int = 0  # of a vector, in elements
 
 
-def _layout(item: Launch, area: tuple[int, int]) -> _Layout:
+def _layout(item: Launch) -> _Layout:
     constants: dict[str, Any] = dict(item.constants)
     given: dict[str, Any] = dict(item.arguments)
     if "VECTOR" not in constants:  # it only adds up what others have left
         return _Layout()
     width, threads = constants["VECTOR"], math.prod(item.block)
-
-    def times(whole: int, part: int) -> int:
-        return -(-whole // part)
-
-    def layout(rows: int, columns: int, blocks: int, turns: int, threads_per_row: int, vectors: int) -> _Layout:
-        share = min(rows, area[0]), min(columns, area[1])
-        return _Layout(share, blocks, turns, threads_per_row, vectors, width)
-
     if item.kernel.startswith("row_block"):
         rows, blocks = constants["ROWS_PER_BLOCK"], constants["BLOCKS_PER_ROW"]
-        turns = times(times(given["rows"], rows), item.grid // blocks)
-        return layout(
-            rows, given["columns_per_block"], blocks, turns, constants["THREADS_PER_ROW"], constants["VECTORS"]
+        return _Layout(
+            rows=rows,
+            columns=given["columns_per_block"],
+            blocks_per_row=blocks,
+            turns=_times(_times(given["rows"], rows), item.grid // blocks),
+            threads_per_row=constants["THREADS_PER_ROW"],
+            vectors=constants["VECTORS"],
+            width=width,
         )
     if item.kernel == "row_grid_forward":
         blocks, columns = given["blocks_per_row"], given["columns_per_block"]
-        vectors = max(1, times(columns - 2 * width * constants["PEELED"], width * threads))
-        return layout(1, columns, blocks, times(given["rows"], item.grid // blocks), threads, vectors)
+        return _Layout(
+            rows=1,
+            columns=columns,
+            blocks_per_row=blocks,
+            turns=_times(given["rows"], item.grid // blocks),
+            threads_per_row=threads,
+            vectors=max(1, _times(columns - 2 * width * constants["PEELED"], width * threads)),
+            width=width,
+        )
     if item.kernel.startswith("row_split"):
-        rows, vectors = constants["ROW_LANES"], constants["UNROLL"]
-        lanes = threads // rows
-        tile = lanes * width * vectors
-        if "rows_per_group" in given:
-            return layout(rows, tile, given["tiles"], times(given["rows_per_group"], rows), lanes, vectors)
-        return layout(rows, tile, given["splits"], times(given["columns_per_split"], tile), lanes, vectors)
+        rows = constants["ROW_LANES"]
+        columns = threads // rows * width * constants["UNROLL"]
+        grouped = "rows_per_group" in given  # else a block has a chunk of columns
+        blocks = given["tiles" if grouped else "splits"]
+        turns = _times(given["rows_per_group"], rows) if grouped else _times(given["columns_per_split"], columns)
+        return _Layout(
+            rows=rows,
+            columns=columns,
+            blocks_per_row=blocks,
+            block_stride=1 if grouped else item.grid // blocks,
+            turns=turns,
+            threads_per_row=threads // rows,
+            thread_stride=rows,
+            vectors=constants["UNROLL"],
+            width=width,
+        )
     if item.kernel.startswith("pointwise"):
-        lanes, vectors = item.block[0], constants["STEPS"]
-        rows = constants["ROW_LANES"] * vectors
-        turns = times(times(given["rows"] + (given["rest"] > 0), rows), given["groups"])
-        if constants["RUN"]:
-            return layout(1, lanes * width * rows, item.grid, turns, lanes, vectors)
-        return layout(rows, lanes * width, given["tiles"], turns, lanes, vectors)
-    lanes = constants["CHANNEL_LANES"]
-    along = width if constants["ALONG_CHANNELS"] else 1
-    channels, point_lanes = lanes * along, threads // lanes
+        rows, columns = constants["ROW_LANES"] * constants["STEPS"], item.block[0] * width
+        return _Layout(
+            rows=1 if constants["RUN"] else rows,
+            columns=columns * rows if constants["RUN"] else columns,
+            blocks_per_row=item.grid if constants["RUN"] else given["tiles"],
+            turns=_times(_times(given["rows"] + (given["rest"] > 0), rows), given["groups"]),
+            threads_per_row=item.block[0],
+            vectors=constants["STEPS"],
+            width=width,
+        )
+    lanes, along = constants["CHANNEL_LANES"], constants["ALONG_CHANNELS"]
+    channels = lanes * width if along else lanes
+    common = {
+        "rows": channels,
+        "threads_per_row": threads // lanes,
+        "thread_stride": lanes if along else 1,
+        "width": width,
+    }
     if "VECTORS" in constants:  # of channel_slab and channel_grid
-        blocks = given.get("blocks_per_slab") or item.cluster
-        turns = times(given["slabs"], item.grid // blocks) if "slabs" in given else 1
-        return layout(channels, given["points_per_block"], blocks, turns, point_lanes, constants["VECTORS"])
-    tile = point_lanes * (width // along) * constants["UNROLL"]
-    turns = times(given["points_per_split"], tile)
-    return layout(channels, tile, given["splits"], turns, point_lanes, constants["UNROLL"])
+        blocks = given.get("blocks_per_slab", item.cluster)
+        return _Layout(
+            columns=given["points_per_block"],
+            blocks_per_row=blocks,
+            turns=_times(given.get("slabs", 1), item.grid // blocks),
+            vectors=constants["VECTORS"],
+            **common,
+        )
+    points = threads // lanes * (1 if along else width) * constants["UNROLL"]
+    return _Layout(
+        columns=points,
+        blocks_per_row=given["splits"],
+        block_stride=_times(given["channels"], channels),
+        turns=_times(given["points_per_split"], points),
+        vectors=constants["UNROLL"],
+        **common,
+    )
+
+
+def _times(whole: int, part: int) -> int:
+    return -(-whole // part)
 
 
 # ---- Times.
@@ -746,7 +796,8 @@ def _measure(call: _Call, index: int, x_pointer: int, problem: AnyProblem) -> tu
                 end.record()
             stream.synchronize()
             # The first ones compile, and wake the clocks.
-            return statistics.median(cupy.cuda.get_elapsed_time(*pair) * 1e-3 for pair in pairs[_SAMPLES // 4 :])
+            times = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairs[_SAMPLES // 4 :]]
+            return statistics.median(times) * 1e-3
 
         return (
             median(lambda: prepared.run(pointers, workspace.data.ptr, stream.ptr)),

@@ -8,6 +8,7 @@ apart; none of them says what words do not say, too.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -110,38 +111,46 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     text += f"; {main.blocks_per_row:,} blocks share a {row[:-1]}" * (main.blocks_per_row > 1)
     stripes, pieces = -(-rows // share_rows), main.blocks_per_row
     shown_stripes, shown_pieces = min(stripes, _MOST_STRIPES), min(pieces, _MOST_CELLS)
-    of = [f"{shown_stripes} of {stripes:,} times {_count(share_rows, row)}"] * (shown_stripes < stripes)
+    each = f", {share_rows:,} rows each".replace("rows", row) * (share_rows > 1)
+    of = [f"{shown_stripes} of {stripes:,}{each}"] * (stripes > shown_stripes or stripes > 1 < share_rows)
     of += [f"{shown_pieces} of {pieces:,} blocks"] * (shown_pieces < pieces)
-    y = canvas.lines(_LEFT, top + 13, text + f" (drawn: {', '.join(of)})" * bool(of), 80) - 8
+    y = canvas.lines(_LEFT, top + 13, text + f" (drawn: {'; '.join(of)})" * bool(of), 80) - 8
     for stripe in range(shown_stripes):
         for piece in range(shown_pieces):
             fill = "" if stripe < shown_stripes - 1 else _SKY if piece else _BLUE
             canvas.box(_LEFT + piece * _STRIP / shown_pieces, y, _STRIP / shown_pieces, 12, fill)
         y += 12
-    above = _LEFT, _LEFT + _STRIP / shown_pieces, y
+    above = float(_LEFT), _LEFT + _STRIP / shown_pieces, float(y)
 
-    groups = "" if main.cluster == 1 else f" in {_count(main.grid // main.cluster, 'clusters')} of {main.cluster}"
-    text = f"{_count(main.grid, 'blocks')}{groups}"
-    if main.blocks_at_once and main.waves:
-        many = f"{main.blocks_at_once:,} of them run at once" if main.waves > 1 else "all run at once"
-        together = ", and wait for each other" * main.cooperative
-        waves = f": {main.waves:.3g} waves" * (main.waves > 1)
-        text += f"; {many}{together}{waves}. A multiprocessor has room for {main.blocks_per_multiprocessor}"
-        text += f" (no more {main.limited_by}), the GPU has {explanation.device.multiprocessors} multiprocessors"
-    alike = min(main.grid, main.blocks_per_row)
-    above = _draw_strip(canvas, above, text, main.grid, alike, together=main.cluster)
-    per_row, lanes = main.threads_per_row, min(32, main.threads)
+    text = _count(main.grid, "blocks")
+    if main.cluster > 1:
+        text += f" in {_count(main.grid // main.cluster, 'clusters')} of {main.cluster}"
+    if main.waves and main.blocks_per_multiprocessor:
+        text += f"; {explanation.device.multiprocessors} multiprocessors have room for {main.blocks_per_multiprocessor}"
+        text += f" each, limited by {main.limited_by}: "
+        text += f"{main.waves:.3g} waves" if main.waves > 1 else "all run at once"
+        text += ", and wait for each other" * main.cooperative
+    stride = main.block_stride
+    peers = [i % stride == 0 and i // stride < main.blocks_per_row for i in range(_MOST_CELLS)]
+    above = _draw_strip(canvas, above, text, main.grid, peers, together=main.cluster)
+    per_row, lanes, groups = main.threads_per_row, min(32, main.threads), main.threads // main.threads_per_row
     text = f"{_count(main.warps, 'warps')} a block, {_count(main.threads, 'threads')}"
-    if per_row < main.threads:
-        text += f": {_count(per_row, 'threads')} for each of {_count(main.threads // per_row, row)}"
-    above = _draw_strip(canvas, above, text, main.warps, -(-per_row // 32))
-    text = f"{_count(lanes, 'threads')} a warp" + f", {per_row} of them for a {row[:-1]}" * (per_row < lanes)
-    above = _draw_strip(canvas, above, text, lanes, min(per_row, lanes))
+    if groups > 1:
+        alike_rows = -(-share_rows // groups)
+        text += (
+            f": {_count(per_row, 'threads')} for each{f' {alike_rows}' * (alike_rows > 1)} of {_count(share_rows, row)}"
+        )
+    threads = range(main.threads)
+    alike = [i % main.thread_stride == 0 and i // main.thread_stride < per_row for i in threads]
+    warps = [any(alike[i : i + 32]) for i in threads[::32]]
+    above = _draw_strip(canvas, above, text, main.warps, warps)
+    above = _draw_strip(canvas, above, f"{_count(lanes, 'threads')} a warp", lanes, alike)
     elements = main.vector_bytes // DTYPES[explanation.dtype].itemsize
-    held = "has on their way" if explanation.lives_in.startswith("nowhere") else "holds"
-    text = f"A thread {held} {_count(main.vectors, 'vectors')} of each tensor, {_count(main.vector_bytes, 'bytes')} "
-    text += f"long: {elements} {explanation.dtype}"
-    _, _, y = _draw_strip(canvas, above, text, main.vectors, main.vectors, parts=elements)
+    held = "A thread has on the way" if explanation.lives_in.startswith("nowhere") else "A thread holds"
+    text = f"{held} {_count(main.vectors, 'vectors')} of each tensor, of {_count(main.vector_bytes, 'bytes')}: "
+    text += f"{elements} {explanation.dtype}"
+    text += " of as many channels" * (main.constants.get("ALONG_CHANNELS") == 1)
+    _, _, y = _draw_strip(canvas, above, text, main.vectors, [True] * _MOST_CELLS, parts=elements)
     legend = f"Dark: what is drawn larger below. Light blue: of the same {row[:-1]}. Grey: of others."
     return canvas.lines(_LEFT, y + 20, legend, 90, 11)
 
@@ -151,27 +160,26 @@ def _draw_strip(
     above: tuple[float, float, float],
     text: str,
     count: int,
-    alike: int,
+    alike: Sequence[bool],
     together: int = 1,
     parts: int = 1,
 ) -> tuple[float, float, float]:
-    """A row of cells, of which the first is what is drawn larger below, and ``alike`` belong to the same row.
+    """A row of cells, of which the first is what is drawn larger below; others belong to the same row if ``alike``.
 
     ``above`` is what this is drawn larger of: left, right, bottom; of the first cell the same is returned. Cells stand
     so many ``together``, and have ``parts``.
     """
     shown = min(count, _MOST_CELLS)
     y = canvas.lines(_LEFT, above[2] + 36, text + f" (drawn: {shown})" * (shown < count), 80) - 8
-    width, gap = _STRIP / max(shown, 4), 6 if together > 1 else 2
-    canvas.zoom(*above, _LEFT, _LEFT + shown * width, y)
+    gap, gaps = 6 if together > 1 else 2, (shown - 1) // together
+    width = (_STRIP - gap * gaps) / max(shown, 4)
+    canvas.zoom(*above, _LEFT, _LEFT + shown * width + gaps * gap, y)
     for cell in range(shown):
-        left, right = _LEFT + cell * width, _LEFT + (cell + 1) * width
-        if cell % together == together - 1:
-            right -= gap
-        step = (right - left) / parts
+        left, parts = _LEFT + cell * width + cell // together * gap, parts if width > 4 * parts else 1
+        step = width / parts
         for part in range(parts):
-            canvas.box(left + part * step, y, step, 18, _BLUE if cell == 0 else _SKY if cell < alike else "")
-    return _LEFT, _LEFT + width - gap, y + 18
+            canvas.box(left + part * step, y, step, 18, _SKY if cell and alike[cell] else "" if cell else _BLUE)
+    return _LEFT, _LEFT + width, y + 18
 
 
 # ---- Memory.
@@ -198,12 +206,17 @@ def _draw_memory(canvas: _Canvas, explanation: Explanation, top: float) -> float
     y = top + 13
     for name, color, count, note in levels:
         label = name if count is None else f"{name}: {byte_count(count)}"
-        y = canvas.lines(_RIGHT, y, label + f" ● a {row} lives here" * (name in lives), 60, bold=True)
+        # Of what is named there, memory is never the last word: it is shared memory.
+        here = name in lives and name != "memory"
+        y = canvas.lines(_RIGHT, y, "● " * here + label, 60, bold=True)
         if count:
             canvas.box(_RIGHT, y - 8, max(1.0, _PANEL * count / most), 8, color)
             y += 16
         y = canvas.lines(_RIGHT, y, note, 48, 12) + 8
-    y = canvas.lines(_RIGHT, y, f"Between its sums and its result, a {row} lives in {lives}.", 48, 12) + 14
+    where = f"Between its sums and its result, a {row} lives {lives}."
+    if lives.startswith("nowhere: "):
+        where = f"{lives.removeprefix('nowhere: ').capitalize()}."
+    y = canvas.lines(_RIGHT, y, "● " * lives.startswith("in") + where, 48, 12) + 14
     return _draw_times(canvas, explanation, y)
 
 
@@ -215,8 +228,8 @@ def _draw_times(canvas: _Canvas, explanation: Explanation, y: float) -> float:
     if seconds is None or copy is None:
         y = canvas.lines(_RIGHT, y, label, 60, bold=True)
     else:
-        times = ((label, floor, ""), (f"A copy of as many bytes: {duration(copy)}", copy, ""))
-        times += ((f"Measured: {duration(seconds)}, r = {explanation.r:.3f}", seconds, _SKY),)
+        times = [(label, floor, ""), (f"A copy of as many bytes: {duration(copy)}", copy, "")]
+        times.append((f"Measured: {duration(seconds)}, r = {explanation.r:.3f}", seconds, _SKY))
         for label, length, color in times:
             y = canvas.lines(_RIGHT, y, label, 60, bold=True)
             canvas.box(_RIGHT, y - 8, _PANEL * length / max(seconds, copy, floor), 8, color)
@@ -244,5 +257,4 @@ def _draw_launches(canvas: _Canvas, explanation: Explanation, top: float) -> flo
 
 def _traffic(item: LaunchExplanation) -> str:
     parts = [(item.bytes_read, "reads"), (item.bytes_written, "writes")]
-    return ", ".join(f"{verb} {byte_count(count)}" for count, verb in parts if count) or "adds up, or clears"
-
+    return ", ".join(f"{verb} {byte_count(count)}" for count, verb in parts if count) or "nothing of x's size"

@@ -16,9 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cunorm import kernels
+from cunorm.compile_error import CompileError
 from cunorm.plan import Device, Launch, Plan
 
-__all__ = ["COMPILE_OPTIONS", "Call", "argument_values", "compiled_function", "cupy", "device", "gpu_name"]
+__all__ = [
+    "COMPILE_OPTIONS",
+    "Call",
+    "argument_values",
+    "compiled_function",
+    "cupy",
+    "device",
+    "forget_text",
+    "gpu_name",
+]
 
 _FIRST_CAPABILITY = (7, 5)
 _SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
@@ -142,12 +152,44 @@ def _driver_hint(runtime: Any) -> str:
     return f" (the NVIDIA driver {found}; this CuPy needs CUDA {needed // 1000}.0 or later)"
 
 
-@functools.cache
+# By what `compiled_function` was given, less the texts, and by the kernel's own text.
+_functions: dict[Any, Any] = {}
+
+
 def compiled_function(
-    kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, cluster: int, device_index: int
+    kernel: str,
+    constants: tuple[tuple[str, int | str], ...],
+    shared_bytes: int,
+    cluster: int,
+    device_index: int,
+    texts: Mapping[str, str] | None = None,
 ) -> Any:
-    """A kernel, compiled and loaded on a device. A RuntimeError where it does not compile or asks for too much."""
-    source = kernels.kernel_source(kernel, dict(constants))
+    """A kernel, compiled and loaded on a device. A RuntimeError where it does not compile or asks for too much.
+
+    ``texts`` stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them.
+    """
+    key = (kernels.kernel_text(kernel, texts), kernel, constants, shared_bytes, cluster, device_index)
+    function = _functions.get(key)
+    if function is None:
+        function = _functions[key] = _compile(*key)
+    return function
+
+
+def forget_text(text: str) -> None:
+    """Let go of the functions that were compiled of a text."""
+    for key in [key for key in list(_functions) if key[0] == text]:
+        _functions.pop(key, None)
+
+
+def _compile(
+    text: str,
+    kernel: str,
+    constants: tuple[tuple[str, int | str], ...],
+    shared_bytes: int,
+    cluster: int,
+    device_index: int,
+) -> Any:
+    source = kernels.kernel_source(kernel, dict(constants), {kernel: text})
     try:
         with cupy().cuda.Device(device_index):
             function = cupy().RawModule(code=source, options=COMPILE_OPTIONS).get_function(kernel)
@@ -160,7 +202,8 @@ def compiled_function(
                 cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             return function.kernel
     except cupy().cuda.compiler.CompileException as error:
-        raise RuntimeError(f"kernel {kernel} does not compile for CUDA device {device_index}: {error}") from error
+        what = f"kernel {kernel} does not compile for CUDA device {device_index}"
+        raise CompileError(what, str(error), text, dict(constants)) from error
 
 
 def argument_values(launch: Launch) -> list[tuple[str, Any]]:
@@ -211,9 +254,16 @@ def _overlapping_starter(launch: Launch, function: int, parameters: ctypes.c_voi
 
 
 class Call:
-    """A compiled plan. ``operands`` are the names of the buffers whose pointers a call is given, in order."""
+    """A compiled plan. ``operands`` are the names of the buffers whose pointers a call is given, in order.
 
-    def __init__(self, plan: Plan, operands: Sequence[str], device_index: int) -> None:
+    ``texts`` stand in for shipped ones; by default they are those that do so when the call is made.
+    """
+
+    def __init__(
+        self, plan: Plan, operands: Sequence[str], device_index: int, texts: Mapping[str, str] | None = None
+    ) -> None:
+        # Read once: all of a plan's launches run the texts of one moment.
+        texts = kernels.replaced if texts is None else texts
         self._device = device_index
         self._current_context = cupy().cuda.driver.ctxGetCurrent
         self._offsets = [scratch.offset for scratch in plan.scratch]
@@ -229,7 +279,7 @@ class Call:
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
             pick = operator.itemgetter(*(names.index(name) for name in pointers))
             pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
-            function = compiled_function(*launch.function_key, device_index)
+            function = compiled_function(*launch.function_key, device_index, texts)
             starter = _overlapping_starter if overlap and place > 0 else _starter
             packed = bytes(8 * len(pointers)) + tail
             self._launches.append((starter, launch, function, pick, pack_into, packed))

@@ -474,7 +474,7 @@ def _prepare_forward(
         residual=residual,
         residual_out=views[5],
     )
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
 
 
 @execute.prepared_once
@@ -535,7 +535,7 @@ def _prepare_backward(
         bias=bias,
         dresidual_out=dresidual_out,
     )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
@@ -547,18 +547,22 @@ def prepare_launches(
     problem: AnyProblem,
     operands: tuple[str, ...],
     outputs: tuple[Output | None, ...],
-    device_index: int,
+    device: tuple[str, int],
 ) -> Prepared:
-    """A call of the plan for a problem."""
-    if device_index == execute.NOWHERE[1]:
-        return execute.prepare_nowhere(problem, outputs)
+    """A call of the plan for a problem.
+
+    On the device of `cunorm.execute.NOWHERE` it is only described.
+    """
+    if device == execute.NOWHERE:
+        return execute.Described(outputs, device, 0, execute.cannot_run, problem, operands)
+    _, device_index = device
     chosen, _ = chosen_plan(problem, device_index)
     call = launch.Call(chosen, operands, device_index)
-    return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call, problem)
+    return Prepared(outputs, ("cuda", device_index), chosen.workspace_bytes, call)
 
 
 def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | None]:
-    """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was."""
+    """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was; and that."""
     tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
     return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned
 

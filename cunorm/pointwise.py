@@ -190,7 +190,7 @@ def _prepare_forward(op: Pointwise, x: View, bias: View | None, out: View | None
 
         return execute.prepare_on_cpu(run, (x, None, None, bias, y_view), outputs)
     problem = PointwiseForward.of(x, bias, y_view, activation=op.activation)
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
 
 
 @execute.prepared_once
@@ -222,7 +222,7 @@ def _prepare_backward(
         dbias=None if dbias is None else dbias.dtype,
         activation=op.activation,
     )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device[1])
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cunorm import kernels, launch
+from cunorm.compile_error import CompileError
 
 __all__ = ["Resources", "compile_resources"]
 
@@ -52,7 +53,9 @@ class Resources:
     barriers: int
 
 
-def compile_resources(kernel: str, constants: Mapping[str, int | str], arch: str) -> Resources:
+def compile_resources(
+    kernel: str, constants: Mapping[str, int | str], arch: str, texts: Mapping[str, str] | None = None
+) -> Resources:
     """Compile a kernel for an architecture and read what it takes.
 
     Parameters
@@ -63,31 +66,33 @@ def compile_resources(kernel: str, constants: Mapping[str, int | str], arch: str
         Its compile-time constants, as ``Launch.constants`` of a plan has them.
     arch : str
         For example "sm_90".
+    texts : mapping, optional
+        Texts that stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them.
 
     Raises
     ------
     RuntimeError
-        If CuPy is not installed, or the text does not compile; the message then holds the compiler's log.
+        If CuPy is not installed, or the text does not compile (a `cunorm.compile_error.CompileError`).
     """
-    return _compile(kernel, tuple(constants.items()), arch)
+    return _compile(kernel, tuple(constants.items()), arch, kernels.kernel_text(kernel, texts))
 
 
-@functools.cache
-def _compile(kernel: str, constants: tuple[tuple[str, int | str], ...], arch: str) -> Resources:
+@functools.lru_cache(maxsize=1024)
+def _compile(kernel: str, constants: tuple[tuple[str, int | str], ...], arch: str, text: str) -> Resources:
     launch.cupy()  # finds NVRTC and loads it
     from cupy_backends.cuda.libs import nvrtc
 
     options = [*launch.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options()]
     if nvrtc.getVersion() >= _FIRST_WITH_CACHE:
         options.append("--no-cache")  # what comes from the driver's cache was not compiled, and has no log
-    program = nvrtc.createProgram(kernels.kernel_source(kernel, dict(constants)), f"{kernel}.cu", (), ())
+    source = kernels.kernel_source(kernel, dict(constants), {kernel: text})
+    program = nvrtc.createProgram(source, f"{kernel}.cu", (), ())
     try:
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
-            what = f"{kernel} does not compile for {arch} with {dict(constants)}"
-            raise RuntimeError(f"{what}: {error}\n{log}") from error
+            what = f"{kernel} does not compile for {arch}"
+            raise CompileError(what, nvrtc.getProgramLog(program), text, dict(constants)) from error
         return _read(nvrtc.getProgramLog(program))
     finally:
         nvrtc.destroyProgram(program)

@@ -4,6 +4,8 @@ A kernel is the file of its name, ``<kernel>.cu``, with one entry point of the s
 Arguments`` by value. What varies at compile time stands in capitals and arrives as ``#define`` lines before the text.
 Includes of ``.cuh`` files are expanded here, not by the compiler: CuPy's on-disk cache keys on the text it is given, so
 an include that it cannot see would let an edited ``.cuh`` run the old binary.
+
+Another text may stand in for a shipped one (`cunorm.experiments`): ``replaced`` holds those that do for every call.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["argument_fields", "kernel_names", "kernel_source"]
+__all__ = ["argument_fields", "complete", "fields_of", "kernel_names", "kernel_source", "kernel_text", "lines_of"]
 
 _FOLDER = Path(__file__).parent
-_INCLUDE = re.compile(r'^#include "([\w.]+)"$')
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([\w.]+)"\s*(?://.*)?$')
+_DIRECTIVE = re.compile(r'^#line (\d+) "kernels/([\w.]+)"$')
 _ARGUMENTS = re.compile(r"^struct Arguments \{\n(.*?)^\};", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"^\s*(?:const )?(\w+(?: \w+)?)(\*?) (\w+)(?:\[(\w+)\])?;", re.MULTILINE)
 
@@ -26,42 +29,93 @@ def kernel_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.cu"))
 
 
+# Complete texts by kernel, that take the place of shipped ones in every call. It is never changed, but put in place as a
+# whole: whoever reads it once for all launches of a plan gets one state of it.
+replaced: Mapping[str, str] = {}
+
+
+def complete(name: str, text: str) -> str:
+    """A kernel's text with its includes expanded and its ``#line`` directives right.
+
+    The text may be a plain one, or a complete one that was edited: the lines of each file in it are counted again.
+    """
+    lines: list[str] = []
+    counts: dict[str, int] = {}  # of the lines that each file has had
+    held = {match[2] for line in text.splitlines() if (match := _DIRECTIVE.match(line)) and match[1] == "1"}
+
+    def go_on(file: str) -> None:
+        lines.append(f'#line {counts[file] + 1} "kernels/{file}"')
+
+    def add(file: str, text: str) -> None:
+        counts[file] = 0
+        if not text.startswith("#line"):
+            go_on(file)
+        for line in text.splitlines():
+            directive, include = _DIRECTIVE.match(line), _INCLUDE.match(line)
+            if directive:
+                file = directive[2]
+                # Where a file goes on, there was an include; it had a line.
+                counts[file] = counts.get(file, int(directive[1]) - 2) + 1 if directive[1] != "1" else 0
+                go_on(file)
+            elif include and (_FOLDER / include[1]).exists():
+                if include[1] not in counts and include[1] not in held:
+                    add(include[1], _text(include[1]))
+                counts[file] += 1
+                go_on(file)
+            else:
+                counts[file] += 1
+                lines.append(line)
+
+    add(f"{name}.cu", text)
+    return "\n".join(lines) + "\n"
+
+
+def _text(file: str) -> str:
+    return (_FOLDER / file).read_text(encoding="utf-8")
+
+
 @functools.cache
 def _expanded(name: str) -> str:
-    included: set[str] = set()
-
-    def expand(file: str) -> list[str]:
-        lines = [f'#line 1 "kernels/{file}"']
-        for number, line in enumerate((_FOLDER / file).read_text(encoding="utf-8").splitlines(), start=1):
-            match = _INCLUDE.match(line)
-            if match is None:
-                lines.append(line)
-                continue
-            if match[1] not in included:
-                included.add(match[1])
-                lines += expand(match[1])
-            lines.append(f'#line {number + 1} "kernels/{file}"')
-        return lines
-
-    return "\n".join(expand(f"{name}.cu")) + "\n"
+    return complete(name, _text(f"{name}.cu"))
 
 
-def kernel_source(name: str, constants: Mapping[str, int | str]) -> str:
-    """The complete text of a kernel: a ``#define`` for each constant, then the file with its includes expanded.
+def kernel_text(name: str, texts: Mapping[str, str] | None = None) -> str:
+    """The complete text of a kernel without constants: the one among ``texts`` (by default `replaced`), or the shipped.
 
     ``#line`` directives keep the messages of compilers and sanitizers at the lines of the files.
     """
-    defines = "".join(f"#define {key} {value}\n" for key, value in constants.items())
-    return defines + _expanded(name)
+    return (replaced if texts is None else texts).get(name) or _expanded(name)
+
+
+def kernel_source(name: str, constants: Mapping[str, int | str], texts: Mapping[str, str] | None = None) -> str:
+    """What is compiled: a ``#define`` for each constant, then the `kernel_text`."""
+    return "".join(f"#define {key} {value}\n" for key, value in constants.items()) + kernel_text(name, texts)
+
+
+def lines_of(text: str) -> dict[tuple[str, int], str]:
+    """The lines of a complete text, by the file and the number that its ``#line`` directives give them."""
+    lines: dict[tuple[str, int], str] = {}
+    file, number = "", 1
+    for line in text.splitlines():
+        if directive := _DIRECTIVE.match(line):
+            file, number = f"kernels/{directive[2]}", int(directive[1])
+        else:
+            lines[file, number] = line
+            number += 1
+    return lines
 
 
 @functools.cache
 def argument_fields(name: str) -> tuple[tuple[str, str, str | None], ...]:
-    """The fields of a kernel's ``struct Arguments``, read from its text: (name, type, array length or None).
+    """The fields of a kernel's ``struct Arguments``, read from its shipped text."""
+    return fields_of(name, _text(f"{name}.cu"))
+
+
+def fields_of(name: str, text: str) -> tuple[tuple[str, str, str | None], ...]:
+    """The fields of ``struct Arguments`` in a kernel's text: (name, type, array length or None).
 
     The type is "pointer", "long long" or "double", each 8 bytes, so that the struct has no padding on any compiler.
     """
-    text = (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     match = _ARGUMENTS.search(text)
     if match is None:
         raise ValueError(f"kernels/{name}.cu has no struct Arguments")

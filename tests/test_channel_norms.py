@@ -489,9 +489,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """The problems, operands and outputs that launches are prepared for."""
     made: list[Asked] = []
 
-    def prepare(problem: Any, operands: Any, outputs: Any, device_index: int) -> Prepared:
+    def prepare(problem: Any, operands: Any, outputs: Any, device: tuple[str, int]) -> Prepared:
         made.append((problem, operands, outputs))
-        return Prepared(outputs, ("cuda", device_index), 0, lambda pointers, workspace, stream: None)
+        return Prepared(outputs, device, 0, lambda pointers, workspace, stream: None)
 
     monkeypatch.setattr(channels, "prepare_launches", prepare)
     return made

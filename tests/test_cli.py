@@ -89,6 +89,12 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
             def __init__(self, index: int) -> None:
                 pass
 
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_: Any) -> None:
+                pass
+
             mem_info = property(lambda self: refusing())
 
         runtime = SimpleNamespace(
@@ -99,7 +105,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
         cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device)
         monkeypatch.setattr(launch, "cupy", lambda: cupy)
         monkeypatch.setattr(
-            "cunorm.cli.explain.compile_resources",
+            "cunorm.explanation.compile_resources",
             lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0),
         )
         return cupy
@@ -209,17 +215,21 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["explain", "--shape", ""], "'' is no shape"),
         (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
-        (["explain", "--shape", "4x4", "--bias"], "--bias is for gelu: a layer norm has one, an RMS norm has none"),
-        (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "--axis and --residual are for norms"),
+        (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "axis is [0]; it is for layer_norm, rms_norm"),
+        (["explain", "--shape", "4x4", "--op", "gelu", "--residual"], "residual is True; it is for layer_norm, rms"),
+        (["explain", "--shape", "4x4", "--num-groups", "2"], "num_groups is 2; it is for group_norm, not for layer"),
+        (["explain", "--shape", "4x4", "--op", "group_norm"], "num_groups is a NoneType; it must be a positive int"),
+        (["explain", "--shape", "4x4", "--op", "batch_norm", "--axis", "1"], "axis is [1]; it is for layer_norm, rms"),
+        (["explain", "--shape", "4x4", "--measure", "--arch", "sm_80"], "is not a GPU of this machine"),
         (
             ["explain", "--shape", "4x4", "--op", "gelu", "--activation", "silu"],
             "--activation silu is not for gelu; it must be gelu or gelu_tanh",
         ),
-        (["explain", "--shape", "4x4", "--arch", "sm_70"], "--arch sm_70 is not known; it must be one of sm_75"),
-        (["explain", "--shape", "4x4", "--axis", "2"], "--axis: axis 2 is out of range for x with 2 dimensions"),
+        (["explain", "--shape", "4x4", "--arch", "sm_70"], "arch is 'sm_70'; it must be one of sm_75"),
+        (["explain", "--shape", "4x4", "--axis", "2"], "axis 2 is out of range for x with 2 dimensions"),
         (
             ["explain", "--shape", "4x4", "--axis", "1", "-1"],
-            "--axis: axis must name at least one axis and none twice",
+            "axis must name at least one axis and none twice",
         ),
     ],
 )
@@ -331,7 +341,7 @@ def test_explain(arch: str, backward: bool, capsys: pytest.CaptureFixture[str], 
     assert table_row(text, "bytes that must move")[1].startswith("201.3 MB" if backward else "134.2 MB")
     assert arch in text
     assert "4096 rows of 8192 columns" in text
-    _, grid, block, registers, spills, _ = table_row(text, "row_", " = ")  # the first kernel
+    _, grid, block, registers, spills, *_ = table_row(text, "row_", " = ")  # the first kernel
     assert int(grid) > 0
     assert int(block.rpartition("= ")[2]) <= 1024
     assert 16 <= int(registers) <= 255
@@ -435,9 +445,9 @@ def test_explain_says_where_the_plan_is_from(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
-    monkeypatch.setattr(gpus, "measured_copy_rate", lambda: 4e12)
+    monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 4e12)
     monkeypatch.setattr(
-        "cunorm.cli.explain.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
+        "cunorm.explanation.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
     )
 
     def chosen(shape: str, *more: str) -> str:

@@ -32,7 +32,7 @@ def test_threads_remember_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     def remember(thread: int) -> None:
         for i in range(20_000):
-            execute._remember((thread, i), PREPARED)
+            execute._remember((thread, i), PREPARED, execute.generation)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(remember, range(4)))

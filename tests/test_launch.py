@@ -277,7 +277,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch, "cupy", lambda: fake)
     monkeypatch.setattr(launch, "device", lambda index: fake.gpu)
     chosen = forward(1000, 4096, False)
-    message = "kernel row_block_forward does not compile for CUDA device 0: no cuda_fp16.h here"
+    message = "kernel row_block_forward does not compile for CUDA device 0:\nno cuda_fp16.h here\n"
     with pytest.raises(RuntimeError, match=message):
         launch.Call(chosen, FORWARD, 0)
 
@@ -312,6 +312,6 @@ def test_no_launch_takes_shared_memory_from_another_of_the_same_text(monkeypatch
     (item,) = forward(1000, 4096, False).launches
     limits = []
     for shared_bytes in (100_000, 60_000, 150_000, 0):
-        launch.compiled_function.__wrapped__(item.kernel, item.constants, shared_bytes, 1, 0)
+        launch._compile("", item.kernel, item.constants, shared_bytes, 1, 0)
         limits.append(function.max_dynamic_shared_size_bytes)
     assert limits == [100_000, 100_000, 150_000, 150_000]

@@ -169,6 +169,9 @@ def _register() -> None:
         jax_tvm_ffi.register_ffi_target(_TARGET, _run, arguments, platform=platform, allow_cuda_graph=True)
 
 
+# A function that was compiled before would go on with the kernels that it has.
+execute.also_forget(jax.clear_caches, compiled=True)
+
 _calls: dict[str, Call] = {}
 # By what `_prepare` was given but the inputs, which a digest stands for. Kept for good, since XLA reserved a workspace
 # for them. The generation keeps apart what was lowered before and after tuning.

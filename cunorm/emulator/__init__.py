@@ -42,7 +42,7 @@ import numpy as np
 
 from cunorm.emulator.compiler import CompileError, EmulatorError, executable
 
-__all__ = ["CompileError", "EmulatorError", "Pointer", "run"]
+__all__ = ["CompileError", "EmulatorError", "Pointer", "Watch", "Writer", "run"]
 
 _ENVIRONMENT = {
     # The wide redzones find an access that misses a buffer by up to two kilobytes, not only by one element.
@@ -59,6 +59,7 @@ _ACCESS = re.compile(r"^((?:READ|WRITE) of size \d+)", re.MULTILINE)
 _MEMORY = re.compile(r"^cunorm-emulator-memory: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"^cunorm-emulator-place: (.*)$", re.MULTILINE)
 _LINE = re.compile(r"^cunorm-emulator-line: (.*)$", re.MULTILINE)
+_WRITER = re.compile(r"^cunorm-emulator-writer: block \((\d+), (\d+), (\d+)\), thread \((\d+), (\d+), (\d+)\)$", re.M)
 _FRAME = re.compile(r"^\s*#\d+ 0x[0-9a-f]+ in .*? (?P<file>[^\s:]+):(?P<line>\d+)", re.MULTILINE)
 _NOT_THE_KERNEL = ("cunorm/emulator/", "libsanitizer/", "sysdeps/")
 
@@ -79,6 +80,26 @@ class Pointer:
     offset: int = 0
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Bytes of a buffer, whose writer is asked for."""
+
+    buffer: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The thread that changed watched bytes last: its block and its place in that, in x, y and z."""
+
+    block: tuple[int, int, int]
+    thread: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return f"block {self.block}, thread {self.thread}"
+
+
 def run(
     source: str,
     kernel: str,
@@ -92,7 +113,8 @@ def run(
     cluster: int = 1,
     cooperative: bool = False,
     timeout: float = 120.0,
-) -> None:
+    watch: Watch | None = None,
+) -> Writer | None:
     """Run one launch of a kernel on the CPU.
 
     Parameters
@@ -121,6 +143,13 @@ def run(
         Whether all blocks run together, as a kernel that waits for other blocks needs.
     timeout : float
         Seconds after which the run is stopped.
+    watch : Watch, optional
+        Bytes whose writer is to be found.
+
+    Returns
+    -------
+    writer : Writer or None
+        With `watch`: the last thread that changed those bytes; None where none did.
 
     Raises
     ------
@@ -146,13 +175,14 @@ def run(
     >>> x.tolist()
     [0.0, 0.5, 1.0, 1.5, 2.0]
     """
-    _check(grid, block, shared_bytes, buffers, cluster, timeout)
+    _check(grid, block, shared_bytes, buffers, cluster, timeout, watch)
     program = executable(source, kernel)
-    head = [*grid, *block, shared_bytes, seed % 2**64, cluster, cooperative, round(timeout * 1000)]
+    watched = (0, 0, 0) if watch is None else (watch.buffer, watch.offset, watch.bytes)
+    head = [*grid, *block, shared_bytes, seed % 2**64, cluster, cooperative, round(timeout * 1000), *watched]
     with tempfile.TemporaryDirectory(prefix="cunorm-emulator-") as scratch:
         job, result = Path(scratch, "job"), Path(scratch, "result")
         with job.open("wb") as file:
-            file.write(struct.pack("13Q", *head, len(fields), len(buffers)))
+            file.write(struct.pack("16Q", *head, len(fields), len(buffers)))
             file.writelines(_packed(field, buffers) for field in fields)
             file.writelines(struct.pack("Q", buffer.nbytes) for buffer in buffers)
             file.writelines(_bytes_of(buffer).data for buffer in buffers)
@@ -179,6 +209,11 @@ def run(
         elif _bytes_of(buffer).tobytes() != left[start:end]:
             raise EmulatorError(f"kernel {kernel}: wrote to buffer {index}, which is read-only")
         start = end
+    found = _WRITER.search(done.stderr)
+    if found is None:
+        return None
+    x, y, z, *block_of = map(int, found.groups())
+    return Writer((x, y, z), (block_of[0], block_of[1], block_of[2]))
 
 
 def _check(
@@ -188,6 +223,7 @@ def _check(
     buffers: Sequence[np.ndarray],
     cluster: int,
     timeout: float,
+    watch: Watch | None,
 ) -> None:
     if len(grid) != 3 or min(grid) < 1 or grid[0] >= 2**31 or max(grid[1:]) >= 2**16:
         raise ValueError(f"grid is {grid}; it must be three numbers from 1 to 2**31 - 1, 65535, 65535")
@@ -199,6 +235,10 @@ def _check(
         raise ValueError(f"cluster is {cluster}; it must divide grid[0], which is {grid[0]}")
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout}; it must be positive")
+    if watch is not None and not (
+        0 <= watch.buffer < len(buffers) and 0 <= watch.offset <= buffers[watch.buffer].nbytes - watch.bytes
+    ):
+        raise ValueError(f"watch is {watch}; it must lie in one of the {len(buffers)} buffers")
     for index, buffer in enumerate(buffers):
         if not buffer.flags.c_contiguous:
             raise ValueError(f"buffer {index} has strides {buffer.strides}; it must be C-contiguous")

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cunorm import kernels
-from cunorm.emulator import Pointer, run
+from cunorm.emulator import EmulatorError, Pointer, Watch, Writer, run
 from cunorm.launch import argument_values
 from cunorm.plan import Plan
 
 __all__ = ["run_plan"]
 
 
-def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], seed: int = 0) -> None:
+def run_plan(
+    plan: Plan,
+    operands: Mapping[str, np.ndarray[Any, Any] | None],
+    seed: int = 0,
+    *,
+    texts: Mapping[str, str] | None = None,
+    watch: tuple[str, int] | None = None,
+) -> tuple[str, Writer] | None:
     """Run the launches of ``plan`` one after the other. Outputs among the ``operands`` are written in place.
 
     An operand may be a view: the kernel then gets the view's place in the array that owns the memory, and anything
     outside that array is out of bounds. Scratch buffers are arrays of their own, filled with NaNs.
+
+    ``texts`` stand in for shipped ones, as `cunorm.kernels.kernel_text` takes them. ``watch`` is an operand and how far
+    behind its pointer an element of it begins, in bytes: returned are the kernel and the thread that wrote it last.
     """
     buffers: dict[str, np.ndarray[Any, Any]] = {}
     pointers: dict[str, int | None] = {}
@@ -36,6 +47,7 @@ def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], se
         buffers[scratch.name] = np.full(scratch.bytes, 0xFF, np.uint8)
         pointers[scratch.name] = 0
 
+    writer: tuple[str, Writer] | None = None
     for launch in plan.launches:
         used: dict[int, int] = {}  # id of the array -> place among the buffers, so that aliases stay aliases
         arrays: list[np.ndarray[Any, Any]] = []
@@ -53,15 +65,30 @@ def run_plan(plan: Plan, operands: Mapping[str, np.ndarray[Any, Any] | None], se
                 used[id(array)] = len(arrays)
                 arrays.append(array)
             fields.append(Pointer(used[id(array)], offset))
-        run(
-            kernels.kernel_source(launch.kernel, dict(launch.constants)),
-            launch.kernel,
-            grid=(launch.grid, 1, 1),
-            block=(*launch.block, 1),
-            shared_bytes=launch.shared_bytes,
-            fields=fields,
-            buffers=arrays,
-            seed=seed,
-            cluster=launch.cluster,
-            cooperative=launch.cooperative,
-        )
+        watched = None
+        if watch is not None and id(buffers[watch[0]]) in used:
+            name, offset = watch
+            itemsize = operands[name].itemsize  # type: ignore[union-attr]
+            watched = Watch(used[id(buffers[name])], (pointers[name] or 0) + offset, itemsize)
+        try:
+            found = run(
+                kernels.kernel_source(launch.kernel, dict(launch.constants), texts),
+                launch.kernel,
+                grid=(launch.grid, 1, 1),
+                block=(*launch.block, 1),
+                shared_bytes=launch.shared_bytes,
+                fields=fields,
+                buffers=arrays,
+                seed=seed,
+                cluster=launch.cluster,
+                cooperative=launch.cooperative,
+                watch=watched,
+            )
+        except EmulatorError as error:
+            named = {str(used[id(array)]): name for name, array in buffers.items() if id(array) in used}
+            words = re.split(r"\bbuffer (\d+)\b", str(error))
+            words[1::2] = [named.get(place, place) for place in words[1::2]]
+            raise type(error)("".join(words)) from error
+        if found is not None:
+            writer = launch.kernel, found
+    return writer

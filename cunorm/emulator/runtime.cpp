@@ -152,7 +152,9 @@ struct Buffer {
 };
 
 struct Job {
-  uint64_t grid[3], block[3], shared_bytes, seed, cluster, cooperative, timeout_ms, fields, buffers;
+  uint64_t grid[3], block[3], shared_bytes, seed, cluster, cooperative, timeout_ms;
+  uint64_t watched_buffer, watched_offset, watched_bytes;  // no bytes: nothing is watched
+  uint64_t fields, buffers;
 };
 
 Job job;
@@ -177,12 +179,6 @@ uint64_t random_below(uint64_t end) {  // splitmix64
 
 // ---- Reports --------------------------------------------------------------------------------------------------------
 
-void print_place() {
-  if (current == nullptr) return;
-  const uint3 b = current->block->index, t = current->index;
-  fprintf(stderr, "cunorm-emulator-place: block (%u, %u, %u), thread (%u, %u, %u)\n", b.x, b.y, b.z, t.x, t.y, t.z);
-}
-
 std::string text(const char* format, ...) {
   char line[512];
   va_list list;
@@ -190,6 +186,15 @@ std::string text(const char* format, ...) {
   vsnprintf(line, sizeof line, format, list);
   va_end(list);
   return line;
+}
+
+std::string place_of(const Fiber& fiber) {
+  const uint3 b = fiber.block->index, t = fiber.index;
+  return text("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t.x, t.y, t.z);
+}
+
+void print_place() {
+  if (current != nullptr) fprintf(stderr, "cunorm-emulator-place: %s\n", place_of(*current).c_str());
 }
 
 std::string describe(const Fiber& fiber) {
@@ -251,6 +256,24 @@ void on_timeout(int) {
   print_place();
   __sanitizer_print_stack_trace();
   _exit(4);
+}
+
+// ---- Who wrote the watched bytes: after each turn of a thread, whether they are what they were before it --------------
+
+const char* watched = nullptr;
+std::string watched_before;
+std::string writer;
+
+void begin_watching() {
+  if (job.watched_bytes == 0) return;
+  watched = buffers[job.watched_buffer].data + job.watched_offset;
+  watched_before.assign(watched, job.watched_bytes);
+}
+
+void look_at_watched() {
+  if (watched == nullptr || memcmp(watched, watched_before.data(), job.watched_bytes) == 0) return;
+  watched_before.assign(watched, job.watched_bytes);
+  writer = place_of(*current);
 }
 
 // ---- The scheduler --------------------------------------------------------------------------------------------------
@@ -322,6 +345,7 @@ bool same_place(const Fiber& a, const Fiber& b) {
 }
 
 void suspend() {
+  look_at_watched();
   Fiber* from = current;
   Fiber* next = take_ready();
   if (next == nullptr) report_deadlock();
@@ -414,6 +438,7 @@ SharedVariable& find_shared(Block* block, const char* name, const void* key, siz
   __sanitizer_finish_switch_fiber(nullptr, main_stack == nullptr ? &main_stack : nullptr,
                                   main_stack_bytes == 0 ? &main_stack_bytes : nullptr);
   cunorm_emulator_kernel(arguments.data());
+  look_at_watched();
   Fiber* self = current;
   if (self->arrived_at_cluster) fail({"", 0}, "a thread exits between cluster arrive and cluster wait");
   if (!self->copies_under_way.empty()) {
@@ -730,7 +755,9 @@ int main(int count, char** values) {
   const itimerval timer = {{0, 0}, {static_cast<time_t>(job.timeout_ms / 1000),
                                     static_cast<suseconds_t>(job.timeout_ms % 1000 * 1000)}};
   setitimer(ITIMER_REAL, &timer, nullptr);
+  begin_watching();
   run_grid();
+  if (!writer.empty()) fprintf(stderr, "cunorm-emulator-writer: %s\n", writer.c_str());
   write_result(values[2]);
   return 0;
 }

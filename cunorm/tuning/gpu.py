@@ -1,11 +1,11 @@
-"""The current GPU as a `Machine` of the search: a problem's tensors in its memory, and CuPy's clock."""
+"""A GPU with a call's tensors in its memory, and CuPy's clock: the `Machine` of the search, and what times texts."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
 
-__all__ = ["current_gpu"]
+__all__ = ["Gpu", "current_gpu", "current_index"]
 
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ
@@ -25,43 +25,47 @@ _LEAST_FLUSHED_BYTES = 256 * 2**20
 
 def current_gpu(problem: Problem) -> Machine:
     """The current CUDA device, with tensors for a problem."""
+    return Gpu(_tensors(problem), _OUTPUTS, current_index("tuning"))
+
+
+def current_index(purpose: str) -> int:
+    """The current CUDA device; a RuntimeError that names the purpose, where there is none."""
     cupy = launch.cupy()
     try:
-        index = int(cupy.cuda.runtime.getDevice())
+        return int(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"tuning needs an NVIDIA GPU: {error}") from error
-    return _Gpu(problem, index)
+        raise RuntimeError(f"{purpose} needs an NVIDIA GPU: {error}") from error
 
 
-class _Gpu:
-    """A CUDA device, and tensors for a problem in its memory."""
+class Gpu:
+    """A CUDA device, and tensors for a call in its memory.
 
-    def __init__(self, problem: Problem, index: int) -> None:
+    ``tensors`` has the size and dtype of every operand, in order, None for those that the call has not; ``outputs`` are
+    the names of those that it writes. What runs on them are plans, or what was given a name by `load`.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[int, str] | None], outputs: Sequence[str], index: int) -> None:
         self._cupy = launch.cupy()
         self._index = index
         self.gpu, self.device = launch.gpu_name(index), launch.device(index)
-        self._dtypes = _operand_dtypes(problem)
-        self._names = tuple(self._dtypes)
+        self._tensors = {name: item for name, item in tensors.items() if item is not None}
+        self._outputs = [name for name in outputs if name in self._tensors]
+        self._names = tuple(tensors)
         self._arrays: dict[str, Any] = {}
-        self._fill(problem)
+        self._fill()
         self._pointers = [self._arrays[name].data.ptr if name in self._arrays else 0 for name in self._names]
         self._expected: dict[str, Any] = {}
-        self._calls: dict[Plan, launch.Call] = {}
+        self._calls: dict[Plan | str, Callable[[Sequence[int], int, int], None]] = {}
         self._workspace: Any = self._cupy.empty(0, "uint8")
+        self._copied: Any = None
         cache_bytes = self._cupy.cuda.Device(index).attributes.get("L2CacheSize", 0)
         self._flushed: Any = self._cupy.empty(max(2 * cache_bytes, _LEAST_FLUSHED_BYTES), "uint8")
 
-    def _fill(self, problem: Problem) -> None:
-        elements = problem.rows * problem.columns
-        counts = {"weight": problem.columns, "bias": problem.columns, "mean": problem.rows, "rstd": problem.rows}
-        counts |= {"dweight": problem.columns, "dbias": problem.columns}
+    def _fill(self) -> None:
         rng = np.random.default_rng(0)
-        for name, dtype in self._dtypes.items():
-            if dtype is None:
-                continue
-            count = counts.get(name, elements)
+        for name, (count, dtype) in self._tensors.items():
             array = self._arrays[name] = self._cupy.empty(count, _stored_as(dtype))
-            if name in _OUTPUTS:
+            if name in self._outputs:
                 continue
             # A weight or rstd about 1, anything else about 0.3 (so that the mean is not nothing).
             drawn: Any = rng.standard_normal(min(count, _BLOCK), "float32")
@@ -99,15 +103,29 @@ class _Gpu:
         for plan in plans:
             if ready.issuperset(kernels(plan)):
                 self._calls[plan] = launch.Call(plan, self._names, self._index)
-        return list(self._calls)
+                self._reserve(plan)
+        return [plan for plan in plans if plan in self._calls]
 
-    def _run(self, plan: Plan) -> None:
-        self._calls[plan](self._pointers, self._workspace.data.ptr, self._cupy.cuda.get_current_stream().ptr)
+    def load(self, name: str, plan: Plan, texts: Mapping[str, str]) -> None:
+        """Compile a plan with texts that stand in for shipped ones, and give it a name."""
+        self._calls[name] = launch.Call(plan, self._names, self._index, texts)
+        self._reserve(plan)
 
-    def error(self, plan: Plan) -> float:
+    def load_copy(self, name: str, nbytes: int) -> None:
+        """Give a copy of so many bytes a name."""
+        self._copied = self._cupy.empty((2, nbytes), "uint8")
+        source, target = (part.data for part in self._copied)
+        self._calls[name] = lambda pointers, workspace, stream: target.copy_from_device_async(source, nbytes)
+
+    def _reserve(self, plan: Plan) -> None:
         if plan.workspace_bytes > self._workspace.nbytes:
             self._workspace = self._cupy.empty(plan.workspace_bytes, "uint8")
-        outputs = {name: self._arrays[name] for name in _OUTPUTS if name in self._arrays}
+
+    def _run(self, plan: Plan | str) -> None:
+        self._calls[plan](self._pointers, self._workspace.data.ptr, self._cupy.cuda.get_current_stream().ptr)
+
+    def error(self, plan: Plan | str) -> float:
+        outputs = {name: self._arrays[name] for name in self._outputs}
         for array in outputs.values():
             array.data.memset_async(0xFF, array.nbytes)  # NaNs
         try:
@@ -131,8 +149,7 @@ class _Gpu:
             ) from error
 
     def _relative_error(self, name: str, array: Any) -> float:
-        dtype, expected = self._dtypes[name], self._expected[name]
-        assert dtype is not None
+        (_, dtype), expected = self._tensors[name], self._expected[name]
         difference = size = 0.0
         for start in range(0, array.size, _CHUNK):
             result = self._as_float(array[start : start + _CHUNK], dtype)
@@ -147,7 +164,7 @@ class _Gpu:
             return (stored.astype("uint32") << 16).view("float32")
         return stored.astype("float64" if dtype == "float64" else "float32")
 
-    def samples(self, plan: Plan, count: int) -> list[float]:
+    def samples(self, plan: Plan | str, count: int) -> list[float]:
         cuda = self._cupy.cuda
         pairs = [(cuda.Event(), cuda.Event()) for _ in range(count)]
         try:
@@ -166,25 +183,32 @@ class _Gpu:
     def release(self) -> None:
         self._arrays.clear()
         self._expected.clear()
-        self._workspace = self._flushed = None
+        self._calls.clear()
+        self._workspace = self._flushed = self._copied = None
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _operand_dtypes(problem: Problem) -> dict[str, str | None]:
-    """The dtype of every operand; None for those that this problem has not."""
+def _tensors(problem: Problem) -> dict[str, tuple[int, str] | None]:
+    """The size and dtype of every operand; None for those that this problem has not."""
     x, compute = problem.x.dtype, DTYPES[problem.x.dtype].compute
 
     def of(vector: Vector | None) -> str | None:
         return None if vector is None else vector.dtype
 
     vectors = (of(problem.weight), of(problem.bias))
+    dtypes: dict[str, str | None]
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        return dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
-    added, dx = x if problem.dresidual_out else None, x if problem.dx else None
-    mean = compute if problem.norm.centered else None
-    dtypes = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
-    return dict(zip(ops.BACKWARD_OPERANDS, dtypes))
+        dtypes = dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
+    else:
+        added, dx = x if problem.dresidual_out else None, x if problem.dx else None
+        mean = compute if problem.norm.centered else None
+        every = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
+        dtypes = dict(zip(ops.BACKWARD_OPERANDS, every))
+    counts = {"mean": problem.rows, "rstd": problem.rows}
+    counts |= dict.fromkeys(("weight", "bias", "dweight", "dbias"), problem.columns)
+    elements = problem.rows * problem.columns
+    return {name: dtype and (counts.get(name, elements), dtype) for name, dtype in dtypes.items()}
 
 
 def _stored_as(dtype: str) -> str:

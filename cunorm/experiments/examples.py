@@ -1,0 +1,430 @@
+"""Calls of the package whose right results are known: the problems that an experiment is checked on.
+
+An `Example` is a call of an op with drawn tensors. It takes the way of every call, from checked views to a problem; the
+definition in NumPy says in float64 what is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cunorm import execute
+from cunorm.channels import ChannelNorm
+from cunorm.execute import Described, Op, Output, numpy_dtype
+from cunorm.ops import RowNorm
+from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_split
+from cunorm.plan.constants import are_rows, lie_alike
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_grid import RowGrid
+from cunorm.pointwise import Pointwise
+from cunorm.problem import (
+    DTYPES,
+    AnyProblem,
+    BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ForwardProblem,
+    PointwiseBackward,
+    PointwiseForward,
+    View,
+)
+
+__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes", "outputs_of", "typical"]
+
+Array = np.ndarray[Any, Any]
+
+# A GPU so small that the emulator has little to do, and that blocks take several rows each.
+SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
+_GRID_DEVICE = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
+_EPS = 0.01  # large enough that a kernel without it is wrong
+_FORWARD_OUTPUTS = ("y", "residual_out", "mean", "rstd")
+_BACKWARD_OUTPUTS = ("dx", "dweight", "dbias")
+_CPU = ("cpu", 0)
+# Largest difference from float64, in roundings of what is computed with, of the numbers that a result is made of.
+_ROUNDINGS = 24.0
+
+
+class Tensors(NamedTuple):
+    """The arrays of one call by the names of its operands, None for those that it has not; and what it writes."""
+
+    operands: dict[str, Array | None]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an op, of tensors that are drawn.
+
+    ``layout`` is how x, dy and the residual lie in memory: "plain", at an "odd" offset, or with "gaps" between rows.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    backward: bool = False
+    weight: str | None = "same"
+    bias: str | None = "same"
+    activation: str | None = None
+    residual: bool = False
+    stats: bool = True
+    layout: str = "plain"
+    axis: int = -1
+    data_format: str = "NC..."
+    num_groups: int | None = None
+    running: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op}{'_backward' if self.backward else ''} {self.shape} {self.dtype}"
+
+    @property
+    def flags(self) -> str:
+        """What else is asked for, in words."""
+        words = [self.activation, self.layout if self.layout != "plain" else None]
+        words += ["residual"] if self.residual else []
+        words += ["running statistics"] if self.running else []
+        words += [f"axis {self.axis}"] if self.axis != -1 else []
+        words += [self.data_format] if self.data_format != "NC..." else []
+        words += [f"{self.num_groups} groups"] if self.num_groups else []
+        words += ["statistics"] if self.stats and not self.backward and self.op != "gelu" else []
+        for name, given in (("weight", self.weight), ("bias", self.bias)):
+            if given is None:
+                words.append(f"no {name}")
+            elif given != "same":
+                words.append(f"{given} {name}")
+        return ", ".join(word for word in words if word)
+
+    @property
+    def without_statistics(self) -> Example:
+        return replace(self, stats=False, running=False)
+
+    @property
+    def _op(self) -> Op:
+        if self.op == "gelu":
+            return Pointwise.of("tanh" if self.activation == "gelu_tanh" else "none")
+        if self.op in ("layer_norm", "rms_norm"):
+            return RowNorm.of(self.axis, _EPS, self.activation, self.op == "layer_norm")
+        return ChannelNorm.of(self.op, self.data_format, _EPS, self.activation, self.num_groups)
+
+    @property
+    def _vector_length(self) -> int:
+        if self.op in ("layer_norm", "rms_norm", "gelu"):
+            return self.shape[self.axis]
+        return self.shape[-1 if self.data_format.endswith("C") else 1]
+
+    def draw(self, blank: bool = False) -> dict[str, Array | None]:
+        """The tensors that the call is given, by their names; ``blank`` ones have no numbers to speak of."""
+        drawn, length = _blank if blank else _drawn, self._vector_length
+
+        def vector(seed: int, kind: str | None, about: float) -> Array | None:
+            return None if kind is None else drawn(seed, (length,), self.dtype if kind == "same" else kind, about, 0.25)
+
+        def matrix(seed: int, about: float) -> Array:
+            if self.layout == "odd":
+                return drawn(seed, (math.prod(self.shape) + 1,), self.dtype, about)[1:].reshape(self.shape)
+            if self.layout == "gaps":
+                return drawn(seed, (*self.shape[:-1], self.shape[-1] + 3), self.dtype, about)[..., :-3]
+            return drawn(seed, self.shape, self.dtype, about)
+
+        x = matrix(1, 0.3)
+        tensors: dict[str, Array | None] = {"x": x, "weight": vector(2, self.weight, 1.0)}
+        tensors["bias"] = vector(3, self.bias, 0.2)
+        if self.running and not self.backward:
+            tensors["running_mean"] = drawn(6, (length,), "float32", 0.0)
+            tensors["running_var"] = drawn(7, (length,), "float32", 3.0, 0.1)
+        if not self.backward:
+            return tensors | {"residual": matrix(4, 0.0) if self.residual else None}
+        tensors |= {"dy": matrix(4, 0.1), "dresidual_out": matrix(5, 0.0) if self.residual else None}
+        if self.op == "gelu":
+            return tensors
+        # The statistics as the forward pass leaves them, rounded.
+        forward = replace(self, backward=False, residual=False, running=False, stats=True, activation=None)
+        described = forward.described({"x": x})
+        exact = {} if blank else forward._in_float64({"x": x})
+        for name, output in zip(_FORWARD_OUTPUTS, described.outputs):
+            if name in ("mean", "rstd") and output is not None:
+                empty = _empty(output, output.dtype)
+                tensors[name] = empty if blank else exact[name].astype(empty.dtype)
+        return tensors
+
+    def described(self, tensors: Mapping[str, Array | None]) -> Described:
+        """The problem of the call, with what it returns."""
+        described = self._prepared(tensors, execute.NOWHERE)
+        assert isinstance(described, Described)
+        return described
+
+    def _prepared(self, tensors: Mapping[str, Array | None], device: tuple[str, int]) -> execute.Prepared:
+        def view(name: str) -> Any:
+            array = tensors.get(name)
+            return None if array is None else _view_of(array, device)
+
+        if self.backward:
+            names = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+            # An RMS norm seldom has a bias; what is asked for are the gradients of what is given.
+            mask = (True, self.op != "gelu", self.bias is not None)
+            return self._op.prepare_backward(*map(view, names), mask, None)
+        running = (view("running_mean"), view("running_var")) if self.running else ()
+        given = map(view, ("x", "residual", "weight", "bias"))
+        return self._op.prepare_forward(*given, None, self.stats and self.op != "gelu", running)
+
+    def tensors(self, given: Mapping[str, Array | None]) -> Tensors:
+        """Fresh arrays of a call: those given, and NaNs for its results."""
+        described = self.described(given)
+        operands: dict[str, Array | None] = {name: given.get(name) for name in described.operands}
+        written = []
+        for name, output in zip(outputs_of(self), described.outputs):
+            if output is not None:
+                operands[name] = _empty(output, output.dtype)
+                written.append(name)
+        for name in ("running_mean", "running_var"):
+            if operands.get(name) is not None:
+                operands[name] = operands[name].copy()  # type: ignore[union-attr]
+                written.append(name)
+        return Tensors(operands, tuple(written))
+
+    def expected(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
+        """The results in float64, by their names."""
+        residual = None if self.backward else given.get("residual")
+        if residual is None:
+            return self._in_float64(given)
+        compute, x = numpy_dtype(DTYPES[self.dtype].compute), given["x"]
+        assert x is not None
+        total = (x.astype(compute) + residual.astype(compute)).astype(x.dtype)  # it is rounded before it is normalized
+        return replace(self, residual=False)._in_float64({**given, "x": total, "residual": None}) | {
+            "residual_out": total.astype(np.float64)
+        }
+
+    def _in_float64(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
+        wide = {name: None if array is None else array.astype(np.float64) for name, array in given.items()}
+        prepared = self._prepared(wide, _CPU)
+        named = zip(outputs_of(self), prepared.outputs)
+        results = {name: _empty(item, "float64") for name, item in named if item is not None}
+        results |= {name: array for name, array in wide.items() if name.startswith("running_") and array is not None}
+        operands = self.described(given).operands
+        arrays = [results.get(name, wide.get(name)) for name in operands]
+        prepared.run([0 if array is None else _address(array) for array in arrays], 0, 0)
+        return results
+
+    def limits(self, name: str, given: Mapping[str, Array | None], expected: Array, dtype: str) -> Array:
+        """How far a result may be from ``expected``, number by number: rounded once, from what was summed."""
+        if name == "residual_out":
+            return np.zeros(())  # it has to be exact
+        size = float(np.abs(expected).max(initial=0))
+        dy, x, rstd, weight = (_largest(given.get(key)) for key in ("dy", "x", "rstd", "weight"))
+        if name in ("dweight", "dbias"):
+            total = given["dy"]
+            assert total is not None
+            size = max(size, float(np.abs(total.astype(np.float64)).sum()) / max(1, expected.size))
+        elif name == "dx":
+            size = max(size, dy * (weight or 1.0) * (rstd or 1.0))
+        elif name == "mean":
+            size = x
+        compute = np.finfo(DTYPES[self.dtype].compute)
+        rounding = np.abs(expected) * 2.0 ** -_BITS[dtype]
+        if dtype == "float16":
+            rounding = np.maximum(rounding, 2.0**-25)  # subnormals
+        return rounding + _ROUNDINGS * float(compute.eps) / 2 * size
+
+
+def outputs_of(example: Example) -> tuple[str, ...]:
+    """The names of what a call returns, in order."""
+    return _BACKWARD_OUTPUTS if example.backward else _FORWARD_OUTPUTS
+
+
+# Of each dtype: a rounding changes a number by at most two to minus that of it.
+_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+
+
+def _drawn(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return (about + spread * values).astype(numpy_dtype(dtype))
+
+
+def _blank(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:
+    return np.empty(shape, numpy_dtype(dtype))
+
+
+def _largest(array: Array | None) -> float:
+    return 0.0 if array is None else float(np.abs(array.astype(np.float64)).max(initial=0))
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _view_of(array: Array, device: tuple[str, int]) -> View:
+    strides = tuple(step // array.itemsize for step in array.strides)
+    return View(_address(array), array.shape, strides, array.dtype.name, device)
+
+
+def _empty(output: Output, dtype: str) -> Array:
+    return np.full(output.shape_in_memory, np.nan, numpy_dtype(dtype)).transpose(output.places)
+
+
+# ---- The table: shapes by the families of kernels, and what is asked for in turn.
+
+_ROWS = [(33, 8), (9, 100), (5, 257), (3, 1000), (40, 768), (2, 4097), (2, 8200), (1, 16384), (3, 20004)]
+_GPU_ROWS = [(4096, 1024), (2048, 4096), (513, 8191), (64, 65536), (16, 140_001), (20_000, 256), (2, 2_000_000)]
+_CHANNELS = [
+    ("instance_norm", (2, 3, 7, 7), "NC...", None),
+    ("instance_norm", (2, 7, 7, 40), "N...C", None),
+    ("group_norm", (2, 40, 7, 7), "NC...", 4),
+    ("group_norm", (3, 9, 9, 40), "N...C", 4),
+    ("group_norm", (3, 64, 16, 16), "NC...", 8),
+    ("batch_norm", (6, 5, 8, 8), "NC...", None),
+    ("batch_norm", (6, 7, 7, 3), "N...C", None),
+    ("batch_norm", (40, 130, 3), "NC...", None),
+    ("instance_norm", (2, 2, 20_000), "NC...", None),
+    ("batch_norm", (8, 900, 24), "N...C", None),
+]
+_GPU_CHANNELS = [
+    ("instance_norm", (2, 64, 128, 128), "NC...", None),
+    ("instance_norm", (2, 128, 128, 64), "N...C", None),
+    ("group_norm", (8, 64, 64, 320), "N...C", 32),
+    ("group_norm", (2, 320, 64, 64), "NC...", 32),
+    ("batch_norm", (32, 64, 56, 56), "NC...", None),
+    ("batch_norm", (32, 56, 56, 64), "N...C", None),
+    ("instance_norm", (2, 2, 1_500_001), "NC...", None),
+    ("instance_norm", (1, 1_000_003, 3), "N...C", None),
+]
+# What is asked for, in turn: every dtype, activation and layout, with and without weights.
+_ASKED: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16", "residual": True},
+    {"dtype": "float16", "layout": "odd", "activation": "silu"},
+    {"bias": None, "layout": "gaps", "activation": "gelu"},
+    {"dtype": "bfloat16", "weight": None, "bias": None, "stats": False},
+    {"dtype": "float16", "weight": "float32", "bias": "float32", "activation": "relu", "residual": True},
+    {"dtype": "float64", "activation": "gelu_tanh"},
+]
+
+
+def _of_rows(shape: tuple[int, ...], asked: Iterator[dict[str, Any]], axis: int = -1) -> Iterator[Example]:
+    for backward, op in itertools.product((False, True), ("layer_norm", "rms_norm")):
+        yield Example(op, shape, backward=backward, axis=axis, **next(asked))
+    if axis == -1:
+        for backward, (activation, bias) in itertools.product((False, True), (("gelu", None), ("gelu_tanh", "same"))):
+            options = next(asked) | {"activation": activation, "bias": bias, "weight": None, "residual": False}
+            yield Example("gelu", shape, backward=backward, **options)
+
+
+def _of_channels(
+    op: str, shape: tuple[int, ...], data_format: str, groups: int | None, asked: Iterator[dict[str, Any]]
+) -> Iterator[Example]:
+    for backward in (False, False, True, True):
+        options = next(asked) | {"residual": False}
+        running = op == "batch_norm" and not backward
+        yield Example(
+            op, shape, backward=backward, data_format=data_format, num_groups=groups, running=running, **options
+        )
+
+
+def _table(rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]]) -> list[Example]:
+    asked = itertools.cycle(_ASKED)
+    examples = [example for shape in rows for example in _of_rows(shape, asked)]
+    examples += [example for shape in ((300, 70), (6, 50, 40)) for example in _of_rows(shape, asked, axis=0)]
+    return examples + [example for given in channels for example in _of_channels(*given, asked)]
+
+
+_ON_EMULATOR = _table(_ROWS, _CHANNELS)
+_ON_GPU = _ON_EMULATOR + _table(_GPU_ROWS, _GPU_CHANNELS)
+
+
+def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Example]:
+    """The ops on tensors of these shapes: first those of rows, which any shape has."""
+    examples = []
+    for shape, dtype in itertools.product([tuple(map(operator.index, shape)) for shape in shapes], dtypes):
+        examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
+        if len(shape) > 2:
+            for op, data_format in itertools.product(("instance_norm", "group_norm", "batch_norm"), ("NC...", "N...C")):
+                channels = shape[-1 if data_format == "N...C" else 1]
+                groups = math.gcd(channels, 32) if op == "group_norm" else None
+                examples += list(_of_channels(op, shape, data_format, groups, itertools.repeat({"dtype": dtype})))
+    return list(dict.fromkeys(examples))
+
+
+def typical(dtype: str) -> list[Example]:
+    """Plain calls of sizes that GPUs are used for."""
+    return of_shapes([*_GPU_ROWS, *(shape for _, shape, _, _ in _GPU_CHANNELS)], [dtype])
+
+
+# ---- Those that launch a kernel.
+
+
+class Chosen(NamedTuple):
+    """An example, and the plan by which it is computed."""
+
+    example: Example
+    plan: Plan
+
+    def launches(self, kernel: str) -> list[Launch]:
+        return [launch for launch in self.plan.launches if launch.kernel == kernel]
+
+
+def launching(kernel: str, examples: Sequence[Example], device: Device | None) -> list[Chosen]:
+    """The examples whose plan on a device launches a kernel; without one, for the emulator, those that could."""
+    found = []
+    for example in examples:
+        problem = example.described(example.draw(blank=True)).problem
+        chosen = Chosen(example, _emulated(problem, kernel) if device is None else plan(problem, device))
+        if chosen.launches(kernel):
+            found.append(chosen)
+    return found
+
+
+def of_kernel(kernel: str, device: Device | None, most: int) -> list[Chosen]:
+    """Up to so many examples of the table that launch a kernel: as various as possible, of small ones first."""
+    rest = launching(kernel, _ON_EMULATOR if device is None else _ON_GPU, device)
+    rest.sort(key=lambda chosen: math.prod(chosen.example.shape))
+
+    def traits(chosen: Chosen) -> set[Any]:
+        example = chosen.example
+        constants = {item for launch in chosen.launches(kernel) for item in launch.constants}
+        return constants | {example.op, example.backward, example.layout, chosen.plan.strategy, len(example.shape)}
+
+    picked: list[Chosen] = []
+    seen: set[Any] = set()
+    while rest and len(picked) < most:
+        best = max(rest, key=lambda chosen: len(traits(chosen) - seen))  # the smallest of those that are equal
+        picked.append(best)
+        seen |= traits(best)
+        rest.remove(best)
+    return picked
+
+
+def _emulated(problem: AnyProblem, kernel: str) -> Plan:
+    """The plan for a small device; if it does not launch the kernel, that of the kernel's family.
+
+    Plans take some families for tensors only that are larger than what an emulator should be asked to compute.
+    """
+    own = plan(problem, SMALL_DEVICE)
+    if any(launch.kernel == kernel for launch in own.launches):
+        return own
+    builder = Builder()
+    forward = isinstance(problem, ForwardProblem | ChannelForward)
+    family: Any = {"row_split": row_split, "channel_split": channel_split}.get("_".join(kernel.split("_")[:2]))
+    of_rows = isinstance(problem, ForwardProblem | BackwardProblem)
+    if family is not None and isinstance(problem, PointwiseForward | PointwiseBackward):
+        return own
+    if family is not None and of_rows == (family is row_split):
+        plan_family = family.plan_forward if forward else family.plan_backward
+        return builder.finished(plan_family(problem, SMALL_DEVICE, builder))
+    if kernel == "row_grid_forward" and isinstance(problem, ForwardProblem):
+        width = 16 // DTYPES[problem.x.dtype].itemsize
+        geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
+        lie_well = are_rows(problem) and lie_alike(problem)
+        # What a block takes of a row must be something, and what all of them have in shared memory.
+        if lie_well and 4 * 2 * width * 4 < problem.columns <= 4 * 4 * 64 * width:
+            return builder.finished(row_grid.plan_forward(problem, geometry, builder))
+    if kernel.startswith("channel_grid") and isinstance(problem, ChannelForward | ChannelBackward):
+        grid = next(channel_grid.candidates(problem, _GRID_DEVICE), None)
+        if grid is not None:
+            plan_grid: Any = channel_grid.plan_forward if forward else channel_grid.plan_backward
+            return builder.finished(plan_grid(problem, grid, builder))
+    return own
