@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")  # before pyplot, which would look for a screen
-
-from matplotlib import pyplot
+from matplotlib.figure import Figure  # not pyplot, which would look for a screen, and keep figures open
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from cunorm.bench.results import OURS, Measurement, Results
 from cunorm.bench.suites import DIRECTIONS, SHAPES, TINY_SHAPES, readable
 
-__all__ = ["draw"]
+__all__ = ["draw", "figure"]
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart; the marker says it again.
 _STYLES = {
@@ -40,19 +38,42 @@ _LAYOUTS = {"": "", "NC...": "channels first", "N...C": "channels last"}
 _LARGEST_R = 6.0  # what takes longer is drawn at the edge
 
 
+class _Shown(Figure):
+    """A figure that a notebook shows, also one that has not imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, dpi=110)
+        return buffer.getvalue()
+
+
+def figure(results: Results, only: str = "") -> Figure:
+    """All that `draw` would draw of the rows that match ``only``, in one figure."""
+    chosen = list(_figures([entry for entry in results.measurements if entry.row.matches(only)]))
+    if not chosen:
+        raise ValueError(f"there is nothing to draw: no rows that match {only!r} have several sizes")
+    sizes = [_size(measurements) for _, _, measurements in chosen]
+    height = sum(height for _, height in sizes)
+    whole = _Shown(figsize=(max(width for width, _ in sizes), height), layout="constrained")
+    parts = whole.subfigures(len(chosen), 1, squeeze=False)[:, 0]
+    for part, (_, title, measurements) in zip(parts, chosen):
+        _fill(part, f"{title}, {results.machine.get('device', 'unknown device')}", measurements)
+    return whole
+
+
 def draw(results: Results, folder: Path) -> list[Path]:
     """A PNG and an SVG for every op, dtype, layout and sweep of each suite: a column a direction. Returns the files."""
     written = []
     for name, title, measurements in _figures(results.measurements):
-        figure = _figure(f"{title}, {results.machine.get('device', 'unknown device')}", measurements)
+        drawn = Figure(figsize=_size(measurements), layout="constrained")
+        _fill(drawn, f"{title}, {results.machine.get('device', 'unknown device')}", measurements)
         for suffix in ("png", "svg"):
             path = folder / f"{name}.{suffix}"
             # Without a date and with fixed ids the same results give the same file.
             metadata = {"Date": None} if suffix == "svg" else {}
             with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-                figure.savefig(path, dpi=160, metadata=metadata)
+                drawn.savefig(path, dpi=160, metadata=metadata)
             written.append(path)
-        pyplot.close(figure)
     return written
 
 
@@ -77,12 +98,19 @@ def _figures(measurements: Sequence[Measurement]) -> Iterator[tuple[str, str, li
         yield "-".join(dict.fromkeys(parts)).replace(" ", "-"), title, group
 
 
-def _figure(title: str, measurements: Sequence[Measurement]) -> Any:
-    directions = [name for name in DIRECTIONS if any(entry.direction == name for entry in measurements)]
-    columns = len(directions)
-    figure, axes = pyplot.subplots(
-        2, columns, figsize=(max(5.5, 4.6 * columns), 6.2), sharex="col", squeeze=False, layout="constrained"
-    )
+def _directions(measurements: Sequence[Measurement]) -> list[str]:
+    return [name for name in DIRECTIONS if any(entry.direction == name for entry in measurements)]
+
+
+def _size(measurements: Sequence[Measurement]) -> tuple[float, float]:
+    """Width and height of a figure, in inches."""
+    return max(5.5, 4.6 * len(_directions(measurements))), 6.2
+
+
+def _fill(figure: Any, title: str, measurements: Sequence[Measurement]) -> None:
+    """Draw into a figure, or a part of one."""
+    directions = _directions(measurements)
+    axes = figure.subplots(2, len(directions), sharex="col", squeeze=False)
     axis_of = _SizeAxis(measurements)
     providers = [name for name in _STYLES if any(entry.provider == name for entry in measurements)]
     providers += sorted({entry.provider for entry in measurements} - set(providers))
@@ -106,7 +134,9 @@ def _figure(title: str, measurements: Sequence[Measurement]) -> Any:
             rate.plot(*_line(rates, 1e-9), label=provider + (" (by the host's clock)" if hosts else ""), **style)
             ratio.plot(*_line(ratios), **style)
         rate.set_title(_TITLES.get(direction, direction), fontsize=10)
+        rate.set_ylabel("GB/s (bytes that must move)")
         rate.set_ylim(bottom=0)
+        ratio.set_ylabel("r: time / time of a copy")
         ratio.set_yscale("log")
         ratio.set_ylim(0.85, _LARGEST_R * 1.03)
         ratio.yaxis.set_major_locator(FixedLocator([1, 1.25, 1.5, 2, 3, 4, _LARGEST_R]))
@@ -117,12 +147,9 @@ def _figure(title: str, measurements: Sequence[Measurement]) -> Any:
             axis.grid(True, color="#DDDDDD", linewidth=0.6)
             axis.set_axisbelow(True)
             axis.tick_params(labelsize=8)
-    axes[0][0].set_ylabel("GB/s (bytes that must move)")
-    axes[1][0].set_ylabel("r: time / time of a copy")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
-    return figure
 
 
 def _line(values: dict[int, float], factor: float = 1.0) -> tuple[list[int], list[float]]:

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cunorm.bench.suites import Row
+from cunorm.text import duration, table_lines
 
-__all__ = ["OURS", "Measurement", "Results", "best_peer", "by_row", "first_line", "load", "merge", "of"]
+__all__ = [
+    "OURS",
+    "TABLE_COLUMNS",
+    "TABLE_NUMBERS",
+    "Measurement",
+    "Results",
+    "best_peer",
+    "by_row",
+    "first_line",
+    "load",
+    "merge",
+    "of",
+    "table_cells",
+]
 
 OURS = "cunorm"
+TABLE_COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
+TABLE_NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row measured with a provider. ``pandas.DataFrame(results.measurements)`` makes a table of them.
+    """A row measured with a provider. ``Results.frame`` has a line for each.
 
     ``seconds`` is None where there is no time to show: the results were wrong, or the provider failed; ``note`` says
     which. ``copy_seconds`` is the time in which a copy moves ``moved_bytes``, None for times of the host. ``error`` is
@@ -66,9 +84,12 @@ class Measurement:
         return self.moved_bytes / self.seconds if self.seconds and self.clock == "device" else None
 
 
-@dataclass
+@dataclass(repr=False)
 class Results:
-    """A run: where, when, with what, and what came out. ``absent`` says why a provider could not be used."""
+    """A run: where, when, with what, and what came out. ``absent`` says why a provider could not be used.
+
+    ``print`` shows a table, as a notebook does; ``frame`` is for pandas, ``plot`` draws.
+    """
 
     date: str
     machine: dict[str, str] = field(default_factory=dict)
@@ -78,6 +99,58 @@ class Results:
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
     measurements: list[Measurement] = field(default_factory=list)
+
+    @property
+    def frame(self) -> Any:
+        """A pandas DataFrame with a line for each measurement. Without pandas a RuntimeError.
+
+        Its columns are the fields of `Measurement`, ``rows`` and ``columns`` (of x, seen as a matrix), ``GB/s`` and
+        ``copy GB/s`` (of the bytes that must move), and ``r``.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise RuntimeError(f'a frame needs pandas: pip install "cunorm[bench]" ({error})') from error
+        lines = []
+        for entry in self.measurements:
+            copy_rate = entry.moved_bytes / entry.copy_seconds * 1e-9 if entry.copy_seconds else None
+            rate = None if entry.rate is None else entry.rate * 1e-9
+            sizes = {"rows": math.prod(entry.shape[:-1]), "columns": entry.shape[-1]}
+            lines.append(dataclasses.asdict(entry) | sizes | {"GB/s": rate, "copy GB/s": copy_rate, "r": entry.r})
+        return pandas.DataFrame(lines)
+
+    def plot(self, only: str = "") -> Any:
+        """A matplotlib Figure: GB/s and r over the size, a line a provider, the rate of a copy as the ceiling.
+
+        Ops, dtypes and layouts stand below each other. ``only`` picks rows with all of these words in their name;
+        ``!word`` is for without. Without matplotlib a RuntimeError, where no size changes a ValueError.
+        """
+        try:
+            from cunorm.bench.plots import figure
+        except ImportError as error:
+            raise RuntimeError(f'a plot needs matplotlib: pip install "cunorm[bench]" ({error})') from error
+        return figure(self, only)
+
+    def table_rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table, under TABLE_COLUMNS."""
+        return [table_cells(row, measured) for row, measured in by_row(self.measurements).items()]
+
+    def __repr__(self) -> str:
+        suites = ", ".join(dict.fromkeys(entry.suite for entry in self.measurements)) or "nothing"
+        device = self.machine.get("device", "unknown device")
+        return f"<{len(self.measurements)} measurements of {suites} on {device}, {self.date[:10]}>"
+
+    def __str__(self) -> str:
+        lines = [repr(self)[1:-1], *table_lines(TABLE_COLUMNS, self.table_rows(), TABLE_NUMBERS)]
+        return "\n".join([*lines, *(f"absent: {name} ({reason})" for name, reason in self.absent.items())])
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Iterable[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        rows = "".join(line("td", cells) for cells in self.table_rows())
+        caption = html.escape(repr(self)[1:-1])
+        return f"<table><caption>{caption}</caption>{line('th', TABLE_COLUMNS)}{rows}</table>"
 
     def save(self, path: Path) -> None:
         """Write the JSON file, whole or not at all."""
@@ -98,8 +171,21 @@ class Results:
         new.replace(path)
 
 
-def load(path: Path) -> Results:
-    """Read what `Results.save` wrote. ValueError where it is no such file."""
+def load(path: str | Path) -> Results:
+    """Read what `Results.save` or ``python -m cunorm bench --json`` wrote.
+
+    In a checkout ``h200/quack`` and the like are the committed results, those of ``bench/results``. What cannot be read
+    is an OSError, a ValueError where it is no such file.
+
+    Examples
+    --------
+    >>> from cunorm import bench
+    >>> results = bench.load("h200/quack")  # doctest: +SKIP
+    >>> results.plot("rms_norm !residual")  # doctest: +SKIP
+    """
+    path, committed = Path(path), Path(__file__).with_name("results") / f"{path}.json"
+    if not path.exists() and committed.exists():
+        path = committed
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         measurements = []
@@ -147,6 +233,27 @@ def best_peer(measurements: Iterable[Measurement]) -> Measurement | None:
     """The fastest of the others that is right."""
     peers = [entry for entry in measurements if entry.provider != OURS and entry.seconds]
     return min(peers, key=lambda entry: entry.seconds or 0.0, default=None)
+
+
+def table_cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:
+    """A line of the table, for all measurements of a row."""
+    ours, peer = of(OURS, measured), best_peer(measured)
+    problem = f"{row.op} {row.size} {row.dtype}" + (f" ({row.variant})" if row.variant else "")
+    time_ours, time_peer = (entry.seconds if entry else None for entry in (ours, peer))
+    return (
+        problem,
+        row.direction,
+        duration(time_ours) if time_ours else "-",
+        _number(ours.r if ours else None, "{:.3f}"),
+        _number(ours.rate if ours else None, "{:.0f}", 1e-9),
+        f"{peer.provider} {duration(time_peer)}" if peer and time_peer else "-",
+        _number(peer.r if peer else None, "{:.3f}"),
+        f"{time_peer / time_ours:.2f}x" if time_ours and time_peer else "-",
+    )
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * factor)
 
 
 def first_line(error: Exception) -> str:

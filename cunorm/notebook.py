@@ -38,6 +38,9 @@ def load(shell: Any) -> None:
 
     magic.__doc__ = f"{_start_parser().format_help()}\n{_experiment_parser().format_help()}"
     shell.register_magic_function(magic, magic_kind="line_cell", magic_name="cunorm")
+    if hasattr(shell, "kernel"):  # a notebook's, not a terminal's
+        script = (Path(__file__).parent / "highlight.js").read_text(encoding="utf-8")
+        shell.display_pub.publish({"application/javascript": script})
 
 
 def _start(shell: Any, line: str) -> None:
@@ -105,4 +108,4 @@ def _experiment_parser() -> Any:
 def _parser(name: str, description: str) -> Any:
     from IPython.core.magic_arguments import MagicArgumentParser
 
-    return MagicArgumentParser(prog=name, description=description, allow_abbrev=False, add_help=False)
+    return MagicArgumentParser(prog=name, description=description, add_help=False)

@@ -122,9 +122,8 @@ def test_a_right_and_a_wrong_text(shell: InteractiveShell, columns: str, right: 
     [
         ("%cunorm row_clock", "must be one of channel_grid_backward"),
         ("%%cunorm row_clock\nint a;", "must be one of channel_grid_backward"),
-        (f"%%cunorm {KERNEL}\n// nothing", "source is empty"),
+        (f"%%cunorm {KERNEL}\n// nothing", "entry point"),
         (f"%%cunorm {KERNEL}\n{SHIPPED.replace('long long rows;', 'long long lines;')}", "long long rows"),
-        (f"%%cunorm {KERNEL} --bench 4096\n{SHIPPED}", "4096"),
         (f"%%cunorm {KERNEL} --bench 4096*4096\n{SHIPPED}", "--bench"),
         (f"%%cunorm {KERNEL} --dtype int8\n{SHIPPED}", "--dtype"),
         (f"%%cunorm\n{SHIPPED}", "KERNEL"),
@@ -144,3 +143,19 @@ def test_a_compiler_names_the_line_of_the_cell(shell: InteractiveShell) -> None:
     assert f"kernels/{KERNEL}.cu:{number}: error:" in out + err
     assert "Compute sum[1] = {zero};\n" in out + err
     assert "Traceback" not in out + err and "notebook.py" not in out + err
+
+
+# ---- Colours.
+
+
+def test_a_notebook_gets_the_script_that_colours_cells(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "kernel", object(), raising=False)
+    (shown,) = run(shell, "%reload_ext cunorm")[2]
+    (script,) = shown.data.values()
+    assert list(shown.data) == ["application/javascript"] and "%%cunorm" in script
+
+
+def test_a_terminal_gets_none(shell: InteractiveShell) -> None:
+    assert not run(shell, "%reload_ext cunorm")[2]

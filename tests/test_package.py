@@ -78,7 +78,7 @@ def test_wheel_holds_every_source(wheel: Path) -> None:
     expected = {"cunorm/py.typed"}
     beside = (("kernels", "cunorm/kernels"), ("adapters", "cunorm/adapters"), ("bench", "cunorm/bench"))
     for folder, target in (("cunorm", "cunorm"), *beside):
-        for pattern in ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp"):
+        for pattern in ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp", "*.js"):
             for path in (ROOT / folder).rglob(pattern):
                 expected.add(f"{target}/{path.relative_to(ROOT / folder).as_posix()}")
     assert {name for name in expected if name.endswith(".cu")}

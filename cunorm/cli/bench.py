@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
 __all__ = ["run"]
 
 _WHOLE = (1, 1)  # a suite as its first part of one
-_COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
-_NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
 
 
 def run(
@@ -117,6 +115,7 @@ def _measure(
     machine = _machine()
     from cunorm.bench import run as runner
     from cunorm.bench.peers import PROVIDERS
+    from cunorm.bench.results import table_cells
 
     unknown = [name for name in providers if name not in PROVIDERS]
     if unknown:
@@ -133,7 +132,7 @@ def _measure(
             if show is not None:
                 show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
             elif not warm:
-                output.line(" | ".join(_cells(row, measured)))
+                output.line(" | ".join(table_cells(row, measured)))
 
         left = max_seconds - (time.monotonic() - begin)
         names = providers or list(PROVIDERS)
@@ -146,34 +145,11 @@ def _measure(
     return results
 
 
-def _cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:
-    from cunorm.bench.results import OURS, best_peer, of
-
-    ours, peer = of(OURS, measured), best_peer(measured)
-    problem = f"{row.op} {row.size} {row.dtype}" + (f" ({row.variant})" if row.variant else "")
-    time_ours, time_peer = (entry.seconds if entry else None for entry in (ours, peer))
-    return (
-        problem,
-        row.direction,
-        output.duration(time_ours) if time_ours else "-",
-        _number(ours.r if ours else None, "{:.3f}"),
-        _number(ours.rate if ours else None, "{:.0f}", 1e-9),
-        f"{peer.provider} {output.duration(time_peer)}" if peer and time_peer else "-",
-        _number(peer.r if peer else None, "{:.3f}"),
-        f"{time_peer / time_ours:.2f}x" if time_ours and time_peer else "-",
-    )
-
-
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * factor)
-
-
 def _print_table(results: Results) -> None:
-    from cunorm.bench.results import by_row
+    from cunorm.bench.results import TABLE_COLUMNS, TABLE_NUMBERS
 
-    rows = [_cells(row, measured) for row, measured in by_row(results.measurements).items()]
     output.line()
-    output.table(_COLUMNS, rows, numbers=_NUMBERS)
+    output.table(TABLE_COLUMNS, results.table_rows(), numbers=TABLE_NUMBERS)
 
 
 def _print_notes(results: Results) -> None:

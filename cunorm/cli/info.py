@@ -27,7 +27,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (("torch",),),
     "jax": (("jax",), ("jax-tvm-ffi",)),
     "tensorflow": (("tensorflow", "tensorflow-cpu"),),
-    "bench": (("matplotlib",),),
+    "bench": (("matplotlib",), ("pandas",)),
     "test": (("pytest",), ("pytest-xdist",), ("hypothesis",)),
 }
 
