@@ -26,19 +26,16 @@ __all__ = ["OPS", "Explanation", "LaunchExplanation", "explain"]
 _ROW_NORMS = ("layer_norm", "rms_norm")
 _CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
 OPS = (*_ROW_NORMS, *_CHANNEL_NORMS, "gelu")
-# What not every op has: its default, and the ops that have it.
-_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "axis": (-1, _ROW_NORMS),
-    "residual": (False, _ROW_NORMS),
-    "weight_offset": (0.0, ("rms_norm",)),
-    "num_groups": (None, ("group_norm",)),
-    "data_format": ("NC...", _CHANNEL_NORMS),
-    "training": (True, ("batch_norm",)),
-    "running": (None, ("batch_norm",)),
-    "weight": (None, OPS[:-1]),
-    "activation": (None, OPS[:-1]),
-    "return_stats": (False, OPS[:-1]),
-    "approximate": ("none", ("gelu",)),
+# What not every op takes.
+_TAKEN_BY = {
+    "axis": _ROW_NORMS,
+    "residual": _ROW_NORMS,
+    "num_groups": ("group_norm",),
+    "data_format": _CHANNEL_NORMS,
+    "training": ("batch_norm",),
+    "running": ("batch_norm",),
+    "approximate": ("gelu",),
+    **dict.fromkeys(("weight", "activation", "return_stats"), OPS[:-1]),
 }
 # The operands of x's size, those that kernels read first; kernels name their fields after them, too.
 _READ, _WRITTEN = ("x", "residual", "dy", "dresidual_out"), ("y", "residual_out", "dx")
@@ -49,33 +46,14 @@ _BLOCK = 2**22 - 3  # bytes that are drawn, and then repeated
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchExplanation:
-    """One kernel of a plan.
+    """One kernel of a plan, as `Explanation` has it. Of a channel norm, a row is a channel, and its columns are points.
 
-    Attributes
-    ----------
-    kernel, constants
-        Which text, and what it was compiled for.
-    grid, block, cluster, cooperative
-        How many blocks; how many threads, in x and y; how many consecutive blocks run together, and whether all do.
-    share : (int, int) or None
-        What a block works on at a time: rows by columns, or channels by points. None for kernels that add up what
-        others have left.
-    blocks_per_row, block_stride, turns : int
-        How many blocks a row (channel) is cut over, and how far they are apart; and how often a block takes a share.
-    threads_per_row, thread_stride : int
-        How many threads of a block share a row (channels that lie in one vector), and how far they are apart.
-    vectors, vector_bytes : int
-        How many vectors of each tensor a thread holds, or has on their way at a time; and the bytes of one.
-    bytes_read, bytes_written, bytes_through_shared : int
-        Of tensors of x's size.
-    dynamic_shared_bytes, static_shared_bytes, registers, spill_bytes : int
-        Shared memory of a block; 32-bit registers and spills of a thread. None where there is no NVRTC to ask, but for
-        the first.
-    blocks_per_multiprocessor, limited_by, occupancy
-        How many blocks share a multiprocessor, what there is no more of for another, and which share of the threads
-        that a multiprocessor can have they are; None where registers are unknown.
-    blocks_at_once : int or None
-        How many blocks run at the same time.
+    ``share`` is what a block works on at a time, rows by columns (None in kernels that add up what others have left);
+    it takes ``turns``. ``blocks_per_row`` blocks, each ``block_stride`` further, share a row; so do ``threads_per_row``
+    threads of a block, ``thread_stride`` apart, each of which holds, or has on the way, ``vectors`` of each tensor.
+    Bytes are those of tensors of x's size. Registers, and what follows from them, are None where there is no compiler
+    to ask. ``limited_by`` is what there is no more of for another block of the ``blocks_per_multiprocessor``, which
+    have the share ``occupancy`` of all threads that there can be.
     """
 
     kernel: str
@@ -100,23 +78,20 @@ class LaunchExplanation:
     registers: int | None = None
     spill_bytes: int | None = None
     blocks_per_multiprocessor: int | None = None
-    limited_by: str = ""
     occupancy: float | None = None
+    limited_by: str = ""
     blocks_at_once: int | None = None
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return math.prod(self.block)
 
     @property
     def warps(self) -> int:
-        """Warps of a block."""
         return -(-self.threads // 32)
 
     @property
     def shared_bytes(self) -> int | None:
-        """Shared memory of a block."""
         return None if self.static_shared_bytes is None else self.static_shared_bytes + self.dynamic_shared_bytes
 
     @property
@@ -129,27 +104,11 @@ class LaunchExplanation:
 class Explanation:
     """The plan of a call. It prints as a table, and shows itself in a notebook as a diagram.
 
-    Attributes
-    ----------
-    op, shape, dtype, problem
-        What is computed; ``op`` ends with ``_backward`` for a gradient. ``problem`` is its canonical form.
-    title, device, here
-        The GPU that it is planned for, and whether that is one of this machine.
-    seen_as, area, area_of
-        What kernels see: in words; as (rows, columns), or (channels of all samples, points); and which of the two.
-    plan, strategy, chosen
-        The launches as they are executed; their strategy; and whose choice that was.
-    lives_in : str
-        Where a row lies between the pass that sums it and the pass that finishes it.
-    bytes_moved, moves : int, str
-        The bytes that must move, and what they are.
-    copy_rate, copy_rate_is : float or None, str
-        Bytes a second, read and written, of a plain copy; and where that number is from.
-    seconds, copy_seconds : float or None
-        Median times with a cold L2 cache: of the call, and of a copy of the bytes that must move. None where nothing
-        was measured; if it should have been, ``failure`` is why not.
-    compiler : str
-        Why registers are unknown, where they are.
+    ``area`` is what kernels see, rows by columns or channels by points, as ``area_of`` says; ``launches`` say what each
+    of the ``plan`` does. ``seconds`` and ``copy_seconds`` are median times with a cold L2 cache, of the call and of a
+    copy of the bytes that must move; where none could be taken, ``failure`` says why, as ``compiler`` does of
+    registers. All bytes but the workspace's are those of tensors of x's size; ``copy_rate`` counts what is read and
+    what is written.
     """
 
     op: str
@@ -222,14 +181,6 @@ class Explanation:
 
         return as_html(self)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def __repr__(self) -> str:
-        size, floor = "x".join(map(str, self.shape)), self.floor_seconds
-        times = f", floor {duration(floor)}" if floor else ""
-        return f"<{self.op} of {size} {self.dtype} on {self.title}: {self.strategy}{times}>"
-
     def __str__(self) -> str:
         rows = [
             ("seen as", self.seen_as),
@@ -256,6 +207,8 @@ class Explanation:
             lines.append(f"{item.kernel}: " + " ".join(f"{name}={value}" for name, value in item.constants.items()))
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _floor(self) -> str:
         if self.floor_seconds is None or self.copy_rate is None:
             return f"unknown: {self.copy_rate_is}"
@@ -264,20 +217,17 @@ class Explanation:
     def _measured(self) -> str:
         if self.seconds is None or self.copy_seconds is None:
             return f"no: {self.failure}"
-        speed = rate(self.bytes_moved / self.seconds)
-        return f"{duration(self.seconds)}, {speed}; a copy takes {duration(self.copy_seconds)}: r = {self.r:.3f}"
+        return f"{duration(self.seconds)}; a copy takes {duration(self.copy_seconds)}: r = {self.r:.3f}"
 
 
 def _cells(item: LaunchExplanation) -> tuple[str, ...]:
-    shared = "unknown" if item.shared_bytes is None else byte_count(item.shared_bytes)
-    spills = "unknown" if item.spill_bytes is None else byte_count(item.spill_bytes)
     return (
         item.kernel,
         str(item.grid),
         f"{item.block[0]}x{item.block[1]} = {item.threads}",
         str(item.registers or "unknown"),
-        spills,
-        shared,
+        "unknown" if item.spill_bytes is None else byte_count(item.spill_bytes),
+        "unknown" if item.shared_bytes is None else byte_count(item.shared_bytes),
         str(item.blocks_at_once or "unknown"),
         f"{item.vectors} of {item.vector_bytes} bytes" if item.share else "-",
     )
@@ -293,7 +243,6 @@ def explain(
     data_format: str = "NC...",
     weight: Any = None,
     bias: Any = None,
-    weight_offset: float = 0.0,
     activation: str | None = None,
     approximate: str = "none",
     residual: Any = False,
@@ -314,22 +263,19 @@ def explain(
     x : tensor
         Of any framework; or anything with a shape and a dtype, which stands for a C-contiguous tensor.
     op : {"layer_norm", "rms_norm", "instance_norm", "group_norm", "batch_norm", "gelu"}
-        What is computed.
     backward : bool
         The gradient instead. dy is taken to lie in memory as y does.
-    axis, num_groups, data_format, weight_offset, activation, approximate, training, return_stats
+    axis, num_groups, data_format, activation, approximate, training, return_stats
         As the op takes them.
-    weight, bias : tensor, bool or str, optional
-        A tensor; whether there is one, of x's dtype; or its dtype. By default there are those that the op has mostly:
-        both for norms, for RMS norm only a weight, and none for gelu.
-    residual : tensor or bool
-        Likewise. Backward it is the gradient of residual_out that is added.
+    weight, bias, residual : tensor, bool or str, optional
+        A tensor; or whether there is one, or its dtype, if that is not x's. By default norms have both weight and bias,
+        but RMS norm only a weight, and gelu none.
     running : bool or str, optional
         Whether a batch norm has running statistics, and their dtype; by default it has, of the weight's dtype.
     output_mask : tuple of three bools, optional
         Backward: which of dx, dweight, dbias are computed; by default those of what there is.
     arch : str, optional
-        Plan for another GPU, such as "sm_80". By default for x's, else for this machine's, and without one for an H200.
+        Plan for another GPU, such as "sm_80". By default it is x's, else this machine's, and without one an H200.
     measure : bool, optional
         Time the call, and a copy. By default where x is on a GPU and the plan is for that.
 
@@ -359,14 +305,14 @@ def explain(
     if op not in OPS:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
     given = locals()
-    for name, (default, have) in _OPTIONS.items():
-        value = given[name]
-        if op not in have and not (isinstance(value, type(default)) and value == default):
-            raise ValueError(f"{name} is {value!r}; it is for {', '.join(have)}, not for {op}")
+    for name, ops_with in _TAKEN_BY.items():
+        default = (explain.__kwdefaults__ or {})[name]
+        if op not in ops_with and not (isinstance(given[name], type(default)) and given[name] == default):
+            raise ValueError(f"{name} is {given[name]!r}; it is for {', '.join(ops_with)}, not for {op}")
     view, place = _seen(x, "x")
     the_op: Op
     if op in _ROW_NORMS:
-        the_op = ops.RowNorm.of(axis, 1e-5, activation, op == "layer_norm", weight_offset)
+        the_op = ops.RowNorm.of(axis, 1e-5 if op == "layer_norm" else 1e-6, activation, op == "layer_norm")
         _, vector_shape, _ = check_x(view, the_op.axis)
     elif op == "gelu":
         the_op = Pointwise.of(approximate)
@@ -434,7 +380,7 @@ def _seen(tensor: Any, name: str) -> tuple[View, int | None]:
         # What has no memory: a tracer, a tensor on PyTorch's meta device, or an object that says what one would be.
         if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
             raise
-        if any(size is None for size in tensor.shape):
+        if None in tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; every size must be known") from None
         shape = tuple(map(int, tensor.shape))
         strides = tuple(tensor.stride()) if hasattr(tensor, "stride") else contiguous_strides(shape)
@@ -540,7 +486,9 @@ def _explained(call: _Call, op: str, target: _Target, place: int | None, measure
     if target.place is None:
         raise RuntimeError(f"measure is True, but {target.title} is not a GPU of this machine")
     try:
-        seconds, copy_seconds = _measure(call, target.place, call.x.pointer if place is not None else 0, problem)
+        seconds, copy_seconds = _measure(
+            call, target.place, call.x.pointer if place is not None else 0, problem.bytes_moved
+        )
     except (MemoryError, RuntimeError) as error:
         if measure:
             raise RuntimeError(f"the call cannot be timed: {error}") from error
@@ -605,7 +553,7 @@ def _launches(
         fields = [(role, name) for role, name in item.arguments if name in present]
         written = len([role for role, _ in fields if role in _WRITTEN]) * elements * itemsize
         read = len([role for role, _ in fields if role not in _WRITTEN]) * elements * itemsize
-        layout = _layout(item)
+        layout = _layout(item, area, itemsize)
         constants = dict(item.constants)
         through = 0
         if item.kernel.startswith(("channel_slab", "channel_grid")) or constants.get("STAGE") == "ahead":
@@ -614,9 +562,10 @@ def _launches(
             through = read + written
         elif item.kernel == "row_grid_forward":
             resident, held = int(constants["RESIDENT"]), int(constants["HELD"])
-            through = read * min(resident, layout.vectors) // layout.vectors
+            vectors = layout["vectors"]
+            through = read * min(resident, vectors) // vectors
             # Of x, or of the sum that a residual makes of it.
-            read += elements * itemsize * max(0, layout.vectors - resident - held) // layout.vectors
+            read += elements * itemsize * max(0, vectors - resident - held) // vectors
         explained = LaunchExplanation(
             kernel=item.kernel,
             constants=constants,
@@ -624,14 +573,7 @@ def _launches(
             block=item.block,
             cluster=item.cluster,
             cooperative=item.cooperative,
-            share=(min(layout.rows, area[0]), min(layout.columns, area[1])) if layout.rows else None,
-            blocks_per_row=layout.blocks_per_row,
-            block_stride=layout.block_stride,
-            turns=layout.turns,
-            threads_per_row=layout.threads_per_row,
-            thread_stride=layout.thread_stride,
-            vectors=layout.vectors,
-            vector_bytes=layout.width * itemsize,
+            **layout,
             bytes_read=read,
             bytes_written=written,
             bytes_through_shared=through,
@@ -662,102 +604,38 @@ def _with_resources(item: LaunchExplanation, device: Device) -> LaunchExplanatio
     )
 
 
-class _Layout(NamedTuple):
-    """How a launch lies over its problem, as `LaunchExplanation` has it: a share is rows by columns."""
-
-    rows: int = 0
-    columns: int = 0
-    blocks_per_row: int = 1
-    block_stride: int = 1
-    turns: int = 1
-    threads_per_row: int = 1
-    thread_stride: int = 1
-    vectors: int = 0
-    width: int = 0  # of a vector, in elements
-
-
-def _layout(item: Launch) -> _Layout:
+def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any]:
+    """How a launch lies over its problem: that part of a `LaunchExplanation`."""
     constants: dict[str, Any] = dict(item.constants)
     given: dict[str, Any] = dict(item.arguments)
+    names = ("blocks_per_row", "block_stride", "turns", "threads_per_row", "thread_stride", "vectors", "vector_bytes")
     if "VECTOR" not in constants:  # it only adds up what others have left
-        return _Layout()
+        return dict.fromkeys(names, 0) | {"share": None}
     width, threads = constants["VECTOR"], math.prod(item.block)
-    if item.kernel.startswith("row_block"):
-        rows, blocks = constants["ROWS_PER_BLOCK"], constants["BLOCKS_PER_ROW"]
-        return _Layout(
-            rows=rows,
-            columns=given["columns_per_block"],
-            blocks_per_row=blocks,
-            turns=_times(_times(given["rows"], rows), item.grid // blocks),
-            threads_per_row=constants["THREADS_PER_ROW"],
-            vectors=constants["VECTORS"],
-            width=width,
-        )
+    lanes = constants.get("CHANNEL_LANES") or constants.get("ROW_LANES", 1)  # rows that lie beside each other
+    threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
+    along = constants.get("ALONG_CHANNELS", 0)
+    vectors = constants.get("VECTORS") or constants.get("STEPS") or constants.get("UNROLL", 0)
+    # Of row_block and row_grid, of channel_slab and channel_grid; else tiles.
+    columns = given.get("columns_per_block") or given.get("points_per_block")
+    if not columns:
+        columns = threads_per_row * (1 if along else width) * (1 if "STEPS" in constants else vectors)
+    rows = constants.get("ROWS_PER_BLOCK") or lanes * (width if along else 1) * constants.get("STEPS", 1)
+    if constants.get("RUN"):
+        rows, columns = 1, columns * rows
     if item.kernel == "row_grid_forward":
-        blocks, columns = given["blocks_per_row"], given["columns_per_block"]
-        return _Layout(
-            rows=1,
-            columns=columns,
-            blocks_per_row=blocks,
-            turns=_times(given["rows"], item.grid // blocks),
-            threads_per_row=threads,
-            vectors=max(1, _times(columns - 2 * width * constants["PEELED"], width * threads)),
-            width=width,
-        )
-    if item.kernel.startswith("row_split"):
-        rows = constants["ROW_LANES"]
-        columns = threads // rows * width * constants["UNROLL"]
-        grouped = "rows_per_group" in given  # else a block has a chunk of columns
-        blocks = given["tiles" if grouped else "splits"]
-        turns = _times(given["rows_per_group"], rows) if grouped else _times(given["columns_per_split"], columns)
-        return _Layout(
-            rows=rows,
-            columns=columns,
-            blocks_per_row=blocks,
-            block_stride=1 if grouped else item.grid // blocks,
-            turns=turns,
-            threads_per_row=threads // rows,
-            thread_stride=rows,
-            vectors=constants["UNROLL"],
-            width=width,
-        )
-    if item.kernel.startswith("pointwise"):
-        rows, columns = constants["ROW_LANES"] * constants["STEPS"], item.block[0] * width
-        return _Layout(
-            rows=1 if constants["RUN"] else rows,
-            columns=columns * rows if constants["RUN"] else columns,
-            blocks_per_row=item.grid if constants["RUN"] else given["tiles"],
-            turns=_times(_times(given["rows"] + (given["rest"] > 0), rows), given["groups"]),
-            threads_per_row=item.block[0],
-            vectors=constants["STEPS"],
-            width=width,
-        )
-    lanes, along = constants["CHANNEL_LANES"], constants["ALONG_CHANNELS"]
-    channels = lanes * width if along else lanes
-    common = {
-        "rows": channels,
-        "threads_per_row": threads // lanes,
-        "thread_stride": lanes if along else 1,
-        "width": width,
-    }
-    if "VECTORS" in constants:  # of channel_slab and channel_grid
-        blocks = given.get("blocks_per_slab", item.cluster)
-        return _Layout(
-            columns=given["points_per_block"],
-            blocks_per_row=blocks,
-            turns=_times(given.get("slabs", 1), item.grid // blocks),
-            vectors=constants["VECTORS"],
-            **common,
-        )
-    points = threads // lanes * (1 if along else width) * constants["UNROLL"]
-    return _Layout(
-        columns=points,
-        blocks_per_row=given["splits"],
-        block_stride=_times(given["channels"], channels),
-        turns=_times(given["points_per_split"], points),
-        vectors=constants["UNROLL"],
-        **common,
-    )
+        vectors = max(1, _times(columns - 2 * width * constants["PEELED"], width * threads))
+    share = min(rows, area[0]), min(columns, area[1])
+    pieces = [_times(whole, part) for whole, part in zip(area, share)] if 0 not in share else [0, 0]
+    counts = [given[name] for name in ("blocks_per_row", "blocks_per_slab", "splits", "tiles") if name in given]
+    blocks_per_row = pieces[1] if constants.get("RUN") else counts[0] if counts else item.cluster
+    block_stride = 1
+    if "splits" in given:  # neighbours have the same part of other rows: of all, or of a sample's channels
+        block_stride = _times(given["channels"], rows) if "channels" in given else item.grid // given["splits"]
+    strides = lanes if along or item.kernel.startswith("row_split") else 1
+    turns = _times(math.prod(pieces), item.grid)
+    values = (blocks_per_row, block_stride, turns, threads_per_row, strides, vectors, width * itemsize)
+    return dict(zip(names, values)) | {"share": share}
 
 
 def _times(whole: int, part: int) -> int:
@@ -767,7 +645,7 @@ def _times(whole: int, part: int) -> int:
 # ---- Times.
 
 
-def _measure(call: _Call, index: int, x_pointer: int, problem: AnyProblem) -> tuple[float, float]:
+def _measure(call: _Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[float, float]:
     """The times of a call and of a copy of the bytes that must move: medians, with a cold L2 cache.
 
     x is the user's where it has an address; all else is drawn.
@@ -776,12 +654,12 @@ def _measure(call: _Call, index: int, x_pointer: int, problem: AnyProblem) -> tu
     with cupy.cuda.Device(index) as device:
         prepared, views = call.prepared(("cuda", index))
         device.synchronize()  # x may be on its way, on another stream
-        kept = [None if view is None else _Memory(cupy, view) for view in views]
-        pointers = [0 if memory is None else memory.pointer for memory in kept]
+        memory = [None if view is None else _memory(cupy, view) for view in views]
+        pointers = [0 if item is None else item[1] for item in memory]
         if x_pointer:
             pointers[2 if call.backward and not call.residual else 0] = x_pointer
         workspace = cupy.empty(prepared.workspace_bytes, "uint8")
-        source = cupy.zeros(problem.bytes_moved // 2, "uint8")
+        source = cupy.zeros(moved_bytes // 2, "uint8")
         target = cupy.empty_like(source)
         flushed = cupy.empty(max(2 * device.attributes.get("L2CacheSize", 0), _LEAST_FLUSHED_BYTES), "uint8")
         stream = cupy.cuda.get_current_stream()
@@ -795,29 +673,23 @@ def _measure(call: _Call, index: int, x_pointer: int, problem: AnyProblem) -> tu
                 work()
                 end.record()
             stream.synchronize()
-            # The first ones compile, and wake the clocks.
-            times = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairs[_SAMPLES // 4 :]]
+            times = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairs[_SAMPLES // 4 :]]  # the first warm up
             return statistics.median(times) * 1e-3
 
-        return (
-            median(lambda: prepared.run(pointers, workspace.data.ptr, stream.ptr)),
-            median(lambda: cupy.copyto(target, source)),
-        )
+        seconds = median(lambda: prepared.run(pointers, workspace.data.ptr, stream.ptr))
+        return seconds, median(lambda: cupy.copyto(target, source))
 
 
-class _Memory:
-    """Memory for a view: bytes below 64, which are numbers from 0 to 2 in every dtype."""
+def _memory(cupy: Any, view: View) -> tuple[Any, int]:
+    """Memory for a view, of bytes below 64, which are numbers from 0 to 2 in every dtype; and the view's address."""
+    import numpy as np
 
-    def __init__(self, cupy: Any, view: View) -> None:
-        import numpy as np
-
-        itemsize = DTYPES[view.dtype].itemsize
-        reach = [(size - 1) * stride * itemsize for size, stride in zip(view.shape, view.strides) if size]
-        lowest = sum(step for step in reach if step < 0)
-        count = sum(map(abs, reach)) + itemsize + 16
-        block = cupy.asarray(np.random.default_rng(0).integers(0, 64, min(count, _BLOCK), "uint8"))
-        self._bytes = cupy.empty(count, "uint8")
-        for start in range(0, count, _BLOCK):
-            self._bytes[start : start + _BLOCK] = block[: count - start]
-        # As far from a multiple of 16 bytes as the view is.
-        self.pointer = self._bytes.data.ptr - lowest + (view.pointer + lowest - self._bytes.data.ptr) % 16
+    itemsize = DTYPES[view.dtype].itemsize
+    reach = [(size - 1) * stride * itemsize for size, stride in zip(view.shape, view.strides) if size]
+    lowest, count = sum(step for step in reach if step < 0), sum(map(abs, reach)) + itemsize + 16
+    block = cupy.asarray(np.random.default_rng(0).integers(0, 64, min(count, _BLOCK), "uint8"))
+    memory = cupy.empty(count, "uint8")
+    for start in range(0, count, _BLOCK):
+        memory[start : start + _BLOCK] = block[: count - start]
+    # As far from a multiple of 16 bytes as the view is.
+    return memory, memory.data.ptr - lowest + (view.pointer + lowest - memory.data.ptr) % 16

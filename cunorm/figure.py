@@ -49,7 +49,7 @@ def draw(explanation: Explanation, background: str = "") -> str:
         head += f"; {main.kernel}" + of * (len(explanation.launches) > 1)
     top = canvas.lines(_LEFT, bottom + 4, head, 130) + 14
     bottom = max(_draw_levels(canvas, explanation, top), _draw_memory(canvas, explanation, top))
-    if len(explanation.launches) > 1:
+    if len(explanation.launches) > 1 or (main and not main.share):
         bottom = _draw_launches(canvas, explanation, bottom + 16)
     return canvas.finished(title, bottom + 12, background)
 

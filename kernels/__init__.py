@@ -29,8 +29,8 @@ def kernel_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.cu"))
 
 
-# Complete texts by kernel, that take the place of shipped ones in every call. It is never changed, but put in place as a
-# whole: whoever reads it once for all launches of a plan gets one state of it.
+# Complete texts by kernel, that take the place of shipped ones in every call. Never changed but put in place as a
+# whole, so that whoever reads it once for all launches of a plan gets one state of it.
 replaced: Mapping[str, str] = {}
 
 

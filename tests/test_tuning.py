@@ -257,7 +257,7 @@ def arrays_at(pointers: dict[str, int], problem: Problem) -> dict[str, Any]:
     vectors, statistics = ("weight", "bias", "dweight", "dbias"), ("mean", "rstd")
     shapes = dict.fromkeys(vectors, (problem.columns,)) | dict.fromkeys(statistics, (problem.rows,))
     arrays = {}
-    dtypes = tuning_gpu._operand_dtypes(problem)
+    dtypes = {name: item and item[1] for name, item in tuning_gpu._tensors(problem).items()}
     for name, pointer in pointers.items():
         dtype, shape = dtypes[name], shapes.get(name, (problem.rows, problem.columns))
         assert bool(pointer) == (dtype is not None)

@@ -106,7 +106,7 @@ def _timed(gpu: Gpu, kernel: str, text: str, chosen: Chosen) -> list[tuple[Any, 
         for name, taken in samples.items():
             taken += gpu.samples(name, _SAMPLES)
     seconds = {name: float(np.median(taken)) for name, taken in samples.items()}
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for name in ("shipped", "edited", "copy"):
         call = f"{example.op}_backward" if example.backward else example.op
         shown = call, "x".join(map(str, example.shape)), example.dtype, name

@@ -20,7 +20,7 @@ import numpy as np
 
 from cunorm import launch, resources
 from cunorm.compile_error import CompileError, excerpt
-from cunorm.experiments.examples import Chosen, Tensors
+from cunorm.experiments.examples import Chosen, Tensors, owner_of
 from cunorm.experiments.tables import Table
 
 __all__ = ["CheckReport", "check_on_emulator", "check_on_gpu"]
@@ -86,15 +86,16 @@ def _element(name: str, index: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(map(str, index))}]"
 
 
-def _compare(chosen: Chosen, given: Mapping[str, Array | None], tensors: Tensors, outcome: _Outcome) -> _Wrong | None:
+def _compare(
+    given: Mapping[str, Array | None], expected: Mapping[str, Array], tensors: Tensors, outcome: _Outcome
+) -> _Wrong | None:
     """Put the largest error into the outcome; the first wrong element, if any."""
-    example, expected = chosen.example, chosen.example.expected(given)
     first, worst = None, -1.0
     for name in tensors.outputs:
         result, exact = tensors.operands[name], expected[name]
         assert result is not None
         error = np.abs(result.astype(np.float64) - exact)
-        limit = np.broadcast_to(example.limits(name, given, exact, result.dtype.name), error.shape)
+        limit = np.broadcast_to(outcome.example.limits(name, given, exact, result.dtype.name), error.shape)
         if not error.size:
             continue
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -106,8 +107,8 @@ def _compare(chosen: Chosen, given: Mapping[str, Array | None], tensors: Tensors
             outcome.result, outcome.error, outcome.limit = name, float(error[index]), float(limit[index])
         wrong = share > 1
         if first is None and wrong.any():
-            index = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
-            first = _Wrong(name, index, float(result[index]), float(exact[index]))
+            place = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
+            first = _Wrong(name, place, float(result[place]), float(exact[place]))
     return first
 
 
@@ -153,13 +154,14 @@ def _emulated(kernel: str, texts: Mapping[str, str], chosen: Chosen, seeds: int)
     for item in chosen.launches(kernel):
         _compile_as_on_a_gpu(kernel, dict(item.constants), texts)
     given = chosen.example.draw()
+    expected = chosen.example.expected(given)
     try:
         for seed in range(seeds):
             tensors = chosen.example.tensors(given)
             run_plan(chosen.plan, tensors.operands, seed, texts=texts)
             if not seed:
                 outcome.leaves = _leaves(tensors)
-            if wrong := _compare(chosen, given, tensors, outcome):
+            if wrong := _compare(given, expected, tensors, outcome):
                 outcome.verdict = "wrong"
                 outcome.finding = f"{wrong}; {_writer(chosen, given, wrong.name, wrong.index, seed, texts)}"
                 break
@@ -250,6 +252,7 @@ def _on_gpu(kernel: str, texts: Mapping[str, str], chosen: Chosen, device_index:
     begin = time.monotonic()
     outcome = _Outcome(chosen.example, chosen.plan.strategy)
     given = chosen.example.draw()
+    expected = chosen.example.expected(given)
     call = launch.Call(chosen.plan, tuple(chosen.example.tensors(given).operands), device_index, texts)
     try:
         for turn in range(turns):
@@ -257,7 +260,7 @@ def _on_gpu(kernel: str, texts: Mapping[str, str], chosen: Chosen, device_index:
             _run_on_gpu(call, chosen, tensors, device_index)
             if not turn:
                 outcome.leaves = _leaves(tensors)
-            if wrong := _compare(chosen, given, tensors, outcome):
+            if wrong := _compare(given, expected, tensors, outcome):
                 outcome.verdict = "wrong"
                 outcome.finding = f"{wrong}; {_writer_of_gpu(chosen, given, wrong, texts)}"
                 break
@@ -281,7 +284,7 @@ def _run_on_gpu(call: launch.Call, chosen: Chosen, tensors: Tensors, device_inde
             if array is None:
                 pointers.append(0)
                 continue
-            owner = _owner(array)
+            owner = owner_of(array)
             memory[name] = cupy.asarray(owner.reshape(-1).view(np.uint8))
             pointers.append(memory[name].data.ptr + _offset(array, owner))
         workspace = cupy.empty(chosen.plan.workspace_bytes, "uint8")
@@ -289,14 +292,8 @@ def _run_on_gpu(call: launch.Call, chosen: Chosen, tensors: Tensors, device_inde
         call(pointers, workspace.data.ptr, stream.ptr)
         stream.synchronize()
         for name in tensors.outputs:
-            owner = _owner(tensors.operands[name])
+            owner = owner_of(tensors.operands[name])
             owner.reshape(-1).view(np.uint8)[:] = memory[name].get()
-
-
-def _owner(array: Any) -> Array:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array  # type: ignore[no-any-return]
 
 
 def _offset(array: Array, owner: Array) -> int:

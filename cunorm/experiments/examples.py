@@ -36,7 +36,7 @@ from cunorm.problem import (
     View,
 )
 
-__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes", "outputs_of", "typical"]
+__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes", "outputs_of", "owner_of", "typical"]
 
 Array = np.ndarray[Any, Any]
 
@@ -119,7 +119,14 @@ class Example:
         return self.shape[-1 if self.data_format.endswith("C") else 1]
 
     def draw(self, blank: bool = False) -> dict[str, Array | None]:
-        """The tensors that the call is given, by their names; ``blank`` ones have no numbers to speak of."""
+        """The tensors that the call is given, by their names, not to be written; ``blank`` ones have no numbers."""
+        tensors = self._drawn(blank)
+        for array in tensors.values():
+            if array is not None:
+                owner_of(array).flags.writeable = False
+        return tensors
+
+    def _drawn(self, blank: bool) -> dict[str, Array | None]:
         drawn, length = _blank if blank else _drawn, self._vector_length
 
         def vector(seed: int, kind: str | None, about: float) -> Array | None:
@@ -160,18 +167,17 @@ class Example:
         return described
 
     def _prepared(self, tensors: Mapping[str, Array | None], device: tuple[str, int]) -> execute.Prepared:
-        def view(name: str) -> Any:
-            array = tensors.get(name)
-            return None if array is None else _view_of(array, device)
-
+        views: dict[str, Any] = {
+            name: None if array is None else _view_of(array, device) for name, array in tensors.items()
+        }
         if self.backward:
             names = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
-            # An RMS norm seldom has a bias; what is asked for are the gradients of what is given.
-            mask = (True, self.op != "gelu", self.bias is not None)
-            return self._op.prepare_backward(*map(view, names), mask, None)
-        running = (view("running_mean"), view("running_var")) if self.running else ()
-        given = map(view, ("x", "residual", "weight", "bias"))
-        return self._op.prepare_forward(*given, None, self.stats and self.op != "gelu", running)
+            given: dict[str, Any] = {name: views.get(name) for name in names}
+            mask = (True, self.op != "gelu", self.bias is not None)  # of what there is
+            return self._op.prepare_backward(**given, output_mask=mask, bias_dtype=None)
+        given = {name: views.get(name) for name in ("x", "residual", "weight", "bias")}
+        running = (views["running_mean"], views["running_var"]) if self.running else ()
+        return self._op.prepare_forward(**given, out=None, stats=self.stats and self.op != "gelu", running=running)
 
     def tensors(self, given: Mapping[str, Array | None]) -> Tensors:
         """Fresh arrays of a call: those given, and NaNs for its results."""
@@ -239,6 +245,13 @@ def outputs_of(example: Example) -> tuple[str, ...]:
 
 # Of each dtype: a rounding changes a number by at most two to minus that of it.
 _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+
+
+def owner_of(array: Any) -> Array:
+    """The array that owns the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array  # type: ignore[no-any-return]
 
 
 def _drawn(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:
@@ -329,7 +342,11 @@ def _table(rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]])
     asked = itertools.cycle(_ASKED)
     examples = [example for shape in rows for example in _of_rows(shape, asked)]
     examples += [example for shape in ((300, 70), (6, 50, 40)) for example in _of_rows(shape, asked, axis=0)]
-    return examples + [example for given in channels for example in _of_channels(*given, asked)]
+    return examples + [
+        example
+        for op, shape, data_format, groups in channels
+        for example in _of_channels(op, shape, data_format, groups, asked)
+    ]
 
 
 _ON_EMULATOR = _table(_ROWS, _CHANNELS)

@@ -185,9 +185,7 @@ class Experiment:
             texts["edited"] = self._source
         return takes.take(self.kernel, texts, chosen, device)
 
-    def bench(
-        self, shapes: Sequence[Sequence[int]], dtype: str = "bfloat16", *, op: str | None = None
-    ) -> BenchReport:
+    def bench(self, shapes: Sequence[Sequence[int]], dtype: str = "bfloat16", *, op: str | None = None) -> BenchReport:
         """Time a call of each shape on the GPU: with the shipped text, with this one, and a copy of the same bytes.
 
         They take turns, each beginning with a cold L2 cache. A call is timed as a whole, also where the kernel is one
@@ -310,7 +308,8 @@ def _checked(kernel: str, text: Any) -> str:
     entries = _ENTRY.findall(code)
     if kernel not in entries:
         found = f"that of {', '.join(entries)}" if entries else "none"
-        raise ValueError(f'source must have the entry point extern "C" __global__ void {kernel}(const Arguments ...); it has {found}')
+        entry = f'extern "C" __global__ void {kernel}(const Arguments arguments)'
+        raise ValueError(f"source must have the entry point {entry}; it has {found}")
     fields, shipped = kernels.fields_of(kernel, text), kernels.argument_fields(kernel)
     if fields != shipped:
         differ = [f"- {_field(item)}" for item in shipped if item not in fields]

@@ -14,8 +14,10 @@ from cunorm.resources import compile_resources
 
 __all__ = ["ResourceReport", "take"]
 
-_COLUMNS = ("call", "shape", "dtype", "text", "registers", "spill bytes", "static shared", "dynamic shared")
-_COLUMNS += ("threads", "blocks per multiprocessor", "limited by")
+_COLUMNS = (
+    *("call", "shape", "dtype", "text", "registers", "spill bytes", "static shared", "dynamic shared"),
+    *("threads", "blocks per multiprocessor", "limited by"),
+)
 
 
 class ResourceReport(Table):

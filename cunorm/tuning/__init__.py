@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cunorm import __version__, execute
+from cunorm import __version__, execute, kernels
 from cunorm.checks import check_activation, check_axis, check_mask, check_x
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
 from cunorm.tuning.gpu import current_gpu
@@ -220,6 +220,9 @@ def tune_problem(
     problem: Problem, shape: tuple[int, ...], max_seconds: float, path: Path | None = None, report: Report | None = None
 ) -> TuneResult:
     """`tune` for one problem, that of a tensor of ``shape``."""
+    if kernels.replaced:
+        names = ", ".join(kernels.replaced)
+        raise RuntimeError(f"an experiment with {names} is active: what is measured would be kept for the shipped text")
     file = _writable(path)
     try:
         machine = current_gpu(problem)

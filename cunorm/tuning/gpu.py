@@ -208,7 +208,7 @@ def _tensors(problem: Problem) -> dict[str, tuple[int, str] | None]:
     counts = {"mean": problem.rows, "rstd": problem.rows}
     counts |= dict.fromkeys(("weight", "bias", "dweight", "dbias"), problem.columns)
     elements = problem.rows * problem.columns
-    return {name: dtype and (counts.get(name, elements), dtype) for name, dtype in dtypes.items()}
+    return {name: (counts.get(name, elements), dtype) if dtype else None for name, dtype in dtypes.items()}
 
 
 def _stored_as(dtype: str) -> str:
