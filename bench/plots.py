@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from cunorm.bench.results import OURS, Measurement, Results
 from cunorm.bench.suites import DIRECTIONS, SHAPES, TINY_SHAPES, readable
 
-__all__ = ["draw", "figure"]
+__all__ = ["Shown", "draw", "figure"]
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart; the marker says it again.
 _STYLES = {
@@ -38,7 +38,7 @@ _LAYOUTS = {"": "", "NC...": "channels first", "N...C": "channels last"}
 _LARGEST_R = 6.0  # what takes longer is drawn at the edge
 
 
-class _Shown(Figure):
+class Shown(Figure):
     """A figure that a notebook shows, also one that has not imported pyplot."""
 
     def _repr_png_(self) -> bytes:
@@ -54,7 +54,7 @@ def figure(results: Results, only: str = "") -> Figure:
         raise ValueError(f"there is nothing to draw: no rows that match {only!r} have several sizes")
     sizes = [_size(measurements) for _, _, measurements in chosen]
     height = sum(height for _, height in sizes)
-    whole = _Shown(figsize=(max(width for width, _ in sizes), height), layout="constrained")
+    whole = Shown(figsize=(max(width for width, _ in sizes), height), layout="constrained")
     parts = whole.subfigures(len(chosen), 1, squeeze=False)[:, 0]
     for part, (_, title, measurements) in zip(parts, chosen):
         _fill(part, f"{title}, {results.machine.get('device', 'unknown device')}", measurements)

@@ -44,8 +44,6 @@ def load(shell: Any) -> None:
 
 
 def _start(shell: Any, line: str) -> None:
-    from IPython.display import display
-
     options = _start_parser().parse_args(line.split())
     if options.kernel is None:
         print(*kernels.kernel_names(), sep="\n")
@@ -54,30 +52,32 @@ def _start(shell: Any, line: str) -> None:
     if not options.whole:
         text = (Path(kernels.__file__).parent / f"{options.kernel}.cu").read_text(encoding="utf-8")
     if options.show:
-        display({"text/markdown": f"```cpp\n{text}```", "text/plain": text}, raw=True)
+        shell.display_pub.publish({"text/markdown": f"```cpp\n{text}```", "text/plain": text})
     else:
         shell.set_next_input(f"%%cunorm {options.kernel} --check\n{text}")
 
 
 def _experiment(shell: Any, line: str, cell: str) -> None:
-    from IPython.display import display
-
     options = _experiment_parser().parse_args(line.split())
     experiment = cunorm.experiment(options.kernel)
     # The first line is the magic's, so the text begins with the second: errors name the lines of the cell.
     experiment.source = f'#line 2 "kernels/{options.kernel}.cu"\n{cell}'
     shell.user_ns[options.name] = experiment
     if options.check is None and options.bench is None:
-        display(experiment)
-    right = True
+        _display(shell, experiment)
+    report: Any = True
     if options.check is not None:
         dtypes = [options.dtype] if options.dtype else None
-        right = experiment.check(shapes=options.check or None, dtypes=dtypes)
-        display(right)
-    if options.bench is not None and not right:
+        report = experiment.check(shapes=options.check or None, dtypes=dtypes)
+        _display(shell, report)
+    if options.bench is not None and not report:
         print("It is not timed, since its results are wrong.")
     elif options.bench is not None:
-        display(experiment.bench(options.bench, dtype=options.dtype or "bfloat16"))
+        _display(shell, experiment.bench(options.bench, dtype=options.dtype or "bfloat16"))
+
+
+def _display(shell: Any, value: Any) -> None:
+    shell.display_pub.publish(*shell.display_formatter.format(value))
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
@@ -106,6 +106,7 @@ def _experiment_parser() -> Any:
 
 
 def _parser(name: str, description: str) -> Any:
-    from IPython.core.magic_arguments import MagicArgumentParser
+    from IPython.core import magic_arguments
 
-    return MagicArgumentParser(prog=name, description=description, add_help=False)
+    parser: Any = magic_arguments.MagicArgumentParser  # it has no types
+    return parser(prog=name, description=description, add_help=False)

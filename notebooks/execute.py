@@ -11,6 +11,7 @@ It needs nbclient and ipykernel; the extra ``notebook`` brings them.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parent
 _NEEDS_GPU = re.compile(r'^if gpu_or_saved\("([\w-]+)"\):', re.MULTILINE)
+_SVG = re.compile(r"<svg .*?</svg>", re.DOTALL)
 # All that is kept of a notebook's metadata: the rest says which machine, version and editor wrote it.
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -57,7 +59,17 @@ def executed(name: str) -> NotebookNode:
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False)
     client.execute(env={**os.environ, "PYTHONPATH": path}, cwd=str(FOLDER))
     notebook.metadata = NotebookNode(METADATA)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/html" in output.get("data", {}):
+                output.data["text/html"] = _SVG.sub(_as_image, output.data["text/html"])
     return notebook
+
+
+def _as_image(svg: re.Match[str]) -> str:
+    """A drawing in HTML, on white, as an image: JupyterLab shows those in a notebook that was not run there, too."""
+    paper = svg[0].replace(">", ' color="black"><rect width="100%" height="100%" fill="white"/>', 1)
+    return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(paper.encode()).decode()}">'
 
 
 def main() -> None:

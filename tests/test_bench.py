@@ -670,10 +670,85 @@ def test_parts_merge() -> None:
     assert merged.missing == ["a row of no part"]
 
 
-def test_pandas_takes_the_measurements() -> None:
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame(synthetic().measurements)
-    assert {"op", "shape", "provider", "seconds", "copy_seconds", "moved_bytes"} <= set(table.columns)
+def test_a_frame() -> None:
+    frame = synthetic().frame
+    assert len(frame) == len(synthetic().measurements)
+    expected = {"suite", "op", "shape", "rows", "columns", "dtype", "direction", "provider", "seconds", "GB/s", "r"}
+    assert expected <= set(frame.columns)
+    for line, entry in zip(frame.to_dict("records"), synthetic().measurements):
+        assert (line["suite"], line["op"], line["shape"]) == (entry.suite, entry.op, entry.shape)
+        assert line["rows"] * line["columns"] == math.prod(entry.shape)
+        if entry.seconds and entry.copy_seconds:
+            assert line["r"] == entry.seconds / entry.copy_seconds
+            assert line["GB/s"] == pytest.approx(entry.moved_bytes / entry.seconds / 1e9)
+            assert line["copy GB/s"] == pytest.approx(line["r"] * line["GB/s"])
+    best = frame[frame.suite == "quack"].groupby(["op", "provider"]).r.min()
+    assert best["layer_norm", "cunorm"] == pytest.approx(1.1)
+
+
+def test_a_plot_of_results() -> None:
+    """A figure with units on every axis, which a notebook shows by itself, and which leaves nothing open."""
+    code = (
+        "import sys, matplotlib; backend = matplotlib.rcParams._get_backend_or_none(); "
+        "from cunorm import bench; figure = bench.load('h200/quack').plot('layer_norm !residual'); "
+        "assert matplotlib.rcParams._get_backend_or_none() == backend; "
+        "assert figure._repr_png_().startswith(b'\\x89PNG'); assert 'matplotlib.pyplot' not in sys.modules; "
+        "assert len(figure.subfigs) == 2 and len(figure.axes) == 6; "
+        "print(*{axis.get_ylabel() for axis in figure.axes}, *{axis.get_xlabel() for axis in figure.axes[1::2]})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "GB/s" in done.stdout and "time / time of a copy" in done.stdout and "columns" in done.stdout
+    with pytest.raises(ValueError, match="no rows that match 'conv'"):
+        synthetic().plot("conv")
+
+
+def test_results_show_themselves() -> None:
+    results = dataclasses.replace(synthetic(), measurements=synthetic().measurements[:8])
+    assert repr(results) == "<8 measurements of rows on A GPU, 2026-01-02>"
+    assert str(results).splitlines()[1].split("  ")[0] == "problem" and "absent: liger (not installed)" in str(results)
+    text = results._repr_html_()
+    assert text.count("<tr>") == 1 + len(by_row(results.measurements)) and "layer_norm 524288x256 bfloat16" in text
+
+
+def test_results_are_loaded_by_path_or_name() -> None:
+    committed = load("h200/quack")
+    assert committed == load(str(ROOT / "bench" / "results" / "h200" / "quack.json"))
+    assert committed.machine["device"] == "NVIDIA H200"
+    with pytest.raises(FileNotFoundError):
+        load("h200/no-such-suite")
+
+
+def test_measuring_from_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cunorm import bench
+
+    monkeypatch.setattr("cunorm.bench.timing.Gpu", FakeMachine)
+    results = bench.measure([(5, 33), dataclasses.replace(ROW, direction="backward")], dtype="float32")
+    rows = list(by_row(results.measurements))
+    assert [(row.suite, row.direction) for row in rows] == [
+        ("shapes", "forward"),
+        ("shapes", "backward"),
+        ("test", "backward"),
+    ]
+    assert all(of("cunorm", measured) for measured in by_row(results.measurements).values())
+    monkeypatch.setitem(SUITES, "tiny", lambda: iter([ROW, dataclasses.replace(ROW, direction="backward")]))
+    (entry,) = bench.measure("tiny", only="forward", providers=["torch"]).measurements
+    assert entry.provider == "torch" and entry.seconds
+    for what, options, message in (
+        ("speed", {}, "what is 'speed'; the suites are rows"),
+        ("tiny", {"only": "conv"}, "nothing is left to measure"),
+        ("tiny", {"providers": ["nobody"]}, "'nobody'; it is none of cunorm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.measure(what, **options)
+
+
+def test_measuring_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cunorm import bench
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        bench.measure([(5, 33)])
 
 
 def test_plots(tmp_path: Path) -> None:

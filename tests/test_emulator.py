@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cunorm.emulator import CompileError, EmulatorError, Pointer, run
+from cunorm.emulator import CompileError, EmulatorError, Pointer, Watch, Writer, run
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
@@ -41,7 +41,8 @@ def launch(
     cluster: int = 1,
     cooperative: bool = False,
     timeout: float = 60.0,
-) -> None:
+    watch: Watch | None = None,
+) -> Writer | None:
     """Run a kernel of which only the body is given; its fields are a pointer to each buffer, then `values`."""
     source = (
         f"#define BIAS 1\n#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n{before}\n"
@@ -49,7 +50,7 @@ def launch(
         f'extern "C" __global__ void __launch_bounds__(1024) example(const Arguments arguments) {{\n'
         f'#line 1 "kernels/example.cu"\n{body}\n}}\n'
     )
-    run(
+    return run(
         source,
         "example",
         grid=(grid, 1, 1) if isinstance(grid, int) else grid,
@@ -61,6 +62,7 @@ def launch(
         cluster=cluster,
         cooperative=cooperative,
         timeout=timeout,
+        watch=watch,
     )
 
 
@@ -602,6 +604,42 @@ def test_a_shuffle_from_a_lane_that_is_not_named() -> None:
     message = report(body, [], [0], arguments="long long n;")
     assert "which mask 0x0000000f does not name" in message
     assert "kernels/example.cu:1" in message
+
+
+# ---- Who wrote it ----------------------------------------------------------------------------------------------------
+
+STORE = "const int i = blockIdx.x * blockDim.x + threadIdx.x;\nif (i < arguments.n) arguments.y[i] = i + 1;"
+
+
+def writer(body: str, element: int, **options: Any) -> Writer | None:
+    """Who wrote an element of y."""
+    x, y = x_and_y(100)
+    return launch(body, [x, y], [100], watch=Watch(1, 4 * element, 4), **options)
+
+
+@pytest.mark.parametrize(("element", "block", "thread"), [(0, 0, 0), (31, 0, 31), (70, 2, 6)])
+def test_the_writer_of_an_element(element: int, block: int, thread: int) -> None:
+    found = writer(STORE, element, grid=4)
+    assert found == Writer((block, 0, 0), (thread, 0, 0))
+    assert str(found) == f"block ({block}, 0, 0), thread ({thread}, 0, 0)"
+
+
+def test_an_element_that_nobody_wrote() -> None:
+    assert writer("if (threadIdx.x != 5) arguments.y[threadIdx.x] = 1;", 5) is None
+    assert launch(STORE, x_and_y(100), [100], grid=4) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_of_several_writers(seed: int) -> None:
+    """Between barriers, and as the last that the thread does."""
+    body = "for (int t = 0; t < 40; ++t) { if (threadIdx.x == 40 - t) arguments.y[3] = t + 1; __syncthreads(); }"
+    assert writer(body, 3, block=64, seed=seed) == Writer((0, 0, 0), (1, 0, 0))
+
+
+@pytest.mark.parametrize("watch", [Watch(2, 0, 4), Watch(1, 400, 4), Watch(-1, 0, 4), Watch(0, -4, 4)])
+def test_what_cannot_be_watched(watch: Watch) -> None:
+    with pytest.raises(ValueError, match=r"watch is .*; it must lie in one of the 2 buffers"):
+        launch(STORE, x_and_y(100), [100], watch=watch)
 
 
 # ---- Everything else -------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from cunorm import launch
-from cunorm.experiments.examples import Chosen, outputs_of
+from cunorm.experiments.examples import Chosen, Example, outputs_of
 from cunorm.experiments.tables import Table
 from cunorm.tuning.gpu import Gpu
 
 __all__ = ["BenchReport", "time_texts"]
 
-_COLUMNS = ("call", "shape", "dtype", "text", "microseconds", "GB/s", "r", "error", "verdict")
+_COLUMNS = (*Example.COLUMNS, "text", "microseconds", "GB/s", "r", "error", "verdict")
 _ROUNDS, _SAMPLES, _WARM = 5, 9, 45
 # Relative error of the edited text's results beside the shipped one's: sums in another order, and the rounding of that.
 _TOLERANCE = {"float16": 1e-3, "bfloat16": 3e-3, "float32": 1e-5, "float64": 1e-12}
@@ -37,15 +37,14 @@ class BenchReport(Table):
     def plot(self) -> Any:
         """GB/s and r over the shapes, with a copy as the ceiling: a matplotlib Figure. Needs matplotlib."""
         try:
-            from matplotlib import pyplot
+            from cunorm.bench.plots import Shown
         except ImportError as error:
             raise RuntimeError(
                 '.plot() needs matplotlib, which is not installed: pip install "cunorm[notebook]"'
             ) from error
         shapes = list(dict.fromkeys(row[1] for row in self.rows))
-        with pyplot.ioff():  # a notebook shows what is returned, and not a second time what was drawn
-            figure, (rate, ratio) = pyplot.subplots(2, 1, figsize=(6.4, 5.2), sharex=True, layout="constrained")
-        pyplot.close(figure)
+        figure = Shown(figsize=(6.4, 5.2), layout="constrained")
+        rate, ratio = figure.subplots(2, 1, sharex=True)
         for text, (color, marker, line) in _STYLES.items():
             for axis, column, label in ((rate, "GB/s", text), (ratio, "r", None)):
                 place = _COLUMNS.index(column)
@@ -108,8 +107,7 @@ def _timed(gpu: Gpu, kernel: str, text: str, chosen: Chosen) -> list[tuple[Any, 
     seconds = {name: float(np.median(taken)) for name, taken in samples.items()}
     rows: list[tuple[Any, ...]] = []
     for name in ("shipped", "edited", "copy"):
-        call = f"{example.op}_backward" if example.backward else example.op
-        shown = call, "x".join(map(str, example.shape)), example.dtype, name
+        shown = *example.cells, name
         if name in seconds:
             numbers = seconds[name] * 1e6, moved / seconds[name] * 1e-9, seconds[name] / seconds["copy"]
             rows.append((*shown, *numbers, error if name == "edited" else None, ""))

@@ -10,8 +10,8 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -30,13 +30,23 @@ from cunorm.problem import (
     BackwardProblem,
     ChannelBackward,
     ChannelForward,
+    ChannelProblem,
     ForwardProblem,
-    PointwiseBackward,
-    PointwiseForward,
     View,
 )
 
-__all__ = ["Chosen", "Example", "Tensors", "launching", "of_kernel", "of_shapes", "outputs_of", "owner_of", "typical"]
+__all__ = [
+    "Array",
+    "Chosen",
+    "Example",
+    "Tensors",
+    "launching",
+    "of_kernel",
+    "of_shapes",
+    "outputs_of",
+    "owner_of",
+    "typical",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -52,10 +62,10 @@ _ROUNDINGS = 24.0
 
 
 class Tensors(NamedTuple):
-    """The arrays of one call by the names of its operands, None for those that it has not; and what it writes."""
+    """The arrays of one call by the names of its operands, None for those that it has not; and those that it writes."""
 
     operands: dict[str, Array | None]
-    outputs: tuple[str, ...]
+    results: dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -80,25 +90,23 @@ class Example:
     num_groups: int | None = None
     running: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.op}{'_backward' if self.backward else ''} {self.shape} {self.dtype}"
+    COLUMNS = ("call", "shape", "dtype")
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """What tables say of it."""
+        call = f"{self.op}_backward" if self.backward else self.op
+        return call, "x".join(map(str, self.shape)), self.dtype
 
     @property
     def flags(self) -> str:
-        """What else is asked for, in words."""
-        words = [self.activation, self.layout if self.layout != "plain" else None]
-        words += ["residual"] if self.residual else []
-        words += ["running statistics"] if self.running else []
-        words += [f"axis {self.axis}"] if self.axis != -1 else []
-        words += [self.data_format] if self.data_format != "NC..." else []
-        words += [f"{self.num_groups} groups"] if self.num_groups else []
-        words += ["statistics"] if self.stats and not self.backward and self.op != "gelu" else []
-        for name, given in (("weight", self.weight), ("bias", self.bias)):
-            if given is None:
-                words.append(f"no {name}")
-            elif given != "same":
-                words.append(f"{given} {name}")
-        return ", ".join(word for word in words if word)
+        """What else is asked for, other than by default."""
+        others = [item for item in fields(self) if item.name not in ("op", "shape", "dtype", "backward")]
+        given = [(item.name, getattr(self, item.name), item.default) for item in others]
+        return ", ".join(f"{name}={value}" for name, value, default in given if value != default)
+
+    def __str__(self) -> str:
+        return " ".join(self.cells)
 
     @property
     def without_statistics(self) -> Example:
@@ -182,17 +190,13 @@ class Example:
     def tensors(self, given: Mapping[str, Array | None]) -> Tensors:
         """Fresh arrays of a call: those given, and NaNs for its results."""
         described = self.described(given)
-        operands: dict[str, Array | None] = {name: given.get(name) for name in described.operands}
-        written = []
-        for name, output in zip(outputs_of(self), described.outputs):
-            if output is not None:
-                operands[name] = _empty(output, output.dtype)
-                written.append(name)
+        named = zip(outputs_of(self), described.outputs)
+        results = {name: _empty(output, output.dtype) for name, output in named if output is not None}
         for name in ("running_mean", "running_var"):
-            if operands.get(name) is not None:
-                operands[name] = operands[name].copy()  # type: ignore[union-attr]
-                written.append(name)
-        return Tensors(operands, tuple(written))
+            if (array := given.get(name)) is not None:
+                results[name] = array.copy()
+        operands = {name: results.get(name, given.get(name)) for name in described.operands}
+        return Tensors(operands, results)
 
     def expected(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
         """The results in float64, by their names."""
@@ -202,9 +206,8 @@ class Example:
         compute, x = numpy_dtype(DTYPES[self.dtype].compute), given["x"]
         assert x is not None
         total = (x.astype(compute) + residual.astype(compute)).astype(x.dtype)  # it is rounded before it is normalized
-        return replace(self, residual=False)._in_float64({**given, "x": total, "residual": None}) | {
-            "residual_out": total.astype(np.float64)
-        }
+        summed = replace(self, residual=False)._in_float64({**given, "x": total, "residual": None})
+        return summed | {"residual_out": total.astype(np.float64)}
 
     def _in_float64(self, given: Mapping[str, Array | None]) -> dict[str, Array]:
         wide = {name: None if array is None else array.astype(np.float64) for name, array in given.items()}
@@ -338,8 +341,10 @@ def _of_channels(
         )
 
 
-def _table(rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]]) -> list[Example]:
-    asked = itertools.cycle(_ASKED)
+def _table(
+    rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]], every: Sequence[dict[str, Any]]
+) -> list[Example]:
+    asked = itertools.cycle(every)
     examples = [example for shape in rows for example in _of_rows(shape, asked)]
     examples += [example for shape in ((300, 70), (6, 50, 40)) for example in _of_rows(shape, asked, axis=0)]
     return examples + [
@@ -349,14 +354,19 @@ def _table(rows: Sequence[tuple[int, ...]], channels: Sequence[tuple[Any, ...]])
     ]
 
 
-_ON_EMULATOR = _table(_ROWS, _CHANNELS)
-_ON_GPU = _ON_EMULATOR + _table(_GPU_ROWS, _GPU_CHANNELS)
+_ON_EMULATOR = _table(_ROWS, _CHANNELS, _ASKED)
+# Of so many numbers one comes so near to zero that relu's derivative may jump.
+_ON_GPU = _ON_EMULATOR + _table(_GPU_ROWS, _GPU_CHANNELS, [asked for asked in _ASKED if "relu" not in asked.values()])
 
 
 def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Example]:
     """The ops on tensors of these shapes: first those of rows, which any shape has."""
     examples = []
-    for shape, dtype in itertools.product([tuple(map(operator.index, shape)) for shape in shapes], dtypes):
+    try:
+        sizes = [tuple(map(operator.index, shape)) for shape in shapes]
+    except TypeError:
+        raise TypeError(f"shapes is {shapes!r}; it must be a sequence of shapes, each a sequence of ints") from None
+    for shape, dtype in itertools.product(sizes, dtypes):
         examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
         if len(shape) > 2:
             for op, data_format in itertools.product(("instance_norm", "group_norm", "batch_norm"), ("NC...", "N...C")):
@@ -423,25 +433,21 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
     own = plan(problem, SMALL_DEVICE)
     if any(launch.kernel == kernel for launch in own.launches):
         return own
-    builder = Builder()
-    forward = isinstance(problem, ForwardProblem | ChannelForward)
-    family: Any = {"row_split": row_split, "channel_split": channel_split}.get("_".join(kernel.split("_")[:2]))
+    builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
     of_rows = isinstance(problem, ForwardProblem | BackwardProblem)
-    if family is not None and isinstance(problem, PointwiseForward | PointwiseBackward):
-        return own
-    if family is not None and of_rows == (family is row_split):
-        plan_family = family.plan_forward if forward else family.plan_backward
-        return builder.finished(plan_family(problem, SMALL_DEVICE, builder))
-    if kernel == "row_grid_forward" and isinstance(problem, ForwardProblem):
+    of_channels = isinstance(problem, ChannelForward | ChannelBackward)
+    module: Any = {"row_split": row_split, "channel_split": channel_split, "channel_grid": channel_grid}.get(family)
+    if module is not None and (of_rows if family == "row_split" else of_channels):
+        forward = isinstance(problem, ForwardProblem | ChannelForward)
+        plan_family = module.plan_forward if forward else module.plan_backward
+        if family != "channel_grid":
+            return builder.finished(plan_family(problem, SMALL_DEVICE, builder))
+        for grid in channel_grid.candidates(cast(ChannelProblem, problem), _GRID_DEVICE):
+            return builder.finished(plan_family(problem, grid, builder))
+    if family == "row_grid" and isinstance(problem, ForwardProblem) and are_rows(problem) and lie_alike(problem):
         width = 16 // DTYPES[problem.x.dtype].itemsize
-        geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
-        lie_well = are_rows(problem) and lie_alike(problem)
-        # What a block takes of a row must be something, and what all of them have in shared memory.
-        if lie_well and 4 * 2 * width * 4 < problem.columns <= 4 * 4 * 64 * width:
+        # Each of four blocks of 64 threads takes something of a row, and has room for all of that.
+        if 32 * width < problem.columns <= 1024 * width:
+            geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
             return builder.finished(row_grid.plan_forward(problem, geometry, builder))
-    if kernel.startswith("channel_grid") and isinstance(problem, ChannelForward | ChannelBackward):
-        grid = next(channel_grid.candidates(problem, _GRID_DEVICE), None)
-        if grid is not None:
-            plan_grid: Any = channel_grid.plan_forward if forward else channel_grid.plan_backward
-            return builder.finished(plan_grid(problem, grid, builder))
     return own

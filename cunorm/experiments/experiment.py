@@ -25,7 +25,7 @@ __all__ = ["Experiment"]
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"__global__\b[^;{}]*?\b(\w+)\s*\(\s*const\s+Arguments\b")
 # How many calls `check` runs: on the emulator each is compiled twice, in about two seconds.
-_MOST_EMULATED, _MOST_ON_GPU = 8, 24
+_MOST_EMULATED, _MOST_ON_GPU = 8, 12
 _MOST_TYPICAL = 3
 
 _lock = threading.Lock()
@@ -122,6 +122,8 @@ class Experiment:
 
         if on not in (None, "gpu", "emulator"):
             raise ValueError(f"on is {on!r}; it must be 'gpu', 'emulator' or None")
+        if seeds < 1:
+            raise ValueError(f"seeds is {seeds}; it must be at least 1")
         index = _gpu() if on != "emulator" else None
         if on == "gpu" and index is None:
             raise RuntimeError("on is 'gpu', and there is no NVIDIA GPU that can be used here")
@@ -173,6 +175,7 @@ class Experiment:
         """
         from cunorm.experiments import examples, takes
 
+        _check_dtypes("dtype", [dtype])
         device = _device_of(arch)
         asked = examples.typical(dtype) if shape is None else examples.of_shapes([shape], [dtype])
         chosen = examples.launching(self.kernel, asked, device)[:_MOST_TYPICAL]
@@ -273,7 +276,7 @@ def _device_of(arch: str | None) -> Device:
     if index is not None and arch in (None, launch.device(index).arch):
         return launch.device(index)
     arch = arch or "sm_90"
-    if not re.fullmatch(r"sm_\d+[a-z]?", arch):
+    if not re.fullmatch(r"sm_\d+", arch):
         raise ValueError(f"arch is {arch!r}; it must be like 'sm_90'")
     known = KNOWN_GPUS.get(arch)
     return Device(arch) if known is None else known.device

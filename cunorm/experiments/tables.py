@@ -6,6 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from cunorm.text import table_lines
+
 __all__ = ["Table"]
 
 _BAD = "#C0392B"
@@ -43,15 +45,9 @@ class Table:
 
     def __str__(self) -> str:
         cells = [[_shown(value) for value in row] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(self.columns, *cells)]
-        lines = [self.headline]
-        for row, values in [(self.columns, None), *zip(cells, self.rows)]:
-            padded = [
-                cell.rjust(width) if values and isinstance(value, (int, float)) else cell.ljust(width)
-                for cell, width, value in zip(row, widths, values or row)
-            ]
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join([*lines, *self.notes])
+        columns = zip(self.columns, zip(*self.rows))
+        numbers = [name for name, values in columns if any(isinstance(value, (int, float)) for value in values)]
+        return "\n".join([self.headline, *table_lines(self.columns, cells, numbers), *self.notes])
 
     __repr__ = __str__
 
