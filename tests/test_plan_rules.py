@@ -675,7 +675,7 @@ def _covering_problems() -> list[Problem]:
         ForwardProblem((512,), (64,), first_axis, None, first_axis, None, None, None, False, 0.0),
         BackwardProblem((512,), (64,), first_axis, first_axis, None, first_axis, None, None, "float32", None),
     ]
-    for columns in (1, 10, 64, 768, 4097, 100_000, 3_000_000, 10_000_000, 100_000_000):
+    for columns in (1, 10, 64, 768, 4097, 100_000, 3_000_001, 10_000_000, 100_000_000):
         problems += [plain_forward(16, columns), plain_backward(16, columns)]
     return problems
 

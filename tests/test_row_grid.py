@@ -210,6 +210,7 @@ def test_strided_rows() -> None:
 H200, A100, RTX = GPUS["sm_90"], GPUS["sm_80"], GPUS["sm_89"]
 SHAPES = [
     (10, 3_500_000), (4, 10_000_001), (4, 2_000_001), (1, 3_000_000), (1000, 2_700_000), (7, 5_000_003),
+    (7, 2_700_000), (5, 1_700_000),
 ]  # fmt: skip
 
 
@@ -237,16 +238,16 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
 
 
 def test_it_applies_to_long_contiguous_rows_since_sm_80() -> None:
-    assert row_grid.applies(plain_forward(10, 3_500_000), H200)
+    assert row_grid.applies(plain_forward(4, 3_500_000), H200)
     assert row_grid.applies(plain_forward(4, 4_000_001), A100)
-    assert not row_grid.applies(plain_forward(10, 3_500_000), GPUS["sm_75"])
+    assert not row_grid.applies(plain_forward(4, 3_500_000), GPUS["sm_75"])
     assert not row_grid.applies(plain_forward(10, 1_000_000), H200)
     assert not row_grid.applies(plain_forward(1, 100_000_000), H200)
-    apart = replace(plain_forward(10, 4_000_001), y=Matrix("float32", (4_000_004,), (1,)))
+    apart = replace(plain_forward(4, 4_000_001), y=Matrix("float32", (4_000_004,), (1,)))
     assert not row_grid.applies(apart, H200)
-    double = replace(plain_forward(10, 4_000_000), weight=Vector("float64"))
+    double = replace(plain_forward(4, 4_000_000), weight=Vector("float64"))
     assert not row_grid.applies(double, H200)
-    across = replace(plain_forward(10, 4_000_000), x=Matrix("float32", (1,), (10,)))
+    across = replace(plain_forward(4, 4_000_000), x=Matrix("float32", (1,), (4,)))
     assert not row_grid.applies(across, H200)
 
 
@@ -258,6 +259,13 @@ def test_rows_whose_weights_the_cache_does_not_hold_are_left_to_row_split() -> N
     assert row_grid.applies(plain_forward(10, 10_000_001), H200)
 
 
+def test_more_rows_whose_weights_are_read_at_every_row_are_left_to_row_split() -> None:
+    assert row_grid.applies(plain_forward(7, 3_500_000), H200)
+    assert not row_grid.applies(plain_forward(8, 3_500_000), H200)
+    assert row_grid.applies(replace(plain_forward(8, 3_500_000), weight=None, bias=None), H200)
+    assert row_grid.applies(plain_forward(8, 3_500_001), H200)
+
+
 def test_rows_of_forty_megabytes_are_read_once() -> None:
     problem = plain_forward(1, 10_000_000)
     geometry = row_grid.forward_geometry(problem, H200)
@@ -266,7 +274,7 @@ def test_rows_of_forty_megabytes_are_read_once() -> None:
 
 
 def test_words_are_cleared_and_the_launch_is_cooperative() -> None:
-    chosen = plan(plain_forward(10, 2_000_000, "float64"), H200)
+    chosen = plan(plain_forward(7, 2_000_000, "float64"), H200)
     clear, main = chosen.launches
     assert (clear.kernel, main.kernel, main.cooperative, clear.cooperative) == (
         "column_sums",

@@ -37,6 +37,8 @@ _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
 # What an activation takes besides, forward; and its derivative, beside sums of columns or in double.
 _ACTIVATION_REGISTERS = 8
 _DERIVATIVE_REGISTERS = 24
+# Of a row that is shared by the blocks of a cluster, forward.
+_MOST_SHARED_BYTES = 1 << 20
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
 _FEW_SUM_BYTES = 1 << 20
 # Weights by channel take next to no room, and come late.
@@ -250,6 +252,8 @@ def _spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
 
 def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
+    if _is_faster_read_twice(problem, width):
+        return None
     for way in _shared_ways(problem, device, width, peeled):
         if way.weights == "late" and isinstance(problem, ForwardProblem) and row_grid.applies(problem, device):
             break
@@ -271,6 +275,21 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
             ):
                 return geometry
     return None
+
+
+def _is_faster_read_twice(problem: Problem, width: int) -> bool:
+    """Forward, whether a row has so much to read that it takes clusters of 16 blocks, which are slow.
+
+    256 rows of 524,288 float16 numbers take 1.50 by clusters and 1.70 read twice, 200 of 655,360 1.99 and 1.72, 128 of
+    1,048,576 2.22 and 1.75 (of float32 1.30 and 1.69, 1.85 and 1.72, 1.98 and 1.70). With a residual 200 of 524,288
+    take 1.59 and 1.44. Rows of shorter vectors, without weights or with weights by channel were not measured so.
+    """
+    has_weights = problem.channels is None and not (problem.weight is None and problem.bias is None)
+    if not isinstance(problem, ForwardProblem) or not has_weights:
+        return False
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    read = problem.columns * itemsize * len(problem.matrices_read)
+    return width * itemsize == 16 and read > _MOST_SHARED_BYTES
 
 
 def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> Iterator[RowBlock]:

@@ -23,8 +23,7 @@ from cunorm.problem import DTYPES, ForwardProblem
 __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 
 # Rows of fewer bytes are left to the clusters and to row_split. On an H200, as the time over that of a copy: 4 rows of
-# 10,000,001 float32 numbers take 2.59, by row_split 3.03 (RMS norm 2.11 and 2.85); 100 of 1,000,000 take 1.76, by
-# row_split 1.70 (1.57 and 1.63).
+# 10,000,001 float32 numbers take 2.59, by row_split 3.03 (RMS norm 2.11 and 2.85).
 _LEAST_ROW_BYTES = 6 << 20
 # But shorter ones are not where they are so few that clusters leave most multiprocessors idle: 4 rows of 400,001 take
 # 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2. Nor are they where weights are by channel, which
@@ -33,6 +32,10 @@ _LEAST_BYTES_OF_FEW = 1 << 20
 # Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
 # them once, 1.75 (RMS norm 1.83 and 1.68).
 _MOST_WEIGHT_BYTES = 32 << 20
+# And shorter weights are read at every row too, so that more rows are left to row_split where that moves 16 bytes at a
+# time: 4 rows of 8,388,608 float16 numbers take 2.27, by row_split 2.41 (4,194,304 of float32 1.99 and 2.27), 10 of
+# 4,194,304 2.71 and 2.04 (2,097,152 of float32 2.30 and 1.94), 32 of them 2.14 and 1.77 (1.80 and 1.72).
+_MOST_ROWS_WITH_WEIGHTS = 7
 # Threads of a block, of which each multiprocessor has one. With more, none would have registers for vectors of the row.
 # Not measured.
 _THREADS = 512
@@ -114,6 +117,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
         return False
     whole = vector_width(problem) * itemsize == 16
     if not are_rows(problem) or not (whole or lie_alike(problem)):
+        return False
+    if whole and vectors and problem.channels is None and problem.rows > _MOST_ROWS_WITH_WEIGHTS:
         return False
     columns = problem.columns if problem.channels is None else problem.channels.channels_per_row
     weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in vectors)
