@@ -67,7 +67,7 @@ def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
 
 def test_eps_compiles_nothing() -> None:
     some, others = (
-        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 3 * 10**6 + 1, 10**7)))
+        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 3_000_001, 10**7)))
         for eps in (0.0, 1.0)
     )
     # Words are cleared by a kernel before row_grid_forward; row_split is three.

@@ -13,10 +13,10 @@ __all__ = ["plan_backward", "plan_forward"]
 
 # row_split_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
 _TILES_PER_CHUNK = 64
-# Backward, blocks a multiprocessor that read 16 bytes at a time: they run at once, and have enough under way. Each group
-# of rows costs a row of partial sums: 256 rows of 524,288 float16 numbers take 1.82 of a copy's time on an H200, with
-# twice as many blocks 1.84, with 16 times as many 2.51; 64 of 1,048,576 float32 numbers 1.77, 1.88 with four times as
-# many, 1.94 with 16 times.
+# Backward, blocks a multiprocessor that read 16 bytes at a time: they run at once, and have enough under way. Each
+# group of rows costs a row of partial sums: 256 rows of 524,288 float16 numbers take 1.82 of a copy's time on an H200,
+# with twice as many blocks 1.84, with 16 times as many 2.51; 64 of 1,048,576 float32 numbers 1.77, 1.88 with four times
+# as many, 1.94 with 16 times.
 _GROUPED_BLOCKS = 4
 
 
