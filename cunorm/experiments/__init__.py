@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cunorm.experiments.experiment import Experiment
+    from cunorm.experiments.edited import Experiment
 
 __all__ = ["experiment"]
 
@@ -43,6 +43,6 @@ def experiment(kernel: str) -> Experiment:
     -extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     +extern "C" __global__ void SHARES_ROWS __launch_bounds__(1 * THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     """
-    from cunorm.experiments.experiment import Experiment
+    from cunorm.experiments.edited import Experiment
 
     return Experiment(kernel)
