@@ -40,7 +40,6 @@ _TAKEN_BY = {
 # The operands of x's size, those that kernels read first; kernels name their fields after them, too.
 _READ, _WRITTEN = ("x", "residual", "dy", "dresidual_out"), ("y", "residual_out", "dx")
 _SAMPLES = 20
-_LEAST_FLUSHED_BYTES = 256 * 2**20
 _BLOCK = 2**22 - 3  # bytes that are drawn, and then repeated
 
 
@@ -672,20 +671,12 @@ def _measure(call: _Call, index: int, x_pointer: int, moved_bytes: int) -> tuple
         workspace = cupy.empty(prepared.workspace_bytes, "uint8")
         source = cupy.zeros(moved_bytes // 2, "uint8")
         target = cupy.empty_like(source)
-        flushed = cupy.empty(max(2 * device.attributes.get("L2CacheSize", 0), _LEAST_FLUSHED_BYTES), "uint8")
+        flushing = gpus.flushing_memory(index)
         stream = cupy.cuda.get_current_stream()
 
         def median(work: Callable[[], Any]) -> float:
-            pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(_SAMPLES)]
-            for begin, end in pairs:
-                # Overwrites L2; and while that takes its time, the work is queued, so that no host time is measured.
-                flushed.data.memset_async(0, flushed.nbytes)
-                begin.record()
-                work()
-                end.record()
-            stream.synchronize()
-            times = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairs[_SAMPLES // 4 :]]  # the first warm up
-            return statistics.median(times) * 1e-3
+            times = gpus.cold_seconds(work, _SAMPLES, flushing)
+            return statistics.median(times[_SAMPLES // 4 :])  # the first warm up
 
         seconds = median(lambda: prepared.run(pointers, workspace.data.ptr, stream.ptr))
         return seconds, median(lambda: cupy.copyto(target, source))

@@ -1,15 +1,27 @@
-"""What GPU is here, what is known of others, and how fast each can copy."""
+"""What GPU is here, what is known of others, how fast each can copy, and the clock for it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cunorm import launch
 from cunorm.plan import Device
 
-__all__ = ["KNOWN_GPUS", "KnownGpu", "LocalGpu", "cuda_devices", "local_gpu", "measured_copy_rate"]
+__all__ = [
+    "KNOWN_GPUS",
+    "KnownGpu",
+    "LocalGpu",
+    "cold_seconds",
+    "cuda_devices",
+    "flushing_memory",
+    "local_gpu",
+    "measured_copy_rate",
+]
+
+_LEAST_FLUSHED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,27 @@ def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
         return LocalGpu(names[index], launch.device(index)), ""
     except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
         return None, f"{names[index]} cannot be used ({error})"
+
+
+def flushing_memory(index: int) -> Any:
+    """Memory of a CUDA device that does not fit in its L2 cache, for `cold_seconds`."""
+    cupy = launch.cupy()
+    cache_bytes = cupy.cuda.Device(index).attributes.get("L2CacheSize", 0)
+    return cupy.empty(max(2 * cache_bytes, _LEAST_FLUSHED_BYTES), "uint8")
+
+
+def cold_seconds(work: Callable[[], Any], count: int, flushing: Any) -> list[float]:
+    """The times of so many runs of ``work`` on the current CUDA device and stream, each with a cold L2 cache."""
+    cuda = launch.cupy().cuda
+    pairs = [(cuda.Event(), cuda.Event()) for _ in range(count)]
+    for begin, end in pairs:
+        # Overwrites L2; and while that takes its time, the work is queued, so that no host time is measured.
+        flushing.data.memset_async(0, flushing.nbytes)
+        begin.record()
+        work()
+        end.record()
+    cuda.get_current_stream().synchronize()
+    return [float(cuda.get_elapsed_time(begin, end)) * 1e-3 for begin, end in pairs]
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from cunorm.compile_error import CompileError
 from cunorm.experiments import bench, check, examples
 from cunorm.experiments.tables import Table
 from cunorm.plan import Device, Plan, plan
-from cunorm.tuning import gpu as tuning_gpu
 
 needs_emulator = pytest.mark.skipif(
     shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
@@ -712,7 +711,7 @@ class EmulatedDevice(contextlib.nullcontext[None]):
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     fake = EmulatedGpu()
-    monkeypatch.setattr(tuning_gpu, "_LEAST_FLUSHED_BYTES", 1 << 10)
+    monkeypatch.setattr("cunorm.gpus._LEAST_FLUSHED_BYTES", 1 << 10)
     monkeypatch.setattr(bench, "_WARM", 1)
     monkeypatch.setattr(bench, "_ROUNDS", 2)
     monkeypatch.setattr(bench, "_SAMPLES", 1)

@@ -376,7 +376,7 @@ def test_times_are_taken(
     monkeypatch.setattr(gpus, "cuda_devices", lambda: (["this"], ""))
     monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 1e12)
     monkeypatch.setattr("cunorm.explanation._seen", seen_on_gpu)
-    monkeypatch.setattr("cunorm.explanation._LEAST_FLUSHED_BYTES", 0)
+    monkeypatch.setattr("cunorm.gpus._LEAST_FLUSHED_BYTES", 0)
     execute.forget_prepared()
     x = np.zeros(math.prod(shape) + 1, np.float32)[1:].reshape(shape)
     found = cunorm.explain(x, op, backward=backward, **options)

@@ -200,6 +200,13 @@ def test_doctests(name: str) -> None:
     assert not failed
 
 
+@pytest.mark.parametrize("name", module_names())
+def test_no_module_hides_what_its_package_exports(name: str) -> None:
+    """Its import would put it in the place of the function of that name."""
+    exported = getattr(importlib.import_module(name), "__all__", ())
+    assert not {f"{name}.{item}" for item in exported} & set(module_names())
+
+
 @pytest.mark.parametrize("name", [name for name in cunorm.__all__ if not name.startswith("__")])
 def test_public_functions_are_documented_and_annotated(name: str) -> None:
     function = getattr(cunorm, name)

@@ -294,7 +294,7 @@ def numpy_gpu(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNu
         return make(problem)
 
     monkeypatch.setattr(tuning, "current_gpu", remembering)
-    monkeypatch.setattr(tuning_gpu, "_LEAST_FLUSHED_BYTES", 1 << 10)
+    monkeypatch.setattr("cunorm.gpus._LEAST_FLUSHED_BYTES", 1 << 10)
     monkeypatch.setattr(tuning_gpu, "_CHUNK", 1000)
     monkeypatch.setattr(tuning_gpu, "_BLOCK", 2**10 - 3)
     monkeypatch.setattr(launch, "cupy", lambda: fake)

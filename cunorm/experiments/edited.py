@@ -283,7 +283,7 @@ def _device_of(arch: str | None) -> Device:
 
 
 def _put_in_place() -> None:
-    kernels.replaced = dict((kernel, text) for kernel, text in _active)
+    kernels.replaced = {kernel: text for kernel, text in _active}
 
 
 def _gpu() -> int | None:

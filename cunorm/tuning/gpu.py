@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute, launch, ops
+from cunorm import execute, gpus, launch, ops
 from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
@@ -20,7 +20,6 @@ __all__ = ["Gpu", "current_gpu", "current_index"]
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ
 _CHUNK = 2**24  # numbers that are compared at once
-_LEAST_FLUSHED_BYTES = 256 * 2**20
 
 
 def current_gpu(problem: Problem) -> Machine:
@@ -58,8 +57,7 @@ class Gpu:
         self._calls: dict[Plan | str, Callable[[Sequence[int], int, int], None]] = {}
         self._workspace: Any = self._cupy.empty(0, "uint8")
         self._copied: list[Any] = []
-        cache_bytes = self._cupy.cuda.Device(index).attributes.get("L2CacheSize", 0)
-        self._flushed: Any = self._cupy.empty(max(2 * cache_bytes, _LEAST_FLUSHED_BYTES), "uint8")
+        self._flushing: Any = gpus.flushing_memory(index)
 
     def _fill(self) -> None:
         rng = np.random.default_rng(0)
@@ -165,27 +163,18 @@ class Gpu:
         return stored.astype("float64" if dtype == "float64" else "float32")
 
     def samples(self, plan: Plan | str, count: int) -> list[float]:
-        cuda = self._cupy.cuda
-        pairs = [(cuda.Event(), cuda.Event()) for _ in range(count)]
         try:
-            for begin, end in pairs:
-                # Overwrites L2; and while that takes its time, the launch is queued, so that no host time is measured.
-                self._flushed.data.memset_async(0, self._flushed.nbytes)
-                begin.record()
-                self._run(plan)
-                end.record()
-            cuda.get_current_stream().synchronize()
+            return gpus.cold_seconds(lambda: self._run(plan), count, self._flushing)
         except RuntimeError as error:
             self._still_works(error)
             raise
-        return [cuda.get_elapsed_time(begin, end) * 1e-3 for begin, end in pairs]
 
     def release(self) -> None:
         self._arrays.clear()
         self._expected.clear()
         self._calls.clear()
         self._copied.clear()
-        self._workspace = self._flushed = None
+        self._workspace = self._flushing = None
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
