@@ -32,7 +32,7 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> sum_of(const Vector<X_TYPE, COU
                                                         const Vector<X_TYPE, COUNT>& residual) {
   Compute sum[COUNT];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) sum[i] = widen(x.lane[i]) + widen(residual.lane[i]);
+  for (int i = 0; i < COUNT; ++i) sum[i] = widen(x, i) + widen(residual, i);
   return rounded<X_TYPE>(sum);
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE,
   Compute y[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const Compute value = widen(x.lane[i]);
+    const Compute value = widen(x, i);
     const Compute xhat = CENTERED ? (value - mean) * rstd + shift : value * rstd;
     y[i] = activate(scale_and_shift(xhat, weight[i], bias[i]));
   }
@@ -62,11 +62,11 @@ struct Gradient {
   Compute g;   // of xhat
 };
 
-__device__ __forceinline__ Gradient gradient_of(X_TYPE x, X_TYPE dy, Compute mean, Compute rstd, Compute weight,
+__device__ __forceinline__ Gradient gradient_of(Compute x, Compute dy, Compute mean, Compute rstd, Compute weight,
                                                 Compute bias) {
   Gradient gradient;
-  gradient.xhat = CENTERED ? (widen(x) - mean) * rstd : widen(x) * rstd;
-  gradient.dz = widen(dy);
+  gradient.xhat = CENTERED ? (x - mean) * rstd : x * rstd;
+  gradient.dz = dy;
   if constexpr (activation != Activation::none) {
     gradient.dz *= activation_derivative(scale_and_shift(gradient.xhat, weight, bias));
   }

@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];  // times the weight
   __shared__ SetMeans sets[TILE_SETS];
-  extern __shared__ __align__(16) X_TYPE staged[];  // slots of dy, of x; then the numbers that are collected
+  // slots of dy, of x; then the numbers that are collected
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
   Compute* numbers = reinterpret_cast<Compute*>(staged + 2 * SLOTS * THREADS * VECTOR);
 
   const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);

@@ -47,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];
   __shared__ SetStatistics sets[TILE_SETS];
-  extern __shared__ __align__(16) X_TYPE staged[];  // slots; then the numbers that are collected
+  // slots; then the numbers that are collected
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
   Compute* numbers = reinterpret_cast<Compute*>(staged + SLOTS * THREADS * VECTOR);
 
   const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);

@@ -45,7 +45,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ SetStatistics sets[TILE_SETS];
   __shared__ Moments moments[UPDATES_RUNNING ? TILE_SETS : 1];
-  extern __shared__ __align__(16) X_TYPE staged[];
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);

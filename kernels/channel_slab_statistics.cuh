@@ -26,7 +26,7 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   Compute pivots[CHANNEL_VECTOR] = {};
   as_they_arrive<0, PIVOT>(count, [&](int i) {
     const Vector<X_TYPE, VECTOR> values = slots.get(i);
-    add_vector(pivots, [&](int j, Compute (&parts)[CHANNEL_VECTOR]) { parts[channel_of(j)] += widen(values.lane[j]); });
+    add_vector(pivots, [&](int j, Compute (&parts)[CHANNEL_VECTOR]) { parts[channel_of(j)] += widen(values, j); });
   });
   sum_over_points(pivots, scratch);
   const long long pivot_points = min(part.points(), static_cast<long long>(PIVOT) * POINT_LANES * POINT_VECTOR);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
     const Vector<X_TYPE, VECTOR> values = slots.get(i);
     add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
-      const Compute difference = widen(values.lane[j]) - pivots[channel];
+      const Compute difference = widen(values, j) - pivots[channel];
       parts[channel] += difference;
       parts[CHANNEL_VECTOR + channel] += difference * difference;
     });
@@ -88,7 +88,7 @@ struct Finish {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       const int channel = channel_of(j);
-      results[j] = activate((widen(values.lane[j]) - means[channel]) * scales[channel] + shifts[channel]);
+      results[j] = activate((widen(values, j) - means[channel]) * scales[channel] + shifts[channel]);
     }
     return rounded<X_TYPE>(results);
   }

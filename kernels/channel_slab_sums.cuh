@@ -24,7 +24,7 @@ struct Own {
     }
   }
 
-  __device__ __forceinline__ Gradient gradient(X_TYPE x, X_TYPE dy, int channel) const {
+  __device__ __forceinline__ Gradient gradient(Compute x, Compute dy, int channel) const {
     return gradient_of(x, dy, mean[channel], rstd[channel], weight[channel], bias[channel]);
   }
 };
@@ -37,7 +37,7 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
     const Vector<X_TYPE, VECTOR> dy = dy_slots.get(i), x = x_slots.get(i);
     add_vector(sums, [&](int j, Compute (&parts)[NUMBERS * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
-      const Gradient gradient = thread.gradient(x.lane[j], dy.lane[j], channel);
+      const Gradient gradient = thread.gradient(widen(x, j), widen(dy, j), channel);
       parts[channel] += gradient.dz;
       parts[CHANNEL_VECTOR + channel] += gradient.dz * gradient.xhat;
     });
@@ -80,7 +80,7 @@ struct Finish {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       const int channel = channel_of(j);
-      const Gradient gradient = thread.gradient(x.lane[j], dy.lane[j], channel);
+      const Gradient gradient = thread.gradient(widen(x, j), widen(dy, j), channel);
       results[j] = gradient.g * thread.rstd[channel] + (gradient.xhat * slopes[channel] + offsets[channel]);
     }
     return rounded<X_TYPE>(results);

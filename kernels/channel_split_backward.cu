@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         const int own = channel_of(j);
-        const Gradient gradient = gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean[own], rstd[own],
+        const Gradient gradient = gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean[own], rstd[own],
                                               weight[own], bias[own]);
         results[j] = gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
       }

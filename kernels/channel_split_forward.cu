@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         const int own = channel_of(j);
-        results[j] = activate((widen(values[i].lane[j]) - means[own]) * scales[own] + shifts[own]);
+        results[j] = activate((widen(values[i], j) - means[own]) * scales[own] + shifts[own]);
       }
       store_global(y + targets[i], rounded<X_TYPE>(results));
     }

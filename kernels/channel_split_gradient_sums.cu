@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (!there[i]) continue;
       add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
         const int own = channel_of(j);
-        const Gradient gradient = gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean[own], rstd[own],
+        const Gradient gradient = gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean[own], rstd[own],
                                               weight[own], bias[own]);
         parts[own] += gradient.dz;
         parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;

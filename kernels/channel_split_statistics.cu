@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) pivots[channel_of(j)] += there[i] ? widen(values[i].lane[j]) : 0;
+    for (int j = 0; j < VECTOR; ++j) pivots[channel_of(j)] += there[i] ? widen(values[i], j) : 0;
   }
   sum_over_points(pivots, scratch);
   const long long tile_points = min(chunk.points(), static_cast<long long>(TILE_POINTS));
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       if (!there[i]) continue;
       add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
         const int own = channel_of(j);
-        const Compute difference = widen(values[i].lane[j]) - pivots[own];
+        const Compute difference = widen(values[i], j) - pivots[own];
         parts[own] += difference;
         parts[CHANNEL_VECTOR + own] += difference * difference;
       });

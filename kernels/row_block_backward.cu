@@ -105,6 +105,37 @@ struct ChannelSums {
   }
 };
 
+// The mean and rstd of the rows of TURNS turns, one turn's in each of the threads that have the same row and warp, and
+// those of the next TURNS on their way. A load that is under way in every turn shares a scoreboard with others, and
+// where ptxas waits for one of those, it waits for memory: 4096 columns of float16 took 1.34 so, and 1.08 now.
+struct StatisticsAhead {
+  static constexpr int TURNS = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
+
+  const Compute* means;
+  const Compute* rstds;
+  long long rows;
+  long long step;
+  Compute mean, rstd, next_mean, next_rstd;
+
+  // Starts to load those of the row and of the TURNS - 1 that follow it.
+  __device__ __forceinline__ void fetch(long long row) {
+    row += threadIdx.x % TURNS * step;
+    next_mean = CENTERED && row < rows ? means[row] : 0;
+    next_rstd = row < rows ? rstds[row] : 0;
+  }
+
+  // Those of the turn's row: for turns from zero up, in all threads.
+  __device__ __forceinline__ void get(int turn, long long row, Compute& row_mean, Compute& row_rstd) {
+    if (turn % TURNS == 0) {
+      mean = next_mean;
+      rstd = next_rstd;
+      fetch(row + TURNS * step);
+    }
+    row_mean = CENTERED ? __shfl_sync(0xffffffff, mean, turn % TURNS, TURNS) : 0;
+    row_rstd = __shfl_sync(0xffffffff, rstd, turn % TURNS, TURNS);
+  }
+};
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -112,7 +143,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<2> exchange;
   // x, dy, dresidual_out; dx where it is a run; weight, bias; entries of channels
-  extern __shared__ __align__(16) X_TYPE staged[];
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
   X_TYPE* unused = staged;
@@ -137,30 +168,33 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
   const Place first_place = place_at(first_row);
-  Compute next_mean = 0, next_rstd = 0;
-  const auto fetch_statistics = [&](long long first) {
-    const long long row = first + threadIdx.y;
-    if constexpr (CENTERED) next_mean = row < arguments.rows ? arguments.mean[row] : 0;
-    next_rstd = row < arguments.rows ? arguments.rstd[row] : 0;
+  StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
+  // What is ahead: rows in shared memory, and the next edges in registers.
+  const auto fetch_rows = [&](long long first, int slot) {
+    fetch(x, part, first, slot);
+    fetch(dy, part, first, slot);
+    copy_async_commit();
   };
-  // What is ahead: the next rows in shared memory, and the next edges in registers.
+  const auto fetch_dresidual_out = [&](long long first, int slot) {
+    if constexpr (!HAS_DRESIDUAL) return;
+    fetch(dresidual_out, part, first, slot);
+    copy_async_commit();
+  };
+  // What was committed behind the rows that are waited for, and behind the dresidual_out.
+  constexpr int BEHIND = HAS_DRESIDUAL ? 2 * ROWS_AHEAD - 1 : ROWS_AHEAD - 1;
   Vector<X_TYPE, 1> next_x_edge, next_dy_edge;
-  const auto fetch_rows = [&](long long first) {
-    fetch(x, part, first);
-    fetch(dy, part, first);
-    copy_async_commit();
-    if constexpr (stage == Stage::ahead) {
-      next_x_edge = edge_of(x, part, place_at(first));
-      next_dy_edge = edge_of(dy, part, place_at(first));
-    }
+  const auto fetch_edges = [&](long long first) {
+    if constexpr (stage != Stage::ahead) return;
+    next_x_edge = edge_of(x, part, place_at(first));
+    next_dy_edge = edge_of(dy, part, place_at(first));
   };
-  fetch_rows(first_row);
-  const auto fetch_dresidual_out = [&](long long first) {
-    fetch(dresidual_out, part, first);
-    copy_async_commit();
-  };
-  if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row);
-  fetch_statistics(first_row);
+#pragma unroll
+  for (int i = 0; i < ROWS_AHEAD; ++i) {
+    fetch_rows(first_row + i * step, i);
+    fetch_dresidual_out(first_row + i * step, i);
+  }
+  fetch_edges(first_row);
+  statistics.fetch(first_place.row);
   affine.stage(first_place);
   affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
@@ -186,28 +220,30 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
   Compute dweight_edge[1] = {0}, dbias_edge[1] = {0};
-  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
+  int slot = 0;
+  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
     affine.go_to(place.row);
     if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
-    const Compute mean = next_mean, rstd = next_rstd;
-    fetch_statistics(first_row + step);
-    wait_for_rows<HAS_DRESIDUAL>();
+    wait_for_rows<BEHIND>();
+    Compute mean, rstd;
+    statistics.get(turn, place.row, mean, rstd);
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
     const Vector<X_TYPE, 1> x_edge = stage == Stage::ahead ? next_x_edge : edge_of(x, part, place);
     const Vector<X_TYPE, 1> dy_edge = stage == Stage::ahead ? next_dy_edge : edge_of(dy, part, place);
-    get_vectors(x, part, place, x_values);
-    get_vectors(dy, part, place, dy_values);
-    if constexpr (stage == Stage::run) {
+    get_vectors(x, part, place, slot, x_values);
+    get_vectors(dy, part, place, slot, dy_values);
+    if constexpr (stage != Stage::direct) {
       release_rows();
-      fetch_rows(first_row + step);
+      fetch_rows(first_row + ROWS_AHEAD * step, slot);
+      fetch_edges(first_row + step);
     }
 
     // Reduce along the row, and add to the column sums on the way.
     Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
-    const auto add = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
+    const auto add = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
                          Compute& sum, Compute& product) {
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
       if constexpr (WANTS_DWEIGHT) dweight += gradient.dz * gradient.xhat;
@@ -215,7 +251,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if constexpr (CENTERED) sum += gradient.g;
       product += gradient.g * gradient.xhat;
     };
-    const auto add_by_channel = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, Compute (&own)[2]) {
+    const auto add_by_channel = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute (&own)[2]) {
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
       own[0] += gradient.dz;
       own[1] += gradient.dz * gradient.xhat;
@@ -228,7 +264,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
           affine.get(place, i, weight, bias);
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
-            add_by_channel(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], own);
+            add_by_channel(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], own);
           }
           const Compute factor = HAS_WEIGHT && weights_of == WeightsOf::vector ? weight[0] : 1;
           sums[0] += factor * own[0];
@@ -240,20 +276,19 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         affine.get(place, i, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          add(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], dweight_sums[i][j], dbias_sums[i][j], sum,
-              product);
+          add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], dweight_sums[i][j], dbias_sums[i][j],
+              sum, product);
         }
         sums[0] += sum;
         sums[1] += product;
       }
     }
     if (HAS_CHANNELS && place.has_edge()) {
-      add_by_channel(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], sums);
+      add_by_channel(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], sums);
     } else if (place.has_edge()) {
-      add(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], dweight_edge[0], dbias_edge[0], sums[0],
+      add(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], dweight_edge[0], dbias_edge[0], sums[0],
           sums[1]);
     }
-    if constexpr (stage == Stage::ahead) fetch_rows(first_row + step);
     if constexpr (!WANTS_DX && SUMS_CHANNELS) write_channels(place, turn);
     if constexpr (!WANTS_DX && weights_of != WeightsOf::part) continue;
     row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2]);
@@ -278,10 +313,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     const Compute offset = -sums[0] / arguments.columns * rstd, slope = -sums[1] / arguments.columns * rstd;
 
     // Finish and store.
-    const auto dx_of = [&](X_TYPE x, X_TYPE dy, Compute weight, Compute bias, X_TYPE dresidual_out) {
+    const auto dx_of = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute dresidual_out) {
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
       Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
-      if constexpr (HAS_DRESIDUAL) value += widen(dresidual_out);
+      if constexpr (HAS_DRESIDUAL) value += dresidual_out;
       return value;
     };
 #pragma unroll
@@ -289,19 +324,21 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       forget_widened(x_values[i]);
       forget_widened(dy_values[i]);
     }
-    if constexpr (HAS_DRESIDUAL) wait_for_rows<1>();
+    if constexpr (HAS_DRESIDUAL) wait_for_rows<BEHIND>();
     Vector<X_TYPE, VECTOR> added[VECTORS];
-    if constexpr (HAS_DRESIDUAL && stage == Stage::direct) get_vectors(dresidual_out, part, place, added);
+    if constexpr (HAS_DRESIDUAL && stage == Stage::direct) get_vectors(dresidual_out, part, place, slot, added);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
         Compute results[VECTOR];
-        if constexpr (HAS_DRESIDUAL && stage != Stage::direct) added[i] = staged_vector(dresidual_out, part, place, i);
+        if constexpr (HAS_DRESIDUAL && stage != Stage::direct) {
+          added[i] = staged_vector(dresidual_out, part, place, slot, i);
+        }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          results[j] = dx_of(x_values[i].lane[j], dy_values[i].lane[j], weight[j], bias[j], added[i].lane[j]);
+          results[j] = dx_of(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], widen(added[i], j));
         }
         put(dx, part, place, i, rounded<X_TYPE>(results));
       }
@@ -310,14 +347,14 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       Vector<X_TYPE, 1> added_edge;
       if constexpr (HAS_DRESIDUAL) added_edge = edge_of(dresidual_out, part, place);
       const Compute result[1] = {
-          dx_of(x_edge.lane[0], dy_edge.lane[0], edge_weight[0], edge_bias[0], added_edge.lane[0])};
+          dx_of(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], widen(added_edge, 0))};
       put_edge(dx, part, place, rounded<X_TYPE>(result));
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();
       flush(dx, part, place);
     }
-    if constexpr (HAS_DRESIDUAL) fetch_dresidual_out(first_row + step);
+    fetch_dresidual_out(first_row + ROWS_AHEAD * step, slot);
     if constexpr (SUMS_CHANNELS) write_channels(place, turn);
   }
 

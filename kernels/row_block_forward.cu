@@ -67,7 +67,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<3> exchange;
-  extern __shared__ __align__(16) X_TYPE staged[];  // x, residual; y, residual_out where they are runs; weight, bias
+  // x, residual; y, residual_out where they are runs; weight, bias
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
   X_TYPE* unused = staged;
@@ -92,34 +93,42 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
-  // What is ahead: the next rows in shared memory, and the next edges in registers.
-  Vector<X_TYPE, 1> next_edge, next_residual_edge;
-  const auto fetch_rows = [&](long long first) {
-    fetch(x, part, first);
-    if constexpr (HAS_RESIDUAL) fetch(residual, part, first);
+  // What is ahead: rows in shared memory, and the next edges in registers.
+  const auto fetch_rows = [&](long long first, int slot) {
+    fetch(x, part, first, slot);
+    if constexpr (HAS_RESIDUAL) fetch(residual, part, first, slot);
     copy_async_commit();
-    if constexpr (stage == Stage::ahead) {
-      next_edge = edge_of(x, part, place_of(y, part, first));
-      if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
-    }
   };
-  fetch_rows(first_row);
-  affine.stage(place_of(y, part, first_row));
+  Vector<X_TYPE, 1> next_edge, next_residual_edge;
+  const auto fetch_edges = [&](long long first) {
+    if constexpr (stage != Stage::ahead) return;
+    next_edge = edge_of(x, part, place_of(y, part, first));
+    if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
+  };
+#pragma unroll
+  for (int i = 0; i < ROWS_AHEAD; ++i) fetch_rows(first_row + i * step, i);
+  fetch_edges(first_row);
+  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
+  const Place first_place = place_of(y, part, first_row);
+  affine.stage(first_place);
+  Compute edge_weight[1], edge_bias[1];
+  if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);
-  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn) {
+  int slot = 0;
+  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_of(y, part, first_row);
     affine.go_to(place.row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
-    wait_for_rows<0>();
+    wait_for_rows<ROWS_AHEAD - 1>();
     Vector<X_TYPE, VECTOR> values[VECTORS];
     Vector<X_TYPE, 1> edge = stage == Stage::ahead ? next_edge : edge_of(x, part, place);
-    get_vectors(x, part, place, values);
+    get_vectors(x, part, place, slot, values);
     if constexpr (HAS_RESIDUAL) {
       Vector<X_TYPE, VECTOR> residual_values[VECTORS];
       const Vector<X_TYPE, 1> residual_edge =
           stage == Stage::ahead ? next_residual_edge : edge_of(residual, part, place);
-      get_vectors(residual, part, place, residual_values);
+      get_vectors(residual, part, place, slot, residual_values);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (place.has(i)) {
@@ -133,10 +142,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
     release_rows();
-    fetch_rows(first_row + step);
+    fetch_rows(first_row + ROWS_AHEAD * step, slot);
+    fetch_edges(first_row + step);
     affine.fetch_early(place);
-    Compute edge_weight[1], edge_bias[1];
-    if (place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
+    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};

@@ -216,7 +216,7 @@ struct Affine {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const Arguments arguments) {
   __shared__ Compute scratch[2][2 * THREADS / 32];
-  extern __shared__ __align__(16) X_TYPE staged[];  // x, residual; then the numbers of an exchange
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual; then the numbers of an exchange
   using Values = Vector<X_TYPE, VECTOR>;
   constexpr int STAGED = SLOTS * THREADS * VECTOR;  // elements
 

@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Gradient gradient =
-              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[i][j], bias[i][j]);
+              gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean, rstd, weight[i][j], bias[i][j]);
           if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
           if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
           results[j] = (gradient.g - mean_g - gradient.xhat * mean_gx) * rstd;
-          if constexpr (HAS_DRESIDUAL) results[j] += widen(added[i].lane[j]);
+          if constexpr (HAS_DRESIDUAL) results[j] += widen(added[i], j);
         }
         if constexpr (WANTS_DX) store(dx + dx_offsets[i], rounded<X_TYPE>(results));
       }

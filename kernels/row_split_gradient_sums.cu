@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Gradient gradient =
-              gradient_of(x_values[i].lane[j], dy_values[i].lane[j], mean, rstd, weight[j], bias[j]);
+              gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean, rstd, weight[j], bias[j]);
           if constexpr (CENTERED) part += gradient.g;
           part_with_xhat += gradient.g * gradient.xhat;
         }

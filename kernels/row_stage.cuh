@@ -3,8 +3,9 @@
 // THREADS_PER_ROW threads hold VECTORS vectors each of a row, ROWS_PER_BLOCK rows a block; or BLOCKS_PER_ROW blocks a
 // part each of one row. STAGE names the way to the registers:
 // - direct: straight;
-// - ahead: through shared memory that a thread alone uses, where its vectors of the next row are on their way while it
-//   works on this one: the bytes in flight are what keeps the memory busy while a block waits for its sums;
+// - ahead: through shared memory that a thread alone uses, where its vectors of the next ROWS_AHEAD rows, each in its
+//   slot, are on their way while it works on this one: the bytes in flight are what keeps the memory busy while a block
+//   waits for its sums;
 // - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
 //   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
 enum class Stage { direct, ahead, run };
@@ -12,7 +13,10 @@ constexpr Stage stage = Stage::STAGE;
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
-constexpr int STAGE_ELEMENTS = BLOCK_THREADS * VECTORS * VECTOR + (stage == Stage::run ? 2 * PIECE : 0);
+constexpr int SLOT_ELEMENTS = BLOCK_THREADS * VECTORS * VECTOR + (stage == Stage::run ? 2 * PIECE : 0);
+constexpr int STAGE_ELEMENTS = ROWS_AHEAD * SLOT_ELEMENTS;
+
+__device__ __forceinline__ int slot_after(int slot) { return slot + 1 == ROWS_AHEAD ? 0 : slot + 1; }
 
 __device__ __forceinline__ int thread_in_block() { return threadIdx.y * THREADS_PER_ROW + threadIdx.x; }
 
@@ -41,8 +45,8 @@ struct Rows {
     return memory + row * stride + part.first_column;
   }
   // A thread's i-th vector in shared memory, where the stage is ahead.
-  __device__ __forceinline__ X_TYPE* own(int i) const {
-    return staged + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
+  __device__ __forceinline__ X_TYPE* own(int slot, int i) const {
+    return staged + slot * SLOT_ELEMENTS + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
   }
   __device__ __forceinline__ int shift(const Part& part, long long row) const { return shift_of(at(part, row)); }
 };
@@ -105,13 +109,13 @@ __device__ __forceinline__ void fetch_run(const Rows<const X_TYPE>& rows, const 
 // ---- In.
 
 // Starts to bring in the rows from first_row on, if there are any left.
-__device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part& part, long long first_row) {
+__device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part& part, long long first_row, int slot) {
   if constexpr (stage == Stage::ahead) {
     const Place place = place_of(rows, part, first_row);
     if (!place.there) return;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) copy_async<VECTOR>(rows.own(i), rows.at(part, place.row) + place.column(i));
+      if (place.has(i)) copy_async<VECTOR>(rows.own(slot, i), rows.at(part, place.row) + place.column(i));
     }
   }
   if constexpr (stage == Stage::run) {
@@ -129,13 +133,13 @@ __device__ __forceinline__ void wait_for_rows() {
 // A thread's i-th vector of its row in shared memory.
 template <typename T>
 __device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T>& rows, const Part& part,
-                                                                const Place& place, int i) {
-  return load<X_TYPE, VECTOR>(stage == Stage::ahead ? rows.own(i) : in_run(rows, part, place, i));
+                                                                const Place& place, int slot, int i) {
+  return load<X_TYPE, VECTOR>(stage == Stage::ahead ? rows.own(slot, i) : in_run(rows, part, place, i));
 }
 
 // A thread's vectors of its row.
 __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
-                                            Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
+                                            int slot, Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
   const X_TYPE* row = rows.at(part, place.row);
   if constexpr (PEELED && stage == Stage::direct) {
     const unsigned shift = reinterpret_cast<size_t>(row + place.cut.head) % 16;
@@ -161,7 +165,7 @@ __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, cons
   for (int i = 0; i < VECTORS; ++i) {
     if (place.has(i)) {
       values[i] = stage == Stage::direct ? load<X_TYPE, VECTOR>(row + place.column(i))
-                                         : staged_vector(rows, part, place, i);
+                                         : staged_vector(rows, part, place, slot, i);
     }
   }
 }

@@ -15,7 +15,7 @@ template <int COUNT>
 __device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
   Compute part = 0;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) part += widen(values.lane[i]);
+  for (int i = 0; i < COUNT; ++i) part += widen(values, i);
   sum[0] += part;
 }
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& val
   Compute part = 0, part_of_squares = 0;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const Compute difference = CENTERED ? widen(values.lane[i]) - shift : widen(values.lane[i]);
+    const Compute difference = CENTERED ? widen(values, i) - shift : widen(values, i);
     if constexpr (CENTERED) part += difference;
     part_of_squares += difference * difference;
   }

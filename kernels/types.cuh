@@ -45,6 +45,19 @@ struct alignas(sizeof(T) * COUNT) Vector {
   T lane[COUNT];
 };
 
+// A vector's i-th number. The second of two bfloat16 in a word is the word's upper half where it lies: taken by itself,
+// ptxas would move it down and up again.
+template <typename T, int COUNT>
+__device__ __forceinline__ Compute widen(const Vector<T, COUNT>& values, int i) {
+  return widen(values.lane[i]);
+}
+template <int COUNT>
+__device__ __forceinline__ Compute widen(const Vector<__nv_bfloat16, COUNT>& values, int i) {
+  if constexpr (COUNT % 2 > 0) return widen(values.lane[i]);
+  const unsigned word = reinterpret_cast<const unsigned*>(&values)[i / 2];
+  return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000);
+}
+
 // Rounds COUNT numbers, sixteen-bit ones in pairs, for which there is one instruction.
 template <typename T, int COUNT>
 __device__ __forceinline__ Vector<T, COUNT> rounded(const Compute (&values)[COUNT]) {
@@ -181,14 +194,14 @@ __device__ __forceinline__ void load_widened(const T* source, Compute (&widened)
   for (int first = 0; first < COUNT; first += STEP) {
     const Vector<T, STEP> piece = load<T, STEP>(source + first);
 #pragma unroll
-    for (int i = 0; i < STEP; ++i) widened[first + i] = widen(piece.lane[i]);
+    for (int i = 0; i < STEP; ++i) widened[first + i] = widen(piece, i);
   }
 }
 
 template <typename T, int COUNT>
 __device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Compute (&widened)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) widened[i] = widen(values.lane[i]);
+  for (int i = 0; i < COUNT; ++i) widened[i] = widen(values, i);
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }

@@ -34,6 +34,7 @@ class RowBlock:
     peeled: bool = False
     weights: str = "late"  # or "early", or "staged" (see kernels/row_affine.cuh)
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
+    rows_ahead: int = 1  # of each row of a block, that are on their way where the stage is ahead
     min_blocks: int = 1  # for so many on a multiprocessor the compiler is to leave registers
 
     @property
@@ -50,7 +51,8 @@ class RowBlock:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
         elements = self.threads * self.vectors * self.width
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
-        total = len(through) * (elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0))
+        slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
+        total = len(through) * self.rows_ahead * slot_bytes
         if self.weights == "staged":
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
@@ -94,8 +96,10 @@ class RowBlock:
             "THREADS_PER_ROW": self.threads_per_row,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
-            "MIN_BLOCKS": self.min_blocks,
+            # One in a second wave would take as long as all.
+            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor),
             "STAGE": self.stage,
+            "ROWS_AHEAD": self.rows_ahead,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
             "WEIGHTS_OF": self.weights_of(problem),
