@@ -29,7 +29,7 @@ from cases import (
 )
 
 from cunorm import reference
-from cunorm.plan import Device, Plan, plan, plan_with, row_geometry
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
 
 # Each size with two dtypes or three: float16 lies as bfloat16 does.
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
@@ -250,6 +250,21 @@ def test_rows_that_begin_in_different_ways(dtype: str) -> None:
     x, dy = (data(seed, (71 * 1003,), dtype)[seed : seed + 70 * 1003].reshape(UNALIKE) for seed in (1, 3))
     weight, bias = data(1, (1003,), dtype, shift=1.0), data(2, (1003,), dtype)
     check(EmulatorRunner(choose=_direct_peeled), Case(x, weight, bias), dy)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("rows_ahead", [1, 2, 3])
+def test_rows_that_come_ahead(rows_ahead: int, residual: bool) -> None:
+    """In more turns than there are slots, and statistics that come at once: the last of them with fewer rows."""
+    geometry = RowBlock(4, 2, 4, 16, 1, "ahead", weights="staged", blocks_per_multiprocessor=1, rows_ahead=rows_ahead)
+    shape = (2 * 16 * 9 + 21, 32)
+
+    def choose(problem: Any, device: Device) -> Plan:
+        return plan_with(problem, device, geometry)
+
+    x, dy, added = (data(seed, shape) for seed in range(3))
+    weight, bias = data(3, shape[1:], shift=1.0), data(4, shape[1:])
+    check(EmulatorRunner(choose=choose), Case(x, weight, bias, residual=added if residual else None), dy)
 
 
 IN_PLACE = {

@@ -268,8 +268,8 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
-        if row + step < problem.rows and (item.kernel.endswith("backward") or constants["WEIGHTS"] == "staged"):
-            # A thread keeps its columns: in the sums of gradients, and in the weights that it took once.
+        if row + step < problem.rows and item.kernel.startswith("row_block"):
+            # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
             aligned = _aligned_to(problem)
             assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
 
@@ -302,7 +302,8 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
             slots += 2 * (16 // itemsize)
         # A tensor's slots begin where the first one's do.
         assert slots * itemsize % 16 == 0
-        needed = tensors * slots * itemsize
+        needed = tensors * constants["ROWS_AHEAD"] * slots * itemsize
+    assert constants["ROWS_AHEAD"] == 1 or stage == "ahead"
     if stage == "run":
         assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
         assert item.cluster == 1 and not constants["PEELED"] and constants["WEIGHTS"] != "staged"

@@ -52,7 +52,7 @@ class RowBlock:
         elements = self.threads * self.vectors * self.width
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
         slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
-        total = len(through) * self.rows_ahead * slot_bytes
+        total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged":
             total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
@@ -99,7 +99,7 @@ class RowBlock:
             # One in a second wave would take as long as all.
             "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor),
             "STAGE": self.stage,
-            "ROWS_AHEAD": self.rows_ahead,
+            "ROWS_AHEAD": self.rows_ahead if self.stage == "ahead" else 1,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
             "WEIGHTS_OF": self.weights_of(problem),

@@ -135,7 +135,7 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
         return _shared_row(problem, device, width)
     if problem.rows <= device.multiprocessors:
         # There is no next row: 64 of 4096 bfloat16 numbers take 10.4 us, fetched ahead 10.9.
-        geometry = replace(geometry, stage="direct")
+        geometry = replace(geometry, stage="direct", rows_ahead=1)
     if geometry.stage == "ahead":
         geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
     return _with_room(geometry, problem, device)
@@ -144,34 +144,34 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
 def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """Several rows a block; None where registers are too few.
 
-    256 columns of bfloat16 take 1.15, by 512 threads that leave the weights in memory 1.42; with 4 vectors a thread RMS
-    norm takes 1.05, with 2 1.09. 32,768 rows of 256 take 1.51 with 2 vectors, with 4 1.96. Of float32 256 and 512
-    columns take 1.01, read directly 1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
+    256 columns of bfloat16 take 1.06 with one vector a thread and two rows ahead, as with two vectors and one row, but
+    65,536 rows of them 1.23 and 1.29; RMS norm 1.05 with 4 vectors, 1.08 with one. 512 take 1.07 with 2 vectors, and
+    32,768 rows of them 1.22, with 4 and one row ahead 1.33. Of float32 256 and 512 columns take 1.01, read directly
+    1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
     """
     vectors_per_row, sixteen_bit = problem.columns // width, DTYPES[problem.x.dtype].itemsize == 2
-    wanted, block_threads, stage = 4.0, 128, "ahead"
-    if vectors_per_row < 32 and not sixteen_bit:
-        wanted, block_threads, stage = 3.0, 256, "direct"
-    elif vectors_per_row <= 32 and sixteen_bit and problem.norm.centered:
-        wanted = 2.0
-    elif sixteen_bit and problem.dresidual_out is not None:
-        block_threads = 512  # 32,768 rows of 512 with a residual take 1.49, in blocks of 128 threads 1.63
+    wanted, block_threads, share, stage, ahead = 4.0, 128, 3, "ahead", 1
+    if sixteen_bit and vectors_per_row > 32:
+        wanted, ahead = 2.0, 2
+    elif sixteen_bit and problem.norm.centered:
+        wanted, block_threads, share, ahead = 1.0, 256, 2, 2
+    elif vectors_per_row < 32 and not sixteen_bit:
+        wanted, block_threads, share, stage = 3.0, 256, 2, "direct"
     for_all = _vectors_for_all_threads(problem, device, vectors_per_row)
     wanted = min(wanted, for_all / 2 if sixteen_bit else for_all)
     threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), block_threads)
     if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return None
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
-    share = max(1, (384 if wanted > 3 and block_threads == 128 else 512) // (threads * rows))
+    share = max(1, share * block_threads // (threads * rows))
     stage = stage if device.capability >= 80 else "direct"
-    return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
+    return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share, rows_ahead=ahead)
 
 
 def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """A row a block, or several where there are few; None where registers are too few.
+    """A row a block, or several; None where registers are too few, or blocks had better share a row.
 
-    At 4096 columns of bfloat16 256 threads of 2 vectors take 1.10, 128 of 4 1.15; at 5120 128 of 5 1.08, 256 of 3 1.11;
-    at 16,384 512 of 4 1.09.
+    At 5120 columns of bfloat16 128 threads of 5 vectors take 1.05, 256 of 3 1.11.
     """
     vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
     few = problem.rows < 8 * device.multiprocessors
@@ -179,6 +179,20 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), 64)
     if not _fits_registers(problem, device, width, vectors, max(threads, 64)):
         return None
+    stage = "ahead" if device.capability >= 80 else "direct"
+    if itemsize == 2 and vectors <= 3 and threads <= 256:
+        # With 384 threads a multiprocessor and two rows ahead 131,072 rows of 1024 bfloat16 numbers take 1.04, 4096 of
+        # them 1.41; with 512 and one row 1.07 and 1.61. At 4096 columns two rows a block take 1.07 and 1.31.
+        block_threads = 128 if threads <= 128 else 512
+        rows = _rows_per_block(problem, device, block_threads // threads, threads)
+        share = max(1, (384 if threads <= 128 else 512) // (threads * rows))
+        return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share, rows_ahead=2)
+    if itemsize == 2 and problem.dresidual_out is None and device.capability == 90:
+        if (threads, vectors) == (256, 4):
+            # 8192 columns of bfloat16: 1.07, by 256 threads 1.09; with a residual 256 take 1.02.
+            return RowBlock(width, 2, _MOST_THREADS, 1, 1, stage, blocks_per_multiprocessor=1, rows_ahead=2)
+        if (threads, vectors) == (_MOST_THREADS, 4) and problem.rows > device.multiprocessors:
+            return None  # 16,384 columns of bfloat16: 1.06 by clusters of four blocks, 1.11 by one block
     # 512 threads a multiprocessor: 6 % faster than 1024, which leave more partial sums. At 5120 columns, 5 vectors of
     # each, 256 take 1.08 and 512 1.13.
     block_threads, all_threads = 64, 512 if vectors <= 4 else 256
@@ -188,9 +202,6 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
         # Fewer blocks of more rows leave fewer partial sums: 4096 rows of 1024 take 17.5 us, with a row a block 19.7.
         block_threads = min(all_threads, 4 * threads)
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
-    if (threads, vectors, itemsize) == (256, 4, 2) and problem.dresidual_out is None and device.capability == 90:
-        rows = 2  # 8192 columns of bfloat16: 1.08, one row 1.16; with a residual 1.10, one row 1.02
-    stage = "ahead" if device.capability >= 80 else "direct"
     share = max(1, all_threads // (threads * rows))
     return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
 
@@ -294,18 +305,28 @@ def _is_faster_read_twice(problem: Problem, width: int) -> bool:
 
 def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> Iterator[RowBlock]:
     """The ways to share a row, best first, with the most vectors and blocks of each."""
-    # 50257 columns of float32, peeled, take 1.19 with 256 threads a block, 1.66 with 512; of bfloat16 1.56 and 1.52.
-    threads = 256 if peeled and width == 4 and isinstance(problem, ForwardProblem) else _MOST_THREADS
+    # 50257 columns of float32, peeled, take 1.13 with 256 threads a block (backward 1.19, with 512 1.40).
+    threads = 256 if peeled and width == 4 else _MOST_THREADS
     way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
     if isinstance(problem, BackwardProblem):
+        # 32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04.
+        ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
         if width == 8 and device.capability == 90:
-            # 32768 columns of bfloat16 take 1.31 with two blocks of 128 threads a multiprocessor, 1.39 with one of 512,
-            # and 50257 (peeled) 1.78 and 3.18. With 8 vectors it would be 1.26, but they spill.
-            yield replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
+            # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512,
+            # and 50257 (peeled) 1.62 and 1.73 with one of 256. With 8 vectors they would spill.
+            for rows in ahead:
+                yield replace(
+                    way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2, rows_ahead=rows
+                )
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
-            # 100,000 columns of float32 take 1.16, staged 1.25; 65536 of bfloat16 1.30 and 1.35.
+            # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
+            # one, and 1.14 staged by four blocks of 512 threads.
             early = replace(way, weights="early")
-            yield early if width == 4 else replace(early, threads_per_row=256, blocks_per_row=8)
+            if width == 4:
+                yield early
+            else:
+                for rows in ahead:
+                    yield replace(early, threads_per_row=256, blocks_per_row=8, rows_ahead=rows)
     elif problem.residual is not None and problem.norm.centered and not peeled and device.capability < 120:
         # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
         yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
@@ -319,11 +340,11 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
-    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.65 number by number, peeled 1.76 (backward 2.1 and
-    # 1.77). float32 forward is read number by number as fast, 1.08 at 4097 columns, until a row is long: 1.12 and 1.07
+    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.51 peeled, number by number 1.88 (backward 1.27 and
+    # 2.1). float32 forward is read number by number as fast, 1.08 at 4097 columns, until a row is long: 1.12 and 1.07
     # at 5121. What does not lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09,
     # peeled 1.38.
-    least = 16 * piece if not forward else 64 * piece if itemsize == 2 else 4097
+    least = 16 * piece if not forward else 32 * piece if itemsize == 2 else 4097
     may_peel = forward or not _has_channels(problem)
     if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
@@ -360,7 +381,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead, their weights at hand.
 
-    At 4097 columns of bfloat16 that takes 1.23, directly 1.38; at 15,873 1.31 and 1.51, of float32 1.15 and 1.41, but
+    At 4097 columns of bfloat16 that takes 1.17, directly 1.38; at 15,873 1.17 and 1.51, of float32 1.15 and 1.41, but
     at 5121 of float32 1.15 and 1.07.
     """
     forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
@@ -374,12 +395,9 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     if vectors > most_vectors or not _fits_registers(problem, device, width, vectors, threads, True, direct):
         return _shared_row(problem, device, width, peeled=True) if alike else None
     if not direct:
-        # Forward 4097 columns take 1.23 with 384 threads a multiprocessor, 1.52 with 512; 1023 take 1.47 with up to
-        # 1024. Backward 1023 take 1.38 with 4 rows a block, with 2 1.41, and 257 1.83 with 8, with 2 1.95.
-        short = vectors_per_row < 256
-        rows = _rows_per_block(problem, device, (128 if forward else 256) // threads if short else 1, threads)
-        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
-        most = (1024 if short else 384) if forward else 512
+        rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
+        rows = _rows_per_block(problem, device, rows, threads) if vectors_per_row < 256 else 1
+        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
         if isinstance(problem, BackwardProblem):
             geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
         share = max(1, min(most // geometry.threads, _resident(geometry, problem, device)))
@@ -387,6 +405,19 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
             return replace(geometry, blocks_per_multiprocessor=share)
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     return geometry if forward else _persistent(geometry, problem, device)
+
+
+def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
+    """Rows of a block where they are short, threads of a multiprocessor, and rows ahead.
+
+    bfloat16 forward: 257 columns (a vector a thread) take 1.51 with 768 threads a multiprocessor, 513 (2) 1.20, with
+    1024 1.35; 1023 (4) 1.16 with 512, with 1024 1.34; 1601 (7) 1.17 with 384; 4097 (8) 1.17 with 256, with 384 1.20.
+    Backward: 257 columns take 1.27 with 16 rows a block and two ahead, with 8 and one 1.40; 1023 (2) 1.14 with 4 rows.
+    """
+    if forward:
+        most = 768 if vectors <= 2 else 512 if vectors <= 4 else 384 if vectors <= 7 else 256
+        return (256 if vectors <= 2 else 64) // threads, most, 1
+    return (512 // threads, 512, 2) if vectors == 1 else (256 // threads, 512, 1)
 
 
 def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool) -> tuple[int, int]:
@@ -492,10 +523,11 @@ def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
 
 
 def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """Without what shared memory is too small for: first the weights, then the rows ahead."""
-    if not _fits(geometry, problem, device):
-        geometry = replace(geometry, weights="late")
-    return geometry if _fits(geometry, problem, device) else replace(geometry, stage="direct")
+    """Without what shared memory is too small for: the rows ahead but for one, then the weights, then that row."""
+    for less in ({"rows_ahead": 1}, {"weights": "late"}, {"stage": "direct"}):
+        if not _fits(geometry, problem, device):
+            geometry = replace(geometry, **less)
+    return geometry
 
 
 def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
@@ -556,10 +588,12 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                 crowded = _crowded(geometry, problem, device)
                 if not peeled and crowded != geometry:
                     yield crowded
-            most = _resident(geometry, problem, device)
-            for share in (1, 2, 3, 4, 6, 8, 12, 16):
-                if share <= most:
-                    yield replace(geometry, blocks_per_multiprocessor=share)
+            for rows in (1, 2) if stage == "ahead" else (1,):
+                deeper = replace(geometry, rows_ahead=rows)
+                most = _resident(deeper, problem, device) if _fits(deeper, problem, device) else 0
+                for share in (1, 2, 3, 4, 6, 8, 12, 16):
+                    if share <= most:
+                        yield replace(deeper, blocks_per_multiprocessor=share)
 
 
 def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
