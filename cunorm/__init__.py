@@ -16,15 +16,14 @@ from typing import Any
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
     __path__.append(os.path.dirname(__path__[0]))
 
+from cunorm.batch_statistics import batch_norm_stats, merge_batch_norm_stats
 from cunorm.channels import (
     batch_norm,
     batch_norm_backward,
-    batch_norm_stats,
     group_norm,
     group_norm_backward,
     instance_norm,
     instance_norm_backward,
-    merge_batch_norm_stats,
 )
 from cunorm.experiments import experiment
 from cunorm.explanation import explain
@@ -52,6 +51,10 @@ __all__ = [
     "rms_norm_backward",
     "tune",
 ]
+
+# TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
+for _name in __all__[1:]:
+    globals()[_name].autograph_info__ = {}
 
 
 def load_ipython_extension(shell: Any) -> None:

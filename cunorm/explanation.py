@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cunorm import adapters, gpus, launch, ops
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
 from cunorm.execute import NOWHERE, Described, Op, Prepared
 from cunorm.occupancy import occupancy

@@ -565,8 +565,3 @@ def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | N
     """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was; and that."""
     tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
     return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned
-
-
-# TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
-for _function in (layer_norm, layer_norm_backward, rms_norm, rms_norm_backward):
-    setattr(_function, "autograph_info__", {})  # noqa: B010

@@ -223,8 +223,3 @@ def _prepare_backward(
         activation=op.activation,
     )
     return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
-
-
-# TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
-for _function in (gelu, gelu_backward):
-    setattr(_function, "autograph_info__", {})  # noqa: B010

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import cunorm
-from cunorm import activations, execute, reference
+from cunorm import execute, reference
 from cunorm.plan import Device, Plan, plan
 from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Norm, View
+from cunorm.reference import activations
 
 Array = np.ndarray[Any, Any]
 

@@ -29,11 +29,12 @@ from cases import (
 )
 
 import cunorm
-from cunorm import activations, reference
+from cunorm import reference
 from cunorm.checks import memory_order
 from cunorm.execute import Output
 from cunorm.plan import Device, Plan, plan
 from cunorm.problem import ChannelBackward, ChannelForward, RunningStatistics
+from cunorm.reference import activations
 
 NAMES = ("instance_norm", "group_norm", "batch_norm")
 # How x lies in memory: as its shape says, with its channels on the other side of the spatial axes, or with gaps.

@@ -1,6 +1,6 @@
 """What holds for all tests: those marked gpu are skipped where there is no GPU, and frameworks stay quiet.
 
-The fixtures are those of tuning, which several files use: a cache folder of the test's own, and a GPU that is none.
+The fixtures are those that several files use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from bench_cases import OtherProvider
     from tuning_cases import FakeMachine
 
     from cunorm.plan import Plan
@@ -87,3 +88,36 @@ def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeM
     machine = FakeMachine(lambda plan: 1e-5)
     monkeypatch.setattr(tuning, "current_gpu", lambda problem: machine)
     return machine
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Whatever torch.compile keeps is of this test alone."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def other_provider(monkeypatch: pytest.MonkeyPatch) -> type[OtherProvider]:
+    """A library among those that ``bench/`` compares; a test says how it computes."""
+    from bench_cases import OtherProvider
+
+    from cunorm.bench import peers
+
+    monkeypatch.setitem(peers.PROVIDERS, "other", OtherProvider)
+    return OtherProvider
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Whatever a test does with experiments, afterwards every text is the shipped one."""
+    from experiment_cases import SHIPPED
+
+    from cunorm import kernels
+
+    yield
+    assert kernels.replaced == {}
+    assert {kernel: kernels.kernel_text(kernel) for kernel in SHIPPED} == SHIPPED

@@ -21,7 +21,7 @@ from channel_cases import (
 )
 
 import cunorm
-from cunorm import channels, reference
+from cunorm import channel_norm, reference
 from cunorm.execute import Output, Prepared
 from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS
 from cunorm.problem import ACTIVATIONS, ChannelBackward, ChannelForward, ChannelTensor, RunningStatistics, Vector, View
@@ -493,7 +493,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         made.append((problem, operands, outputs))
         return Prepared(outputs, device, 0, lambda pointers, workspace, stream: None)
 
-    monkeypatch.setattr(channels, "prepare_launches", prepare)
+    monkeypatch.setattr(channel_norm, "prepare_launches", prepare)
     return made
 
 
@@ -505,7 +505,7 @@ CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def test_the_problem_of_a_group_norm(asked: list[Asked]) -> None:
-    op = channels.ChannelNorm.of("group_norm", "NCHW", 1e-3, "silu", 4)
+    op = channel_norm.ChannelNorm.of("group_norm", "NCHW", 1e-3, "silu", 4)
     x, weight, bias = on_gpu((3, 8, 4, 5), "float16", CHANNELS_LAST), on_gpu((8,), "float32"), on_gpu((8,), "float16")
     op.prepare_forward(x, None, weight, bias, None, True)
     like_x, statistic = Output((3, 8, 4, 5), "float16", CHANNELS_LAST), Output((3, 4), "float32")
@@ -523,7 +523,7 @@ def test_the_problem_of_a_group_norm(asked: list[Asked]) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_problem_of_a_batch_norm(asked: list[Asked], training: bool) -> None:
-    op = channels.ChannelNorm.of("batch_norm", "NC...", 1e-3, training=training, momentum=0.25, convention="keras")
+    op = channel_norm.ChannelNorm.of("batch_norm", "NC...", 1e-3, training=training, momentum=0.25, convention="keras")
     x, mean, var = on_gpu((3, 8, 5), "float32"), on_gpu((8,), "float32"), on_gpu((8,), "float64")
     op.prepare_forward(x, None, None, None, None, False, (mean, var))
     statistics = Vector("float32"), Vector("float64")
@@ -546,6 +546,6 @@ def test_the_problem_of_a_batch_norm(asked: list[Asked], training: bool) -> None
 
 def test_the_problem_of_statistics_alone(asked: list[Asked]) -> None:
     x, statistic = on_gpu((3, 4, 5, 8), "bfloat16"), Output((8,), "float32")
-    channels.ChannelNorm.of("batch_norm_stats", "N...C").prepare_forward(x, None, None, None, None, True)
+    channel_norm.ChannelNorm.of("batch_norm_stats", "N...C").prepare_forward(x, None, None, None, None, True)
     problem = ChannelForward(1, 8, (60,), 1, ChannelTensor("bfloat16", 0, 1, (8,)), None, None, None, True, 0.0)
     assert asked.pop() == (problem, FORWARD_OPERANDS, (None, None, statistic, statistic))

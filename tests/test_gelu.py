@@ -33,10 +33,11 @@ from plan_cases import DEVICES as PLAN_DEVICES
 from plan_cases import GPUS, MOST_BYTES, many
 
 import cunorm
-from cunorm import activations, kernels, reference
+from cunorm import kernels, reference
 from cunorm.plan import Plan, plan
 from cunorm.problem import DTYPES as DTYPE_INFO
 from cunorm.problem import PointwiseBackward, PointwiseForward, View, contiguous_strides
+from cunorm.reference import activations
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}

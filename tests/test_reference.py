@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cunorm import activations, reference
+from cunorm import reference
 from cunorm.problem import ACTIVATIONS, Norm
+from cunorm.reference import activations, sums, tiles
 
 torch = pytest.importorskip("torch")
 
@@ -564,10 +565,10 @@ def test_any_shape_axes_and_tile(data: st.DataObject) -> None:
     dy, x, weight, bias = problem(shape, axis, affine)
     residual, added = (normal(shape, seed=seed) if data.draw(st.booleans()) else None for seed in (4, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_TILE", data.draw(st.integers(1, 64), label="tile"))
-        patch.setattr(reference, "_MIN_ROWS_OF_TRANSPOSED_TILE", data.draw(st.integers(1, 8), label="rows of a tile"))
-        patch.setattr(reference, "_RUN", data.draw(st.integers(1, 8), label="run"))
-        patch.setattr(reference, "_GROUPS", data.draw(st.integers(2, 8), label="groups"))
+        patch.setattr(tiles, "_TILE", data.draw(st.integers(1, 64), label="tile"))
+        patch.setattr(tiles, "_MIN_ROWS_OF_TRANSPOSED_TILE", data.draw(st.integers(1, 8), label="rows of a tile"))
+        patch.setattr(sums, "_RUN", data.draw(st.integers(1, 8), label="run"))
+        patch.setattr(sums, "_GROUPS", data.draw(st.integers(2, 8), label="groups"))
         y, total, mean, rstd = reference.row_norm(x, weight, bias, axis=axis, eps=0.1, norm=norm, residual=residual)
         total = x if total is None else total
         gradients = reference.row_norm_backward(
@@ -587,8 +588,8 @@ def test_any_shape_axes_and_tile(data: st.DataObject) -> None:
 def test_blocks_cover_an_index_space_once_in_order(shape: tuple[int, ...], limit: int) -> None:
     flat = np.arange(math.prod(shape)).reshape(shape)
     seen = [0]
-    for block in reference._blocks(shape, limit):
-        found = flat[reference._index(block)]
+    for block in tiles.blocks_of(shape, limit):
+        found = flat[tiles.index_of(block)]
         assert found.shape == block.shape
         assert 1 <= found.size == block.size <= limit
         np.testing.assert_array_equal(found.ravel(), np.arange(block.span.start, block.span.stop))

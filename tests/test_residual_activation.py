@@ -26,8 +26,8 @@ from cases import (
 )
 
 import cunorm
-from cunorm import activations
 from cunorm.problem import ACTIVATIONS, Norm
+from cunorm.reference import activations
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 PLAIN = [LAYER_NORM, RMS_NORM]

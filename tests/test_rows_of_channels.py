@@ -25,7 +25,7 @@ from cases import (
 )
 from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels
 
-from cunorm import activations, reference, tuning_file
+from cunorm import reference, tuning_file
 from cunorm.plan import Plan, RowBlock, row_block, row_grid
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
@@ -42,6 +42,7 @@ from cunorm.problem import (
     RunningStatistics,
     Vector,
 )
+from cunorm.reference import activations
 
 Choice = Callable[[ChannelProblem], Plan | None]
 ALL = (True, True, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import check_channels, check_x
 from cunorm.execute import Op
 from cunorm.ops import RowNorm

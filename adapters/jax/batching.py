@@ -20,7 +20,7 @@ from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.call import Call
 from cunorm.adapters.jax.plain import plain_call
 from cunorm.adapters.jax.primitive import bind, primitive
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Op
 from cunorm.ops import RowNorm
 

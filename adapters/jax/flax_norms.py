@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import cunorm
 from cunorm.adapters.jax.synchronized import synchronized_batch_norm
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 
 __all__ = ["batch_norm", "check_layer", "group_norm", "instance_norm", "row_norm"]
 

@@ -23,7 +23,7 @@ from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.call import Call, custom_call
 from cunorm.adapters.jax.primitive import bind, primitive
 from cunorm.adapters.jax.synchronized import merged_statistics, synchronized_gradients, synchronized_results
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 
 _jax: Any = jax  # much of it has no types
 _partitioning: Any = custom_partitioning

@@ -153,7 +153,7 @@ class TensorFlowAdapter(Adapter):
                 dy = tf.convert_to_tensor(dy)
                 dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
                 kept = (total, weight, bias if op.keeps_bias else None, mean, rstd)
-                dx, dweight, dbias = _backward(op, dy, dresidual_out, *kept, mask, bias_dtype)
+                dx, dweight, dbias = _backward(op, (dy, dresidual_out, *kept), mask, bias_dtype)
                 gradients = _gather((dx, None if residual is None else dx, dweight, dbias))
                 return gradients + [None] * len(running)
 
@@ -179,8 +179,8 @@ class TensorFlowAdapter(Adapter):
         bias_dtype: str | None,
     ) -> Gradients:
         arguments = {"dresidual_out": dresidual_out, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-        x, dy, dresidual_out, weight, bias, mean, rstd = _tensors(x=x, dy=dy, **arguments)
-        return _backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, bias_dtype)
+        x, dy, dresidual_out, *others = _tensors(x=x, dy=dy, **arguments)
+        return _backward(op, (dy, dresidual_out, x, *others), output_mask, bias_dtype)
 
 
 ADAPTER: Adapter = TensorFlowAdapter()
@@ -233,20 +233,7 @@ def _forward(op: Op, *inputs: Any) -> Results:
     return y, residual_out, mean, rstd
 
 
-def _backward(
-    op: Op,
-    dy: Any,
-    dresidual_out: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    rstd: Any,
-    mask: tuple[bool, bool, bool],
-    bias_dtype: str | None,
-) -> Gradients:
-    inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
-
+def _backward(op: Op, inputs: Sequence[Any], mask: tuple[bool, bool, bool], bias_dtype: str | None) -> Gradients:
     def prepare(
         dy: View,
         dresidual_out: View | None,

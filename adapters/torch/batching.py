@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Op
 from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise

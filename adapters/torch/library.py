@@ -22,7 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cunorm import execute
 from cunorm.adapters.torch import batching
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise

@@ -1,8 +1,9 @@
 """Runs the very text of a CUDA kernel on a CPU, with AddressSanitizer and UndefinedBehaviorSanitizer on.
 
-For tests and for those who write kernels on a machine without a GPU; the CPU path of a user's call is ``reference.py``.
-It needs g++ and Linux. Threads are fibers that run one at a time, in an order drawn from a seed: a kernel whose result
-depends on an order that CUDA does not promise gives different results for different seeds, not an error.
+For tests and for those who write kernels on a machine without a GPU; the CPU path of a user's call is
+``cunorm.reference``. It needs g++ and Linux. Threads are fibers that run one at a time, in an order drawn from a seed:
+a kernel whose result depends on an order that CUDA does not promise gives different results for different seeds, not an
+error.
 
 What is found, as an :class:`EmulatorError` with block, thread and line:
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cunorm import execute
-from cunorm.channels import ChannelNorm
+from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Described, Op, Output, numpy_dtype
 from cunorm.ops import RowNorm
 from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_split

@@ -1,0 +1,112 @@
+"""The statistics of batch norm on their own: of one part of a batch, and of all of it from those of its parts."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from cunorm import adapters
+from cunorm.channel_norm import ChannelNorm
+
+__all__ = ["batch_norm_stats", "merge_batch_norm_stats"]
+
+
+def batch_norm_stats(x: Any, *, data_format: str = "NC...") -> tuple[Any, Any]:
+    """The statistics of `batch_norm`: mean and biased variance of each channel, over samples and spatial dimensions.
+
+    With `merge_batch_norm_stats` they become those of a batch that several devices hold
+    (Ioffe, Szegedy 2015, arXiv:1502.03167; the synchronized batch norm of the frameworks), or of one that comes in
+    parts.
+
+    Parameters
+    ----------
+    x : tensor
+        Samples, channels, and any number of spatial dimensions, as `instance_norm` says.
+    data_format : str
+        As for `instance_norm`.
+
+    Returns
+    -------
+    mean, var : tensor
+        Of shape (C,); float32, float64 for float64 x; NaN where x is empty. They are constants to differentiation.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        As `batch_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cunorm.batch_norm_stats(np.array([[1.0, 4.0], [3.0, 8.0]]))
+    (array([2., 6.]), array([1., 4.]))
+    """
+    adapter = adapters.adapter_of(x)
+    op = ChannelNorm.of("batch_norm_stats", data_format)
+    _, _, mean, var = adapter.apply(op, x, None, None, None, None, True)
+    return mean, var
+
+
+def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any, Any]:
+    """Mean and biased variance of a whole, from those of its parts: what devices that share a batch exchange.
+
+    Two parts of ``n`` and ``m`` values have ``mean + (mean' - mean) * m / (n + m)`` for a mean, and for a variance
+    ``(n * var + m * var') / (n + m) + (mean' - mean)^2 * n * m / (n + m)^2`` (Chan, Golub, LeVeque 1983, The American
+    Statistician 37:242); the parts are taken one after the other. It is written in operators of tensors, so it works
+    for those of every framework, on their devices, and inside their compilers.
+
+    Parameters
+    ----------
+    means, variances : tensor, or sequence of tensors
+        Of K parts: of shape (K, C), or K of shape (C,), as `batch_norm_stats` gives them.
+    counts : sequence of int, or tensor
+        How many values a channel has in each part: K numbers, of which a 0 leaves its part out; or a framework's tensor
+        of shape (K,), of means' dtype and without zeros.
+
+    Returns
+    -------
+    mean, var : tensor
+        Of shape (C,).
+
+    Raises
+    ------
+    ValueError
+        For another number of means, variances and counts, for negative counts, or where all are zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> parts = np.array([[1.0], [3.0]]), np.array([[8.0]])
+    >>> means, variances = zip(*map(cunorm.batch_norm_stats, parts))
+    >>> mean, var = cunorm.merge_batch_norm_stats(means, variances, [2, 1])
+    >>> mean, var.round(4), np.var([1, 3, 8]).round(4)
+    (array([4.]), array([8.6667]), np.float64(8.6667))
+    """
+    parts = [_length(given) for given in (means, variances, counts)]
+    if len(set(parts)) > 1:
+        found = "there are {} means, {} variances and {} counts".format(*parts)
+        raise ValueError(f"{found}; they must be of one number")
+    mean = var = total = None
+    for i in range(parts[0]):
+        count = counts[i]
+        if isinstance(count, numbers.Real):  # a tensor's numbers may not be known yet, or are on a device
+            count = float(count)
+            if count < 0:
+                raise ValueError(f"counts has {count:g}; they must not be negative")
+            if not count:
+                continue
+        if total is None:
+            mean, var, total = means[i], variances[i], count
+            continue
+        total = total + count
+        fraction, difference = count / total, means[i] - mean
+        var = var * (1 - fraction) + variances[i] * fraction + difference * difference * (fraction * (1 - fraction))
+        mean = mean + difference * fraction
+    if total is None:
+        raise ValueError("counts has no values; one at least must be positive")
+    return mean, var
+
+
+def _length(given: Any) -> int:
+    return len(given) if isinstance(given, Sequence) else int(given.shape[0])

@@ -1,0 +1,363 @@
+"""`ChannelNorm`, the op behind the norms of channels: checks in the user's terms, then problem, plan, launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cunorm import execute, reference
+from cunorm.checks import (
+    check_activation,
+    check_channels,
+    check_convention,
+    check_data_format,
+    check_eps,
+    check_groups,
+    check_like,
+    check_momentum,
+    check_num_groups,
+    check_out,
+    check_training,
+    check_vector,
+    memory_order,
+)
+from cunorm.execute import Output, Prepared
+from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, layout_of, prepare_launches, views_of
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
+
+__all__ = ["RUNNING_OPERANDS", "ChannelNorm"]
+
+# What a forward call's pointers are those of, in order, where there are running statistics.
+RUNNING_OPERANDS = (*FORWARD_OPERANDS[:5], "running_mean", "running_var", *FORWARD_OPERANDS[5:])
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelNorm:
+    """One of the norms of channels with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
+
+    There is one object for the same attributes, made by `of`: as a part of keys it is compared by identity, in no time.
+    ``training`` is False where the statistics are given; an update is ``running = kept * running + taken * new``, the
+    new variance ``unbiased`` or not.
+    """
+
+    name: str
+    data_format: str
+    eps: float
+    activation: str | None
+    num_groups: int | None
+    training: bool
+    kept: float
+    taken: float
+    unbiased: bool
+    name_in_ops: str = field(default="", init=False, repr=False)
+
+    @staticmethod
+    def of(
+        name: str,
+        data_format: str,
+        eps: float = 0.0,
+        activation: str | None = None,
+        num_groups: int | None = None,
+        training: bool = True,
+        momentum: float = 0.1,
+        convention: str = "torch",
+    ) -> ChannelNorm:
+        """The op of a user's arguments."""
+        if execute.is_compiling():
+            # Where a number may be a symbol: an index or what a set holds is none.
+            if type(num_groups) is int:
+                num_groups = operator.index(num_groups)
+            if type(eps) is float:
+                (eps,) = {eps}
+            if type(momentum) is float:
+                (momentum,) = {momentum}
+            arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
+            found = _name_of(*arguments)
+            if found is None:
+                return _make(*arguments)  # says what is wrong
+            return getattr(execute.OPS, found)  # type: ignore[no-any-return]
+        arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
+        try:
+            return _op_of(*arguments)  # type: ignore[no-any-return]
+        except TypeError:  # of something that cannot be hashed: what is wrong with it is said below
+            pass
+        return _op_of.__wrapped__(*arguments)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def keeps_bias(self) -> bool:
+        return self.activation is not None
+
+    @functools.cached_property
+    def updates_running(self) -> bool:
+        return self.training
+
+    @functools.cached_property
+    def over_samples(self) -> bool:
+        """Whether statistics are over the samples too."""
+        return self.name in ("batch_norm", "batch_norm_stats")
+
+    @functools.cached_property
+    def statistics_alone(self) -> bool:
+        return self.name == "batch_norm_stats"
+
+    def prepare_forward(
+        self,
+        x: View,
+        residual: View | None,
+        weight: View | None,
+        bias: View | None,
+        out: View | None,
+        stats: bool,
+        running: tuple[View, ...] = (),
+    ) -> Prepared:
+        layouts = (layout_of(x), layout_of(weight), layout_of(bias), layout_of(out))
+        return _prepare_forward(self, *layouts, stats, tuple(map(layout_of, running)))
+
+    def prepare_backward(
+        self,
+        dy: View,
+        dresidual_out: View | None,
+        x: View,
+        weight: View | None,
+        bias: View | None,
+        mean: View | None,
+        rstd: View | None,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Prepared:
+        layouts = (layout_of(view) for view in (dy, x, weight, bias, mean, rstd))
+        return _prepare_backward(self, *layouts, output_mask, bias_dtype)
+
+
+def _make(
+    name: str,
+    data_format: Any,
+    eps: Any,
+    activation: Any,
+    num_groups: Any,
+    training: Any,
+    momentum: Any,
+    convention: Any,
+) -> ChannelNorm:
+    torch_convention, share = check_convention(convention) == "torch", check_momentum(momentum)
+    return ChannelNorm(
+        name,
+        check_data_format(data_format),
+        check_eps(eps),
+        check_activation(activation),
+        check_num_groups(num_groups) if name == "group_norm" else None,
+        check_training(training),
+        1 - share if torch_convention else share,
+        share if torch_convention else 1 - share,
+        torch_convention,
+    )
+
+
+_op_of, _name_of = execute.interned(_make)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What there is of x: for which sets statistics are, and what an op's tensors look like."""
+
+    channel_axis: int
+    channels: int
+    channels_per_set: int
+    values_per_channel: int  # in all samples
+    like_x: Output
+    statistic: Output
+
+    @staticmethod
+    def of(op: ChannelNorm, x: View) -> _Sizes:
+        channel_axis = check_channels(x, op.data_format)
+        channels = x.shape[channel_axis]
+        channels_per_set = 1 if op.num_groups is None else check_groups(x, channels, op.num_groups)
+        shape = (channels,) if op.over_samples else (x.shape[0], op.num_groups or channels)
+        values = math.prod(size for axis, size in enumerate(x.shape) if axis != channel_axis)
+        like_x = Output(x.shape, x.dtype, memory_order(x, channel_axis))
+        return _Sizes(channel_axis, channels, channels_per_set, values, like_x, Output(shape, DTYPES[x.dtype].compute))
+
+
+@execute.prepared_once
+def _prepare_forward(
+    op: ChannelNorm,
+    x: View,
+    weight: View | None,
+    bias: View | None,
+    out: View | None,
+    stats: bool,
+    running: tuple[View, ...],
+) -> Prepared:
+    sizes = _Sizes.of(op, x)
+    check_vector(weight, "weight", (sizes.channels,), x)
+    check_vector(bias, "bias", (sizes.channels,), x)
+    for name, view in zip(("running_mean", "running_var"), running):
+        check_vector(view, name, (sizes.channels,), x)
+    least = 2 if op.unbiased else 1  # as PyTorch has it, and as Keras, where a last batch of one sample trains
+    if op.name == "batch_norm" and op.training and sizes.values_per_channel < least:
+        found = "one value" if sizes.values_per_channel else "no values"
+        must = f"in training there must be {'more than' if op.unbiased else 'at least'} one"
+        raise ValueError(f"x has {found} per channel (shape {x.shape}); {must}")
+    if out is not None:
+        check_out(out, sizes.like_x, x)
+    y = None if op.statistics_alone else sizes.like_x
+    statistic = sizes.statistic if stats else None
+    outputs = (y if out is None else None, None, statistic, statistic)
+    y_view = None if y is None else out or y.view(x.device)
+
+    if x.device[0] == "cpu":
+        views = (x, None, weight, bias, y_view, *running, *views_of(outputs[1:], x.device))
+        return execute.prepare_on_cpu(functools.partial(_run_forward, op, sizes), views, outputs)
+    problem = ChannelForward.of(
+        x,
+        weight,
+        bias,
+        y_view,
+        channel_axis=sizes.channel_axis,
+        channels_per_set=sizes.channels_per_set,
+        over_samples=op.over_samples,
+        eps=op.eps,
+        stats=stats,
+        activation=op.activation,
+        running=_running_statistics(op, *running) if running else None,
+    )
+    return prepare_launches(problem, RUNNING_OPERANDS if running else FORWARD_OPERANDS, outputs, x.device)
+
+
+def _running_statistics(op: ChannelNorm, mean: View, variance: View) -> RunningStatistics:
+    if not op.training:
+        return RunningStatistics.of(mean, variance, given=True)
+    return RunningStatistics.of(mean, variance, given=False, kept=op.kept, taken=op.taken, unbiased=op.unbiased)
+
+
+def _run_forward(op: ChannelNorm, sizes: _Sizes, x: Any, _: Any, weight: Any, bias: Any, y: Any, *others: Any) -> None:
+    """The CPU path: NumPy arrays of all inputs and outputs."""
+    *running, _, mean, rstd = others
+    x, y = (_seen(op, sizes, array) for array in (x, y))
+    mean, rstd = (_by_set(op, array) for array in (mean, rstd))
+    if op.training:
+        new_mean, new_var = reference.channel_statistics(x, channels_per_set=sizes.channels_per_set)
+        statistics = new_mean, new_var
+        if running:
+            values = sizes.values_per_channel
+            bessel = values / (values - 1) if op.unbiased else 1.0
+            for array, new in zip(running, (new_mean[0], new_var[0] * bessel)):
+                reference.update_running(array, new, kept=op.kept, taken=op.taken)
+    else:
+        running_mean, running_var = running
+        statistics = _by_set(op, running_mean), _by_set(op, running_var)
+    if op.statistics_alone:
+        mean[...], rstd[...] = statistics
+        return
+    reference.channel_norm(
+        x,
+        weight,
+        bias,
+        channels_per_set=sizes.channels_per_set,
+        eps=op.eps,
+        activation=op.activation,
+        given=statistics,
+        out=y,
+        mean_out=mean,
+        rstd_out=rstd,
+    )
+
+
+def _seen(op: ChannelNorm, sizes: _Sizes, array: Any) -> Any:
+    """A view of an array of x's shape as samples by channels by points, the samples of a batch being points."""
+    if array is None:
+        return None
+    if op.over_samples:
+        return np.moveaxis(array, sizes.channel_axis, 0)[None]
+    return np.moveaxis(array, sizes.channel_axis, 1)
+
+
+def _by_set(op: ChannelNorm, statistic: Any) -> Any:
+    """A view of an array of statistics as samples by sets."""
+    return statistic[None] if op.over_samples and statistic is not None else statistic
+
+
+@execute.prepared_once
+def _prepare_backward(
+    op: ChannelNorm,
+    dy: View,
+    x: View,
+    weight: View | None,
+    bias: View | None,
+    mean: View | None,
+    rstd: View | None,
+    output_mask: tuple[bool, bool, bool],
+    bias_dtype: str | None,
+) -> Prepared:
+    sizes = _Sizes.of(op, x)
+    check_vector(weight, "weight", (sizes.channels,), x)
+    check_vector(bias, "bias", (sizes.channels,), x)
+    check_like(dy, "dy", x.shape, x.dtype, x)
+    for name, view in (("mean", mean), ("rstd", rstd)):
+        if view is None:
+            raise TypeError(f"{name} is None; it must be the {name} that {op.name} returned")
+        check_like(view, name, sizes.statistic.shape, sizes.statistic.dtype, x, contiguous=True)
+    weight_dtype = x.dtype if weight is None else weight.dtype
+    if bias_dtype is None:
+        bias_dtype = weight_dtype if bias is None else bias.dtype
+    dx = sizes.like_x if output_mask[0] else None
+    dweight = Output((sizes.channels,), weight_dtype) if output_mask[1] else None
+    dbias = Output((sizes.channels,), bias_dtype) if output_mask[2] else None
+    outputs = (dx, dweight, dbias)
+
+    if x.device[0] == "cpu":
+        views = (dy, None, x, weight, bias, mean, rstd, *views_of(outputs, x.device))
+        return execute.prepare_on_cpu(functools.partial(_run_backward, op, sizes, output_mask), views, outputs)
+    problem = ChannelBackward.of(
+        dy,
+        x,
+        weight,
+        bias,
+        None if dx is None else dx.view(x.device),
+        channel_axis=sizes.channel_axis,
+        channels_per_set=sizes.channels_per_set,
+        over_samples=op.over_samples,
+        dweight=None if dweight is None else dweight.dtype,
+        dbias=None if dbias is None else dbias.dtype,
+        activation=op.activation,
+        given=not op.training,
+    )
+    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
+
+
+def _run_backward(
+    op: ChannelNorm,
+    sizes: _Sizes,
+    output_mask: tuple[bool, bool, bool],
+    dy: Any,
+    _: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
+    *outs: Any,
+) -> None:
+    """The CPU path: NumPy arrays of all inputs and outputs."""
+    dx, dweight, dbias = outs
+    dy, x, dx = (_seen(op, sizes, array) for array in (dy, x, dx))
+    reference.channel_norm_backward(
+        dy,
+        x,
+        weight,
+        _by_set(op, mean),
+        _by_set(op, rstd),
+        channels_per_set=sizes.channels_per_set,
+        activation=op.activation,
+        bias=bias,
+        given=not op.training,
+        output_mask=output_mask,
+        dx_out=dx,
+        dweight_out=dweight,
+        dbias_out=dbias,
+    )

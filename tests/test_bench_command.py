@@ -1,0 +1,94 @@
+"""``python -m cunorm bench``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench_cases import ROOT, ROW, FakeMachine, synthetic
+
+from cunorm import cli
+from cunorm.bench.results import load
+from cunorm.bench.suites import SUITES
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = cli.run(["bench", *arguments])
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cunorm.gpus.cuda_devices", lambda: ([], "none for this test"))
+
+
+def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = bench(capsys, "small")
+    assert code != 0
+    assert not out
+    assert "needs an NVIDIA GPU: none for this test" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "name a suite"),
+        (("speed",), "no suite 'speed'"),
+        (("small", "--only", "no such row"), "no row of small"),
+        (("small", "--part", "4/3"), "no part"),
+        (("small", "--json", "/no/such/folder/x.json"), "does not exist"),
+        (("small", "--from", "x.json"), "--from shows saved results, so it goes without a suite"),
+        (("--from", "x.json", "--providers", "torch"), "goes without --providers"),
+        (("--from", "x.json", "--part", "2/3"), "goes without --part"),
+        (("--from", "x.json", "--warm"), "goes without --warm"),
+        (("--from", "x.json", "--max-seconds", "9"), "goes without --max-seconds"),
+        (("small", "--warm", "--json", "x.json"), "--warm times nothing, so it goes without --json"),
+        (("small", "--warm", "--plots", "x"), "--warm times nothing, so it goes without"),
+        (("--from", "/no/such/x.json"), "/no/such/x.json"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    arguments: tuple[str, ...], message: str, no_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = bench(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    if message in ("name a suite", "no suite 'speed'"):
+        assert all(name in err for name in SUITES)
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("cunorm.cli.bench._machine", FakeMachine)
+    monkeypatch.setitem(SUITES, "tiny", lambda: iter([ROW, dataclasses.replace(ROW, direction="backward")]))
+    path = tmp_path / "tiny.json"
+    code, out, _ = bench(capsys, "tiny", "--json", str(path), "--providers", "cunorm,torch")
+    assert code == 0
+    assert re.search(r"layer_norm 5x33 float32 \| forward \| 10 µs \| [\d.]+ \| 0 \| torch 10 µs", out)
+    assert len(load(path).measurements) == 4
+    code, _, err = bench(capsys, "tiny", "--providers", "cunorm,nobody")
+    assert code == 2
+    assert "'nobody' is none of cunorm" in err
+    code, out, _ = bench(capsys, "tiny", "--max-seconds", "-1")
+    assert code == 0
+    assert "2 rows are missing: layer_norm 5x33 float32 forward; " in out
+
+
+def test_saved_results_are_shown_without_pytorch(tmp_path: Path) -> None:
+    results = dataclasses.replace(synthetic(), measurements=synthetic().measurements[:8])
+    results.save(tmp_path / "results.json")
+    code = (
+        "import sys; sys.modules['torch'] = None; from cunorm import cli; "
+        f"sys.exit(cli.run(['bench', '--from', {str(tmp_path / 'results.json')!r}, '--only', 'forward']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "layer_norm 524288x256 bfloat16" in done.stdout
+    assert "absent: liger (not installed)" in done.stdout

@@ -1,0 +1,151 @@
+"""cunorm's ops in torch.func: gradients, Jacobians and vmap."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch_cases import CASES, EVERY, ROW, STATISTICS, Case, Norm, assert_same, data, gradients, objective, tuple_of
+
+import cunorm
+from cunorm import execute
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
+
+@EVERY
+def test_functional_gradients(case: Case) -> None:
+    tensors = case.fresh()
+    expected = gradients(case, case.fresh(grad=True))
+    places = tuple(range(len(tensors)))
+
+    def number(*tensors: torch.Tensor) -> torch.Tensor:
+        return objective(case(*tensors))
+
+    assert_same(torch.func.grad(number, places)(*tensors), expected)
+    _, pull = torch.func.vjp(number, *tensors)
+    assert_same(pull(torch.ones((), dtype=torch.float64)), expected)
+
+
+def test_jacobian() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = cunorm.layer_norm(x, ROW["weight"], activation="gelu")
+        return y
+
+    x = data(2, 8)
+    expected = torch.autograd.functional.jacobian(norm, x)
+    torch.testing.assert_close(torch.func.jacrev(norm)(x), expected)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for cunorm::layer_norm_backward"):
+        torch.autograd.functional.jacobian(norm, x, vectorize=True)  # by the vmap of before torch.func
+
+
+@pytest.mark.parametrize("function", [torch.func.jvp, torch.autograd.functional.jvp], ids=["forward mode", "twice"])
+def test_forward_mode_and_second_derivatives_are_refused(function: Any) -> None:
+    for case in (*CASES.values(), STATISTICS):
+        if case.tensors["x"].dtype != torch.float64 or (case is STATISTICS and function is not torch.func.jvp):
+            continue
+        x = case.tensors["x"]
+        with pytest.raises(RuntimeError, match=r"forward mode AD|cannot be differentiated"):
+            function(lambda x, case=case: tuple_of(case(x))[0], (x,), (x,))
+
+
+def mapped(case: Case, batched: tuple[str, ...]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:
+    """The tensors of a case, of which some are stacks of three others, each along another axis."""
+    tensors, places = [], []
+    for index, (name, tensor) in enumerate(case.tensors.items()):
+        place = index % tensor.ndim if name in batched else None
+        shifted = [tensor * (1 + shift) + shift for shift in (0.0, 0.25, 0.5)]
+        tensors.append(tensor if place is None else torch.stack(shifted, place))
+        places.append(place)
+    return tensors, tuple(places)
+
+
+def looped(function: Any, tensors: list[torch.Tensor], places: tuple[int | None, ...]) -> tuple[torch.Tensor, ...]:
+    calls = [
+        tuple_of(
+            function(*[t if place is None else t.select(place, i).contiguous() for t, place in zip(tensors, places)])
+        )
+        for i in range(3)
+    ]
+    return tuple(torch.stack(results) for results in zip(*calls))
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "batched", [("x",), ("x", "residual"), ("weight", "bias"), ("x", "weight", "bias"), ("residual",)]
+)
+def test_vmap_equals_a_loop(case: Case, batched: tuple[str, ...]) -> None:
+    batched = tuple(name for name in batched if name in case.tensors) or ("x",)
+    tensors, places = mapped(case, batched)
+
+    def every_gradient(*tensors: torch.Tensor) -> Any:
+        return torch.func.grad(lambda *given: objective(case(*given)), tuple(range(len(tensors))))(*tensors)
+
+    def gradient_of_x(*tensors: torch.Tensor) -> Any:
+        return torch.func.grad(lambda x: objective(case(x, *tensors[1:])))(tensors[0])
+
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if case.tensors["x"].dtype == torch.bfloat16 else {}
+    for function in (case, every_gradient, gradient_of_x):
+        results = tuple_of(torch.vmap(function, places)(*tensors))
+        expected = looped(function, tensors, places)
+        for result, tensor in zip(results, expected, strict=True):
+            assert result.dtype == tensor.dtype
+            torch.testing.assert_close(result, tensor, **tolerance)
+
+
+def test_rows_and_samples_are_mapped_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = execute.forward
+    monkeypatch.setattr(execute, "forward", lambda *arguments: calls.append(arguments[2].shape) or real(*arguments))
+    torch.vmap(cunorm.layer_norm, (0, None))(data(3, 4, 8), data(8))
+    torch.vmap(functools.partial(cunorm.group_norm, num_groups=2))(data(3, 2, 4, 5))
+    torch.vmap(torch.vmap(cunorm.gelu))(data(3, 2, 4))
+    assert calls == [(3, 4, 8), (6, 4, 5), (3, 2, 4)]
+
+
+def test_wrong_arguments_under_vmap() -> None:
+    """The mapped axis is none that a call could name, and what no kernel checks is checked too."""
+    with pytest.raises(ValueError, match="axis -3 is out of range for x with 2 dimensions"):
+        torch.vmap(functools.partial(cunorm.layer_norm, axis=-3))(data(3, 4, 8))
+    with pytest.raises(ValueError, match=r"weight has shape \(8, 1\); for x of shape \(4, 8\) it must be \(8,\)"):
+        torch.vmap(cunorm.rms_norm)(data(3, 4, 8), data(3, 8, 1))
+    with pytest.raises(ValueError, match="x has one value per channel"):
+        torch.vmap(functools.partial(cunorm.batch_norm, training=True))(data(3, 1, 8))
+
+
+def test_vmap_of_running_statistics() -> None:
+    def step(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = cunorm.batch_norm(x, running_mean=mean, running_var=var, training=True)
+        return y, mean, var
+
+    x, mean, var = data(3, 2, 4, 5), data(3, 4), data(3, 4).square()
+    expected = [step(x[i], mean[i].clone(), var[i].clone()) for i in range(3)]
+    for result, items in zip(torch.vmap(step)(x, mean.clone(), var.clone()), zip(*expected)):
+        torch.testing.assert_close(result, torch.stack(items))
+    with pytest.raises(RuntimeError, match="vmap: inplace arithmetic"):
+        torch.vmap(step, (0, None, None))(x, mean[0].clone(), var[0].clone())
+
+
+def test_an_ensemble_of_modules() -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 8), Norm(8)).double() for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    x = data(4, 8)
+
+    def call(parameters: Any, buffers: Any) -> Any:
+        return torch.func.functional_call(models[0], (parameters, buffers), (x,))
+
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(torch.vmap(call)(parameters, buffers), expected)
+    compiled = torch.compile(torch.vmap(call), backend="aot_eager")
+    torch.testing.assert_close(compiled(parameters, buffers), expected)
+
+
+def test_a_tensor_that_outlived_its_transformation() -> None:
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(data(3, 8))
+    weight = data(8).requires_grad_()
+    y = cunorm.layer_norm(kept[0], weight)
+    assert_same(y, cunorm.layer_norm(data(3, 8), weight))
+    assert torch.autograd.grad(y.sum(), weight)[0].shape == (8,)
