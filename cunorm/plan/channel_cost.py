@@ -25,7 +25,7 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     """How much longer memory takes where a tile's channels are not whole and aligned lines of it."""
     if not tiles.along_channels:
         return float(1.06 ** math.log2(tiles.channel_lanes))
-    run = tiles.channels * DTYPES[problem.x.dtype].itemsize
+    run = tiles.channels * tiles.direction.plane * DTYPES[problem.x.dtype].itemsize
     if tiles.channels >= problem.channels:
         return 1.0
     aligned = 1.0 if run % 64 == 0 else 1.27 if run % 32 == 0 else 1.36
@@ -97,7 +97,7 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
-    along_channels, width = direction(problem)
+    along_channels, width, _ = direction(problem)
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03

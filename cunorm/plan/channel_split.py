@@ -73,7 +73,8 @@ class _Layout:
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
     itemsize = DTYPES[problem.x.dtype].itemsize
-    along_channels, width = direction(problem)
+    way = direction(problem)
+    along_channels, width, _ = way
     of = passes[along_channels]
     if itemsize == 2 and of.activates:
         # With more, ptxas spills: along the channels under an activation, and before sm_90.
@@ -90,7 +91,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         lanes = of.threads // point_lanes
         while lanes > 1 and lanes >= 2 * problem.channels:
             lanes //= 2
-    tiles = Tiles(width, along_channels, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
+    tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
     count = max(1, -(-problem.points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
