@@ -11,7 +11,8 @@ import math
 
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab
-from cunorm.plan.channel_tiles import Tiles, direction
+from cunorm.plan.channel_split import direction_of_passes
+from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
 
@@ -97,7 +98,7 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
-    along_channels, width, _ = direction(problem)
+    along_channels, width, _ = direction_of_passes(problem)
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03

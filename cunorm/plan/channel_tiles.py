@@ -17,6 +17,7 @@ __all__ = [
     "affine_constants",
     "along_planes",
     "direction",
+    "least_lanes",
     "pass_arguments",
     "running_arguments",
     "running_constants",
@@ -116,6 +117,11 @@ def along_planes(problem: ChannelProblem) -> Direction | None:
     return Direction(True, width, plane) if width > direction(problem).width else None
 
 
+def least_lanes(problem: ChannelProblem, way: Direction) -> int:
+    """The fewest lanes that hold whole sets of channels, where vectors lie along these."""
+    return math.lcm(problem.channels_per_set * way.plane, way.width) // way.width
+
+
 def _width(problem: ChannelProblem, along_channels: bool) -> int:
     """Elements that a thread moves at once, if they lie along the channels or along the points."""
     strides: list[int] = []
@@ -136,20 +142,19 @@ def _aligned_elements(problem: ChannelProblem, *strides: int) -> int:
     return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
 
 
-def tile_lanes(problem: ChannelProblem, direction: Direction, most_threads: int) -> Iterator[tuple[int, int]]:
+def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> Iterator[tuple[int, int]]:
     """Channel lanes of tiles of whole sets, and how many threads they make: whole warps, up to so many."""
-    period, width = problem.channels_per_set * direction.plane, direction.width
-    if not direction.along_channels:
+    if not way.along_channels:
         # Sums along the points want a power of two of threads, here of both kinds.
         for lanes in (1 << i for i in range(6)):
-            if lanes % period == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
+            if lanes % problem.channels_per_set == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
                 yield lanes, most_threads
         return
-    vectors = -(-problem.channels * direction.plane // width)
-    step = math.lcm(period, width) // width
+    vectors = -(-problem.channels * way.plane // way.width)
+    step = least_lanes(problem, way)
     for lanes in (*range(step, vectors, step), vectors):
         # Lanes of planes leave some threads of the last warp idle.
-        unit = 32 // math.gcd(32, lanes) if direction.plane == 1 else 1
+        unit = 32 // math.gcd(32, lanes) if way.plane == 1 else 1
         point_lanes = most_threads // lanes // unit * unit
         if point_lanes > 0:
             yield lanes, -(-lanes * point_lanes // 32) * 32
