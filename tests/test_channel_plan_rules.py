@@ -27,6 +27,7 @@ from cunorm import kernels
 from cunorm.plan import Device, Launch, Plan, channel_grid, channel_slab, plan
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_tiles import Direction, along_planes
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
 
@@ -451,3 +452,21 @@ def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
     for problem in plain_channel_norm((2, 32, 6**3), "float16", last=True):
         (launch,) = (item for item in plan(problem, Device()).launches if item.kernel.startswith("channel_slab"))
         assert 32 % int(dict(launch.constants)["CHANNEL_LANES"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "plane", "width"),
+    [
+        ((64, 2048, 49), "float16", 49, 8),
+        ((64, 2048, 49), "float32", 49, 4),
+        ((64, 60, 49), "float16", 49, 4),  # a sample is an even number of 8 bytes
+        ((64, 2047, 49), "float16", None, 1),
+        ((64, 256, 64), "float16", None, 8),
+    ],
+)
+def test_vectors_along_planes(shape: tuple[int, int, int], dtype: str, plane: int | None, width: int) -> None:
+    for problem in plain_channel_norm(shape, dtype, None):
+        way = along_planes(problem)
+        assert way == (None if plane is None else Direction(True, width, plane))
+        longest = max(slab.tiles.width for slab in channel_slab.candidates(problem, Device()))
+        assert longest == width
