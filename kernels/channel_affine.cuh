@@ -1,4 +1,5 @@
-// The weights and biases of a thread's channels (see channel_tile.cuh).
+// The weights and biases of a thread's channels, one for each of CHANNEL_VECTOR: of neighbours, which are aligned, or
+// along planes (see channel_tile.cuh) of the channels that the numbers of its vectors belong to, often the same.
 
 __device__ __forceinline__ void load_own_affine(const Chunk& chunk, const WEIGHT_TYPE* weights,
                                                 const BIAS_TYPE* biases, Compute (&weight)[CHANNEL_VECTOR],

@@ -55,8 +55,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
-  const X_TYPE* dy =
-      arguments.dy + part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* dy = arguments.dy + part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
   const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;

@@ -43,8 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
                                      arguments.splits, arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
-  const X_TYPE* dy =
-      arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* dx = arguments.dx + chunk.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
 

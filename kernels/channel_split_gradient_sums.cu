@@ -37,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Compute scratch[2 * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  const X_TYPE* dy =
-      arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};

@@ -5,10 +5,9 @@
 // neighbouring channels of a point, CHANNEL_LANES of them; in the second neighbouring points of a channel, and
 // threadIdx.y counts channels. What a tile's threads hold at a time, UNROLL vectors each, is TILE_POINTS long.
 //
-// Where each channel has PLANE > 1 points side by side, its plane, and the next channel's lie right behind them, vectors
-// may lie along all planes of the tile, from one into the next, where planes are too short or odd for vectors of their
-// own. A thread then goes from plane to plane. Few sizes of planes make lanes that fill whole warps: some threads hold
-// nothing.
+// Where each channel has PLANE > 1 points side by side, its plane, and those of the next lie right behind them, vectors
+// may lie along all planes of the tile, from one into the next: for planes too short or odd for vectors of their own. A
+// thread then goes on by whole planes. As few sizes of planes make lanes that fill warps, some threads hold nothing.
 constexpr int CHANNEL_VECTOR = ALONG_CHANNELS ? VECTOR : 1;  // channels that a thread's numbers may belong to
 constexpr int POINT_VECTOR = ALONG_CHANNELS ? PLANE : VECTOR;
 constexpr int POINT_LANES = THREADS / CHANNEL_LANES;
@@ -193,8 +192,8 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channe
 }
 
 // A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that
-// could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up. Where
-// a vector has whole planes, they are the last dimension, along which nobody walks.
+// could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
+// Planes are the last dimension, along which nobody walks.
 constexpr int WALKED_DIMS = PLANE > 1 ? POINT_DIMS - 1 : POINT_DIMS;
 
 struct Walk {

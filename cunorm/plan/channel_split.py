@@ -99,7 +99,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         step = least_lanes(problem, way)
         lanes = min(step * max(1, _PLANE_LANES // step), problem.channels * plane // width)
         threads = -(-lanes * max(1, of.threads // lanes) // 32) * 32
-        of = replace(of, threads=threads, min_blocks=max(1, of.min_blocks * of.threads // threads))
+        of = replace(of, threads=threads, min_blocks=max(1, min(2, of.min_blocks) * of.threads // threads))
     elif along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
