@@ -29,8 +29,8 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     run = tiles.channels * tiles.direction.plane * DTYPES[problem.x.dtype].itemsize
     if tiles.channels >= problem.channels:
         return 1.0
-    if tiles.direction.plane > 1:
-        return 1.0 if run % 32 == 0 else 1 + 32 / run  # long runs, which share a sector with the next
+    if tiles.direction.plane > 1 and run >= 512:
+        return 1.0 if run % 32 == 0 else 1 + 32 / run  # a sector of 32 bytes is shared with the next run
     aligned = 1.0 if run % 64 == 0 else 1.27 if run % 32 == 0 else 1.36
     return aligned if run >= 128 else aligned * (1.5 if run >= 64 else 96 / run)
 

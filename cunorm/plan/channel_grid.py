@@ -96,6 +96,7 @@ class Grid:
 
 
 def _tiles(problem: ChannelProblem) -> Iterator[Tiles]:
+    """Those of one block for each multiprocessor, and of two."""
     for way, resident in itertools.product((direction(problem), along_planes(problem)), (1, 2)):
         if way is not None:
             for lanes, threads in tile_lanes(problem, way, _THREADS // resident):

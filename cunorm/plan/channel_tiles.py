@@ -32,7 +32,7 @@ class Direction(NamedTuple):
 
     along_channels: bool
     width: int  # elements of a vector
-    plane: int = 1  # the points of a channel that lie side by side, where vectors lie along them and channels
+    plane: int = 1  # where they lie along planes: points of one
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
         return
     vectors = -(-problem.channels * way.plane // way.width)
     step = least_lanes(problem, way)
-    for lanes in (*range(step, vectors, step), vectors):
+    for lanes in (*range(step, min(vectors, most_threads + 1), step), vectors):
         # Lanes of planes leave some threads of the last warp idle.
         unit = 32 // math.gcd(32, lanes) if way.plane == 1 else 1
         point_lanes = most_threads // lanes // unit * unit
