@@ -97,10 +97,14 @@ class Grid:
 
 def _tiles(problem: ChannelProblem) -> Iterator[Tiles]:
     """Those of one block for each multiprocessor, and of two."""
-    for way, resident in itertools.product((direction(problem), along_planes(problem)), (1, 2)):
-        if way is not None:
-            for lanes, threads in tile_lanes(problem, way, _THREADS // resident):
-                yield Tiles(way, lanes, threads, resident)
+    ways = [direction(problem)]
+    planes = along_planes(problem)
+    # Under an activation ptxas would spill registers of eight numbers along planes.
+    if planes is not None and (planes.width < 8 or problem.activation is None):
+        ways.append(planes)
+    for way, resident in itertools.product(ways, (1, 2)):
+        for lanes, threads in tile_lanes(problem, way, _THREADS // resident):
+            yield Tiles(way, lanes, threads, resident)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
