@@ -618,13 +618,13 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     width, threads = constants["VECTOR"], math.prod(item.block)
     lanes = constants.get("CHANNEL_LANES") or constants.get("ROW_LANES", 1)  # rows that lie beside each other
     threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
-    along = constants.get("ALONG_CHANNELS", 0)
+    along, plane = constants.get("ALONG_CHANNELS", 0), constants.get("PLANE", 1)
     vectors = constants.get("VECTORS") or constants.get("STEPS") or constants.get("UNROLL", 0)
     # Of row_block and row_grid, of channel_slab and channel_grid; else tiles.
     columns = given.get("columns_per_block") or given.get("points_per_block")
     if not columns:
-        columns = threads_per_row * (1 if along else width) * (1 if "STEPS" in constants else vectors)
-    rows = constants.get("ROWS_PER_BLOCK") or lanes * (width if along else 1) * constants.get("STEPS", 1)
+        columns = threads_per_row * (plane if along else width) * (1 if "STEPS" in constants else vectors)
+    rows = constants.get("ROWS_PER_BLOCK") or lanes * (width if along else 1) // plane * constants.get("STEPS", 1)
     if constants.get("RUN"):
         rows, columns = 1, columns * rows
     if item.kernel == "row_grid_forward":

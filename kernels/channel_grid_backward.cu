@@ -12,6 +12,7 @@
 #include "channel_grid.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_slab_sums.cuh"
 
@@ -45,20 +46,20 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_backward(const Arguments arguments) {
   let_next_launch_begin();
-  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];  // times the weight
   __shared__ SetMeans sets[TILE_SETS];
   // slots of dy, of x; then the numbers that are collected
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
-  Compute* numbers = reinterpret_cast<Compute*>(staged + 2 * SLOTS * THREADS * VECTOR);
+  Compute* numbers = reinterpret_cast<Compute*>(staged + 2 * SLOTS * HOLDERS * VECTOR);
 
   const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);
   const SetExchange<NUMBERS> exchange = set_exchange_of<NUMBERS>(arguments.words, group);
   const auto part_of = [&](long long slab) {
     return group.part(slab, arguments.channels, arguments.points, arguments.points_per_block);
   };
-  Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * THREADS * VECTOR, 0};
+  Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * HOLDERS * VECTOR, 0};
 
   // What comes in next.
   Ahead ahead = {group.first_slab, 0, 0};
@@ -67,10 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     ahead.part = part_of(ahead.slab);
     ahead.walk = walk_over(ahead.part, arguments.point_sizes);
     ahead.vector = 0;
-    ahead_dy = arguments.dy + ahead.part.sample * arguments.dy_sample_stride +
-               ahead.part.channel * arguments.dy_channel_stride;
-    ahead_x = arguments.x + ahead.part.sample * arguments.x_sample_stride +
-              ahead.part.channel * arguments.x_channel_stride;
+    ahead_dy = arguments.dy + ahead.part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+    ahead_x = arguments.x + ahead.part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   };
   const auto fill_next = [&] {
     if (ahead.vector == VECTORS) {
@@ -153,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
 
     // Finish and store; and fill again what was stored.
     const Finish finish(sets, thread);
-    X_TYPE* dx = arguments.dx + part.sample * arguments.dx_sample_stride + part.channel * arguments.dx_channel_stride;
+    X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
 #pragma unroll 1
     for (int first = 0; first < VECTORS; first += 2) {
 #pragma unroll

@@ -11,6 +11,7 @@
 #include "channel_grid.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "channel_slab_statistics.cuh"
@@ -43,13 +44,13 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_forward(const Arguments arguments) {
-  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];
   __shared__ SetStatistics sets[TILE_SETS];
   // slots; then the numbers that are collected
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
-  Compute* numbers = reinterpret_cast<Compute*>(staged + SLOTS * THREADS * VECTOR);
+  Compute* numbers = reinterpret_cast<Compute*>(staged + SLOTS * HOLDERS * VECTOR);
 
   const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);
   const SetExchange<NUMBERS> exchange = set_exchange_of<NUMBERS>(arguments.words, group);
@@ -64,8 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     ahead.part = part_of(ahead.slab);
     ahead.walk = walk_over(ahead.part, arguments.point_sizes);
     ahead.vector = 0;
-    ahead_x = arguments.x + ahead.part.sample * arguments.x_sample_stride +
-              ahead.part.channel * arguments.x_channel_stride;
+    ahead_x = arguments.x + ahead.part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   };
   const auto fill_next = [&] {
     if (ahead.vector == VECTORS) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     const int count = walk.left;
     Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
     if (part.there) {
-      load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
+      load_own_affine(part, arguments.weight, arguments.bias, weight, bias);
     }
 
     // Statistics of the part, by channels, then by sets.
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
 
     // Finish and store; and fill again what was stored.
     const Finish finish(sets, weight, bias);
-    X_TYPE* y = arguments.y + part.sample * arguments.y_sample_stride + part.channel * arguments.y_channel_stride;
+    X_TYPE* y = arguments.y + part.offset(arguments.y_sample_stride, arguments.y_channel_stride);
 #pragma unroll 1
     for (int first = 0; first < VECTORS; first += 2) {
 #pragma unroll

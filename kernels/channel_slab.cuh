@@ -16,7 +16,7 @@ struct Slots {
   __device__ __forceinline__ X_TYPE* at(int i) const {
     int slot = first + i;
     if (SLOTS > VECTORS && slot >= SLOTS) slot -= SLOTS;
-    return memory + (slot * THREADS + thread_in_block()) * VECTOR;
+    return memory + (slot * HOLDERS + thread_in_block()) * VECTOR;
   }
 
   __device__ __forceinline__ void fill(int i, const X_TYPE* source) const {

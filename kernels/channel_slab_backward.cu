@@ -14,6 +14,7 @@
 #include "channel_slab.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_slab_sums.cuh"
 
@@ -45,7 +46,7 @@ struct Arguments {
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_backward(const Arguments arguments) {
   let_next_launch_begin();
-  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ Compute totals[2 * TILE_CHANNELS];  // of all blocks, times the weight
@@ -54,12 +55,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
-  const X_TYPE* dy =
-      arguments.dy + part.sample * arguments.dy_sample_stride + part.channel * arguments.dy_channel_stride;
-  const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
+  const X_TYPE* dy = arguments.dy + part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
-  const Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * THREADS * VECTOR, 0};
+  const Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * HOLDERS * VECTOR, 0};
   Walk walk = begin;
 #pragma unroll 2
   for (int i = 0; i < VECTORS; ++i) {
@@ -116,7 +116,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // Finish and store.
   const Finish finish(sets, thread);
-  X_TYPE* dx = arguments.dx + part.sample * arguments.dx_sample_stride + part.channel * arguments.dx_channel_stride;
+  X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
   walk = begin;
 #pragma unroll 2
   for (int i = 0; i < count; ++i) {

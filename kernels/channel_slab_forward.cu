@@ -10,6 +10,7 @@
 #include "channel_slab.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "channel_slab_statistics.cuh"
@@ -40,7 +41,7 @@ struct Arguments {
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
-  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ SetStatistics sets[TILE_SETS];
@@ -49,7 +50,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
-  const X_TYPE* x = arguments.x + part.sample * arguments.x_sample_stride + part.channel * arguments.x_channel_stride;
+  const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
   const Slots slots = {staged, 0};
@@ -63,7 +64,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   begin_exchanges(exchange);
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
   if (part.there) {
-    load_affine<CHANNEL_VECTOR>(arguments.weight + part.channel, arguments.bias + part.channel, weight, bias);
+    load_own_affine(part, arguments.weight, arguments.bias, weight, bias);
   }
 
   // Statistics of the part, then of the sets.
@@ -94,7 +95,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // Finish and store.
   const Finish finish(sets, weight, bias);
-  X_TYPE* y = arguments.y + part.sample * arguments.y_sample_stride + part.channel * arguments.y_channel_stride;
+  X_TYPE* y = arguments.y + part.offset(arguments.y_sample_stride, arguments.y_channel_stride);
   walk = begin;
 #pragma unroll 4
   for (int i = 0; i < count; ++i) {

@@ -52,16 +52,15 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   __syncthreads();  // the scratch was read
   sum_over_points(sums, scratch);
 
-  if (point_lane() == 0) {
-    const Compute points = static_cast<Compute>(part.points());
+  const Compute points = static_cast<Compute>(part.points());
 #pragma unroll
-    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      Compute* numbers = own + channel_lane() * CHANNEL_VECTOR + j;
-      const Compute shift = sums[j] / points;
-      numbers[0] = pivots[j];
-      numbers[TILE_CHANNELS] = shift;
-      numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];
-    }
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    if (!tells_of(j)) continue;
+    Compute* numbers = own + channel_in_tile(j);
+    const Compute shift = sums[j] / points;
+    numbers[0] = pivots[j];
+    numbers[TILE_CHANNELS] = shift;
+    numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];
   }
   __syncthreads();
 }
@@ -76,7 +75,7 @@ struct Finish {
                                     const Compute (&bias)[CHANNEL_VECTOR]) {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const SetStatistics statistics = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
+      const SetStatistics statistics = sets[channel_in_tile(j) / CHANNELS_PER_SET];
       means[j] = statistics.mean;
       scales[j] = HAS_WEIGHT ? statistics.rstd * weight[j] : statistics.rstd;
       shifts[j] = (HAS_BIAS ? bias[j] : 0) - statistics.mean_remainder * scales[j];

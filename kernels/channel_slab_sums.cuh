@@ -14,11 +14,11 @@ struct Own {
   __device__ __forceinline__ void load(const Chunk& part, long long channels, const WEIGHT_TYPE* weights,
                                        const BIAS_TYPE* biases, const Compute* means, const Compute* rstds) {
     if (!part.there) return;
-    load_affine<CHANNEL_VECTOR>(weights + part.channel, biases + part.channel, weight, bias);
+    load_own_affine(part, weights, biases, weight, bias);
     const long long first_set = (part.sample * channels + part.first_channel) / CHANNELS_PER_SET;
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + (channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET;
+      const long long set = first_set + channel_in_tile(j) / CHANNELS_PER_SET;
       mean[j] = means[set];
       rstd[j] = rstds[set];
     }
@@ -43,12 +43,11 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
     });
   });
   sum_over_points(sums, scratch);
-  if (point_lane() == 0) {
 #pragma unroll
-    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      own[channel_lane() * CHANNEL_VECTOR + j] = sums[j];
-      own[TILE_CHANNELS + channel_lane() * CHANNEL_VECTOR + j] = sums[CHANNEL_VECTOR + j];
-    }
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    if (!tells_of(j)) continue;
+    own[channel_in_tile(j)] = sums[j];
+    own[TILE_CHANNELS + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j];
   }
   __syncthreads();
 }
@@ -68,7 +67,7 @@ struct Finish {
   __device__ __forceinline__ Finish(const SetMeans* sets, const Own& thread) {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const SetMeans means = sets[(channel_lane() * CHANNEL_VECTOR + j) / CHANNELS_PER_SET];
+      const SetMeans means = sets[channel_in_tile(j) / CHANNELS_PER_SET];
       offsets[j] = -means.g * thread.rstd[j];
       slopes[j] = -means.product * thread.rstd[j];
     }

@@ -9,6 +9,7 @@
 #include "channel_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 
 struct Arguments {
   const X_TYPE* dy;
@@ -42,19 +43,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
                                      arguments.splits, arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
-  const X_TYPE* dy =
-      arguments.dy + chunk.sample * arguments.dy_sample_stride + chunk.channel * arguments.dy_channel_stride;
-  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
-  X_TYPE* dx = arguments.dx + chunk.sample * arguments.dx_sample_stride + chunk.channel * arguments.dx_channel_stride;
+  const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
+  X_TYPE* dx = arguments.dx + chunk.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
 
   Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
-  load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+  load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
   // What is the same for all points is put together: but for the rstd in xhat, whose square could leave the range of
   // float.
   Compute mean[CHANNEL_VECTOR], rstd[CHANNEL_VECTOR], offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const long long set = (chunk.sample * arguments.channels + chunk.channel + j) / arguments.channels_per_set;
+    const long long channel = chunk.sample * arguments.channels + chunk.first_channel + channel_in_tile(j);
+    const long long set = channel / arguments.channels_per_set;
     mean[j] = arguments.mean[set];
     rstd[j] = arguments.rstd[set];
     offsets[j] = GIVEN ? 0 : -arguments.means[set] * rstd[j];

@@ -9,6 +9,7 @@
 #include "channel_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -40,21 +41,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
                                      arguments.splits, arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
-  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
-  X_TYPE* y = arguments.y + chunk.sample * arguments.y_sample_stride + chunk.channel * arguments.y_channel_stride;
+  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
+  X_TYPE* y = arguments.y + chunk.offset(arguments.y_sample_stride, arguments.y_channel_stride);
 
   Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
-  load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+  load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
   // y = activate((x - mean) * scale + shift).
   Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const long long channel = chunk.channel + j;
+    const long long channel = chunk.first_channel + channel_in_tile(j);
     Compute rstd, remainder = 0;
     if constexpr (GIVEN) {
       means[j] = widen(arguments.running_mean[channel]);
       rstd = reciprocal_sqrt(widen(arguments.running_var[channel]) + static_cast<Compute>(arguments.eps));
-      if (arguments.rstd != nullptr && chunk.split == 0 && point_lane() == 0) {
+      if (arguments.rstd != nullptr && chunk.split == 0 && tells_of(j)) {
         arguments.mean[channel] = means[j];
         arguments.rstd[channel] = rstd;
       }

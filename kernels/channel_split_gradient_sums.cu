@@ -7,6 +7,7 @@
 #include "channel_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_affine.cuh"
 
 struct Arguments {
   const X_TYPE* dy;
@@ -33,22 +34,22 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_split_gradient_sums(const Arguments arguments) {
   let_next_launch_begin();
-  __shared__ Compute scratch[2 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[2 * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  const X_TYPE* dy =
-      arguments.dy + chunk.sample * arguments.dy_sample_stride + chunk.channel * arguments.dy_channel_stride;
-  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
+  const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
+  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {}, mean[CHANNEL_VECTOR] = {}, rstd[CHANNEL_VECTOR] = {};
   if (chunk.there) {
     // The weight counts only for what the activation was given.
     if constexpr (activation != Activation::none) {
-      load_affine<CHANNEL_VECTOR>(arguments.weight + chunk.channel, arguments.bias + chunk.channel, weight, bias);
+      load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
     }
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = (chunk.sample * arguments.channels + chunk.channel + j) / arguments.channels_per_set;
+      const long long channel = chunk.sample * arguments.channels + chunk.first_channel + channel_in_tile(j);
+      const long long set = channel / arguments.channels_per_set;
       mean[j] = arguments.mean[set];
       rstd[j] = arguments.rstd[set];
     }
@@ -82,12 +83,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   });
   sum_over_points(sums, scratch);
 
-  if (point_lane() > 0 || !chunk.there) return;
+  if (!chunk.there) return;
   Compute* target =
-      arguments.sums + (chunk.sample * arguments.splits + chunk.split) * 2 * arguments.channels + chunk.channel;
+      arguments.sums + (chunk.sample * arguments.splits + chunk.split) * 2 * arguments.channels + chunk.first_channel;
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    target[j] = sums[j];
-    target[arguments.channels + j] = sums[CHANNEL_VECTOR + j];
+    if (!tells_of(j)) continue;
+    target[channel_in_tile(j)] = sums[j];
+    target[arguments.channels + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j];
   }
 }

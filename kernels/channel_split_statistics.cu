@@ -31,10 +31,10 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_statistics(const Arguments arguments) {
   let_next_launch_begin();
-  __shared__ Compute scratch[3 * CHANNEL_VECTOR * SUM_SCRATCH];
+  __shared__ Compute scratch[3 * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  const X_TYPE* x = arguments.x + chunk.sample * arguments.x_sample_stride + chunk.channel * arguments.x_channel_stride;
+  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Vector<X_TYPE, VECTOR> values[UNROLL];
@@ -81,23 +81,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     load_tile(whole);
     add_tile();
   });
-  sum_over_points(sums, scratch + CHANNEL_VECTOR * SUM_SCRATCH);
+  sum_over_points(sums, scratch + SUM_SCRATCH);
 
-  if (point_lane() > 0 || !chunk.there) return;
+  if (!chunk.there) return;
   const double count = static_cast<double>(chunk.points());
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    if (!tells_of(j)) continue;
     const double shift = sums[j] / count, mean = pivots[j] + shift;
     const double deviation = sums[CHANNEL_VECTOR + j] - shift * sums[j];
+    const long long channel = chunk.first_channel + channel_in_tile(j);
     if constexpr (ONE_CHUNK) {
-      const long long place = chunk.sample * arguments.channels + chunk.channel + j;
+      const long long place = chunk.sample * arguments.channels + channel;
       const RowStatistics statistics = row_statistics_of(mean, deviation / count, arguments.eps);
       arguments.mean[place] = statistics.mean;
       arguments.mean_remainder[place] = statistics.mean_remainder;
       arguments.rstd[place] = statistics.rstd;
     } else {
-      const long long place =
-          (chunk.sample * arguments.splits + chunk.split) * arguments.channels + chunk.channel + j;
+      const long long place = (chunk.sample * arguments.splits + chunk.split) * arguments.channels + channel;
       arguments.chunk_means[place] = mean;
       arguments.chunk_deviations[place] = deviation;
     }

@@ -4,10 +4,15 @@
 // (ALONG_CHANNELS) or along the points, whichever are contiguous in memory. In the first case neighbouring threads hold
 // neighbouring channels of a point, CHANNEL_LANES of them; in the second neighbouring points of a channel, and
 // threadIdx.y counts channels. What a tile's threads hold at a time, UNROLL vectors each, is TILE_POINTS long.
-constexpr int CHANNEL_VECTOR = ALONG_CHANNELS ? VECTOR : 1;
-constexpr int POINT_VECTOR = ALONG_CHANNELS ? 1 : VECTOR;
+//
+// Where each channel has PLANE > 1 points side by side, its plane, and those of the next lie right behind them, vectors
+// may lie along all planes of the tile, from one into the next: for planes too short or odd for vectors of their own. A
+// thread then goes on by whole planes. As few sizes of planes make lanes that fill warps, some threads hold nothing.
+constexpr int CHANNEL_VECTOR = ALONG_CHANNELS ? VECTOR : 1;  // channels that a thread's numbers may belong to
+constexpr int POINT_VECTOR = ALONG_CHANNELS ? PLANE : VECTOR;
 constexpr int POINT_LANES = THREADS / CHANNEL_LANES;
-constexpr int TILE_CHANNELS = CHANNEL_LANES * CHANNEL_VECTOR;
+constexpr int HOLDERS = POINT_LANES * CHANNEL_LANES;  // threads that hold something
+constexpr int TILE_CHANNELS = CHANNEL_LANES * CHANNEL_VECTOR / PLANE;
 constexpr int TILE_POINTS = POINT_LANES * POINT_VECTOR * UNROLL;
 
 __device__ __forceinline__ int thread_in_block() {
@@ -17,8 +22,15 @@ __device__ __forceinline__ int channel_lane() { return ALONG_CHANNELS ? threadId
 __device__ __forceinline__ int point_lane() { return ALONG_CHANNELS ? threadIdx.x / CHANNEL_LANES : threadIdx.x; }
 // Which of a thread's channels the j-th element of a vector belongs to.
 __device__ __forceinline__ int channel_of(int j) { return ALONG_CHANNELS ? j : 0; }
+// Which of the tile's channels a thread's j-th is.
+__device__ __forceinline__ int channel_in_tile(int j) { return (channel_lane() * CHANNEL_VECTOR + j) / PLANE; }
+// Whether this thread is the one that tells of its j-th channel.
+__device__ __forceinline__ bool tells_of(int j) {
+  return point_lane() == 0 && (channel_lane() * CHANNEL_VECTOR + j) % PLANE == 0;
+}
 
-// The sums of COUNT numbers over the threads that hold the same channels. Scratch: SUM_SCRATCH * COUNT values.
+// The sums of COUNT numbers over the threads that hold the same channels. Scratch: SUM_SCRATCH values for each number
+// of a channel.
 //
 // Along the channels a thread has so many numbers that all threads share the work of adding them up: first by warps,
 // where lanes fit into a warp evenly, else by halves as long as there are many rows; then by SUM_ROWS rows of shared
@@ -28,11 +40,56 @@ constexpr bool SUMS_BY_WARPS = CHANNEL_LANES <= 32 && 32 % CHANNEL_LANES == 0;
 constexpr int folded(int rows) { return rows > 40 ? folded((rows + 1) / 2) : rows; }
 
 constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : folded(POINT_LANES);
-constexpr int SUM_SCRATCH = CHANNEL_LANES * (ALONG_CHANNELS ? SUM_ROWS : (POINT_LANES + 31) / 32);
+// Of planes, vectors have numbers of up to so many channels, and channels numbers in up to so many vectors.
+constexpr int CHANNELS_PER_VECTOR = (VECTOR - 2) / PLANE + 2;
+constexpr int VECTORS_PER_PLANE = (PLANE - 2) / VECTOR + 2;
+constexpr int SUM_SCRATCH = PLANE > 1        ? CHANNELS_PER_VECTOR * HOLDERS + TILE_CHANNELS
+                            : ALONG_CHANNELS ? CHANNEL_VECTOR * CHANNEL_LANES * SUM_ROWS
+                                             : CHANNEL_LANES * ((POINT_LANES + 31) / 32);
+
+// The sums where vectors lie along planes: a thread adds up what it has of each channel, and a warp what threads have.
+template <int COUNT>
+__device__ __forceinline__ void sum_over_planes(Compute (&values)[COUNT], Compute* scratch) {
+  constexpr int NUMBERS = COUNT / VECTOR;
+  Compute* sums = scratch + NUMBERS * CHANNELS_PER_VECTOR * HOLDERS;
+  const auto part = [&](int number, int of_vector, int holder) -> Compute& {
+    return scratch[(number * CHANNELS_PER_VECTOR + of_vector) * HOLDERS + holder];
+  };
+  if (threadIdx.x < HOLDERS) {
+#pragma unroll
+    for (int number = 0; number < NUMBERS; ++number) {
+#pragma unroll
+      for (int i = 0; i < CHANNELS_PER_VECTOR; ++i) {
+        Compute sum = 0;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          sum += channel_in_tile(j) - channel_in_tile(0) == i ? values[number * VECTOR + j] : 0;
+        }
+        part(number, i, threadIdx.x) = sum;
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < NUMBERS * TILE_CHANNELS; i += THREADS / 32) {
+    const int number = i / TILE_CHANNELS, channel = i % TILE_CHANNELS, first_lane = channel * PLANE / VECTOR;
+    Compute sum[1] = {0};
+    for (int place = threadIdx.x % 32; place < POINT_LANES * VECTORS_PER_PLANE; place += 32) {
+      const int lane = first_lane + place % VECTORS_PER_PLANE, of_vector = channel - lane * VECTOR / PLANE;
+      // The last of the vectors may begin behind the plane.
+      if (of_vector >= 0) sum[0] += part(number, of_vector, place / VECTORS_PER_PLANE * CHANNEL_LANES + lane);
+    }
+    warp_sum<32, 1>(sum);
+    if (threadIdx.x % 32 == 0) sums[i] = sum[0];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) values[i] = sums[i / VECTOR * TILE_CHANNELS + channel_in_tile(i % VECTOR)];
+}
 
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
   if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
+  if constexpr (PLANE > 1) return sum_over_planes(values, scratch);
   constexpr int NUMBERS = COUNT * CHANNEL_LANES;
   constexpr int SUM_SHARES = SUM_ROWS > 16 && THREADS >= 2 * NUMBERS ? (THREADS >= 4 * NUMBERS ? 4 : 2) : 1;
   const int row = threadIdx.x / (SUMS_BY_WARPS ? 32 : CHANNEL_LANES);
@@ -106,6 +163,10 @@ struct Chunk {
   long long end_point;  // one past the last
 
   __device__ __forceinline__ long long points() const { return end_point - first_point; }
+  // Where this thread's numbers of the first point lie in a tensor.
+  __device__ __forceinline__ long long offset(long long sample_stride, long long channel_stride) const {
+    return sample * sample_stride + channel * channel_stride + channel_lane() * CHANNEL_VECTOR % PLANE;
+  }
 };
 
 // The split-th chunk of tile_of_sample, which counts the tiles of channels of all samples.
@@ -116,7 +177,7 @@ __device__ __forceinline__ Chunk chunk_at(unsigned tile_of_sample, unsigned spli
   chunk.sample = tile_of_sample / tiles;
   chunk.split = split;
   chunk.first_channel = static_cast<long long>(tile_of_sample % tiles) * TILE_CHANNELS;
-  chunk.channel = chunk.first_channel + channel_lane() * CHANNEL_VECTOR;
+  chunk.channel = chunk.first_channel + channel_in_tile(0);
   chunk.there = chunk.channel < channels;
   chunk.first_point = split * points_per_split;
   chunk.end_point = min(chunk.first_point + points_per_split, points);
@@ -132,22 +193,25 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channe
 
 // A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that
 // could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
+// Planes are the last dimension, along which nobody walks.
+constexpr int WALKED_DIMS = PLANE > 1 ? POINT_DIMS - 1 : POINT_DIMS;
+
 struct Walk {
   int left;  // vectors that are still to come, this one too; not positive behind the last
-  long long digits[POINT_DIMS];
-  long long steps[POINT_DIMS];
+  long long digits[WALKED_DIMS];
+  long long steps[WALKED_DIMS];
 
   __device__ __forceinline__ long long offset(const long long (&strides)[POINT_DIMS]) const {
     long long offset = 0;
 #pragma unroll
-    for (int i = 0; i < POINT_DIMS; ++i) offset += digits[i] * strides[i];
+    for (int i = 0; i < WALKED_DIMS; ++i) offset += digits[i] * strides[i];
     return offset;
   }
 
   __device__ __forceinline__ void advance(const long long (&sizes)[POINT_DIMS]) {
     --left;
 #pragma unroll
-    for (int i = POINT_DIMS - 1; i >= 0; --i) {
+    for (int i = WALKED_DIMS - 1; i >= 0; --i) {
       digits[i] += steps[i];
       if (i > 0 && digits[i] >= sizes[i]) {
         digits[i] -= sizes[i];
@@ -158,9 +222,9 @@ struct Walk {
 };
 
 __device__ __forceinline__ void to_digits(long long number, const long long (&sizes)[POINT_DIMS],
-                                          long long (&digits)[POINT_DIMS]) {
+                                          long long (&digits)[WALKED_DIMS]) {
 #pragma unroll
-  for (int i = POINT_DIMS - 1; i > 0; --i) {
+  for (int i = WALKED_DIMS - 1; i > 0; --i) {
     digits[i] = number % sizes[i];
     number /= sizes[i];
   }
@@ -171,10 +235,11 @@ __device__ __forceinline__ Walk walk_over(const Chunk& chunk, const long long (&
   constexpr int STEP = POINT_LANES * POINT_VECTOR;
   const long long first = chunk.first_point + point_lane() * POINT_VECTOR, rest = chunk.end_point - first;
   Walk walk;
-  // Threads past the last channel have none, but go along: the sums need every lane.
-  walk.left = chunk.there && rest > 0 ? static_cast<int>((rest + STEP - 1) / STEP) : 0;
-  to_digits(first, sizes, walk.digits);
-  to_digits(STEP, sizes, walk.steps);
+  // Threads that hold nothing have none, but go along: the sums need every lane.
+  const bool holds = chunk.there && thread_in_block() < HOLDERS && rest > 0;
+  walk.left = holds ? static_cast<int>((rest + STEP - 1) / STEP) : 0;
+  to_digits(first / PLANE, sizes, walk.digits);
+  to_digits(STEP / PLANE, sizes, walk.steps);
   return walk;
 }
 

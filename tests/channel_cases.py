@@ -431,6 +431,7 @@ SHAPES: list[Shape] = [
     *_every((2, 32, 16, 16), "NCHW", num_groups=8),
     *_every((2, 16, 16, 32), "NHWC", num_groups=8),
     *_every((2, 32, 16, 16), "NCHW", "other order", num_groups=8),
+    *_every((5, 24, 7, 7), "NCHW", num_groups=3),
     *_every((2, 3, 4099), "NCW", num_groups=1),
     *_every((2, 4099, 3), "NWC", num_groups=1),
     *_every((40, 130, 3), "NCW", num_groups=10),

@@ -287,12 +287,17 @@ def channel_problems(draw: st.DrawFn) -> ChannelProblem:
         gap = draw(st.sampled_from([0, 0, 0, 8, 1]))
         step = channels + gap if last else 1
         strides = tuple(step * math.prod(point_sizes[i + 1 :]) for i in range(len(point_sizes)))
+        if over_samples and not last and len(point_sizes) > 1:
+            # The first dimension are the samples.
+            strides = (channels * math.prod(point_sizes[1:]) + gap, *strides[1:])
         if points == 1:
             strides = (0,) * len(point_sizes)
         elif draw(st.integers(0, 10)) == 0:
             strides = tuple(2 * stride for stride in strides)
         sample_stride = channels * points + gap if samples > 1 else 0
         channel_stride = 0 if channels == 1 else 1 if last else points + gap
+        if over_samples and not last and len(point_sizes) > 1:
+            channel_stride = min(channel_stride, math.prod(point_sizes[1:]))
         alignment = draw(st.sampled_from([16, 16, 16, itemsize]))
         return ChannelTensor(dtype, sample_stride, channel_stride, strides, alignment)
 

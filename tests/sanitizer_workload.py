@@ -104,6 +104,7 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
+    (Shape("batch_norm", (4, 2008, 7, 7), "NCHW"), "float16"),  # along planes, of which the last block has fewer
     (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),
     (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge

@@ -178,7 +178,41 @@ ASKED: list[Asked] = [
     ),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),
+    # Vectors along planes: of two channels, of several, and with a last tile of fewer channels.
+    (
+        Shape("batch_norm", (11, 12, 5), "NCW"),
+        {"running_dtype": "float32"},
+        {
+            **PLANNED,
+            **SPLIT,
+            "1 block, 10 lanes": slabs(1, 10),
+            "4 blocks, 5 lanes": slabs(4, 5),
+            "all blocks, 5 lanes": grids(5, 3),
+            "all blocks, 10 lanes": grids(10, 2, ahead=0),
+        },
+    ),
+    (
+        Shape("batch_norm", (6, 16, 7, 7), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "activation": "silu"},
+        {**PLANNED, **SPLIT, "2 blocks, 49 lanes": slabs(2, 49)},
+    ),
+    (
+        Shape("batch_norm", (9, 24, 3), "NCW"),
+        {"dtype": "bfloat16", "affine": "bias"},
+        {**SPLIT, "1 block, 6 lanes": slabs(1, 6), "2 blocks, 3 lanes": slabs(2, 3), "all blocks": grids(6, 2)},
+    ),
+    (
+        Shape("batch_norm", (5, 6, 9), "NCW"),
+        {"dtype": "float64", "affine": "weight"},
+        {"2 blocks, 9 lanes": slabs(2, 9), "all blocks, 27 lanes": grids(27, 1)},
+    ),
+    (
+        Shape("batch_norm", (6, 16, 7, 7), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "training": False, "activation": "gelu"},
+        PLANNED,
+    ),
 ]
+PLANES = ASKED[-5]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +269,8 @@ def x_in(shape: Shape, change: Callable[[Array], Array], dtype: str = "float16")
 
 
 LAST, SECOND = _instances((2, 5, 8, 8), "NHWC"), _instances((2, 3, 6, 8), "NCHW")
+# Its planes lie behind each other.
+BATCH = Shape("batch_norm", (4, 8, 7, 7), "NCHW")
 VIEWS: dict[str, tuple[Shape, Callable[[Array], Array]]] = {
     "NHWC behind one element": (LAST, behind_one_element),
     "NHWC every second sample": (LAST, lambda array: sliced(array, 0, 2)),
@@ -245,6 +281,10 @@ VIEWS: dict[str, tuple[Shape, Callable[[Array], Array]]] = {
     "NCHW every second sample": (SECOND, lambda array: sliced(array, 0, 2)),
     "NCHW some channels": (SECOND, lambda array: sliced(array, 1)),
     "NCHW every second column": (SECOND, lambda array: sliced(array, 3, 2)),
+    "planes behind one element": (BATCH, behind_one_element),
+    "planes of every second sample": (BATCH, lambda array: sliced(array, 0, 2)),
+    "planes of some channels": (BATCH, lambda array: sliced(array, 1)),
+    "planes of some columns": (BATCH, lambda array: sliced(array, 3)),
 }
 WAYS = {"passes": PASSES, "2 blocks": slabs(2)}
 
@@ -318,7 +358,7 @@ def test_only_the_gradients_that_are_asked_for(way: str, mask: tuple[bool, bool,
             assert relative_error(one, float64(gradient)) <= (1e-6 if way == "own" else 0)
 
 
-@pytest.mark.parametrize("asked", [ASKED[0], ASKED[3], ASKED[6], ASKED[10]], ids=lambda asked: str(asked[0]))
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[3], ASKED[6], ASKED[10], PLANES], ids=lambda asked: str(asked[0]))
 def test_statistics_that_are_not_asked_for(asked: Asked) -> None:
     shape, options, ways = asked
     case = shape.case(**options)
@@ -346,7 +386,7 @@ def test_statistics_alone(asked: Asked) -> None:
 # ---- Numbers and sizes at the edges.
 
 
-@pytest.mark.parametrize("asked", [ASKED[0], ASKED[6], ASKED[12], ASKED[13]], ids=lambda asked: str(asked[0]))
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[6], ASKED[12], ASKED[13], PLANES], ids=lambda asked: str(asked[0]))
 def test_a_mean_far_above_the_deviation(asked: Asked) -> None:
     """E[x^2] - E[x]^2 would have no digits left."""
     shape, options, ways = asked

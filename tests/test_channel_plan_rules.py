@@ -27,6 +27,7 @@ from cunorm import kernels
 from cunorm.plan import Device, Launch, Plan, channel_grid, channel_slab, plan
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_tiles import Direction, along_planes
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
 
@@ -43,7 +44,18 @@ def _point_lanes(constants: Constants) -> int:
 
 
 def _tile_channels(constants: Constants) -> int:
-    return int(constants["CHANNEL_LANES"] * (constants["VECTOR"] if constants["ALONG_CHANNELS"] else 1))
+    return int(
+        constants["CHANNEL_LANES"] * (constants["VECTOR"] if constants["ALONG_CHANNELS"] else 1) // constants["PLANE"]
+    )
+
+
+def _holders(constants: Constants) -> int:
+    """Threads that hold something."""
+    return int(_point_lanes(constants) * constants["CHANNEL_LANES"])
+
+
+def _points_of_vector(constants: Constants) -> int:
+    return int(constants["PLANE"] if constants["ALONG_CHANNELS"] else constants["VECTOR"])
 
 
 def _numbers(item: Launch) -> int:
@@ -57,8 +69,10 @@ def _sets(constants: Constants) -> int:
 
 
 def _scratch_numbers(constants: Constants) -> int:
-    """SUM_SCRATCH of kernels/channel_tile.cuh, for each of a vector's channels."""
-    lanes, point_lanes = constants["CHANNEL_LANES"], _point_lanes(constants)
+    """SUM_SCRATCH of kernels/channel_tile.cuh."""
+    lanes, point_lanes, plane = constants["CHANNEL_LANES"], _point_lanes(constants), constants["PLANE"]
+    if plane > 1:
+        return int(((constants["VECTOR"] - 2) // plane + 2) * _holders(constants) + _tile_channels(constants))
     if not constants["ALONG_CHANNELS"]:
         return int(lanes * -(-point_lanes // 32))
     rows = constants["THREADS"] // 32 if 32 % lanes == 0 else point_lanes
@@ -140,7 +154,12 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
 def _assert_lanes(item: Launch, constants: Constants) -> None:
     threads, lanes = constants["THREADS"], constants["CHANNEL_LANES"]
     along = constants["ALONG_CHANNELS"]
-    assert threads % 32 == 0 and threads % lanes == 0
+    assert threads % 32 == 0
+    if constants["PLANE"] == 1:
+        assert threads % lanes == 0
+    else:
+        assert along and constants["POINT_DIMS"] >= 2
+        assert threads - 32 < _holders(constants) <= threads, "a whole warp holds nothing"
     assert item.block == ((threads, 1) if along else (threads // lanes, lanes))
     # Sums along the points go by shuffles of a power of two, or by whole warps of one channel.
     assert along or _point_lanes(constants) in (1, 2, 4, 8, 16) or _point_lanes(constants) % 32 == 0
@@ -152,8 +171,7 @@ def _tiles(problem: ChannelProblem, constants: Constants) -> int:
 
 def _covers_pass(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
     _assert_lanes(item, constants)
-    points_of_vector = 1 if constants["ALONG_CHANNELS"] else constants["VECTOR"]
-    tile_points = _point_lanes(constants) * points_of_vector * constants["UNROLL"]
+    tile_points = _point_lanes(constants) * _points_of_vector(constants) * constants["UNROLL"]
     splits, per_split = arguments["splits"], arguments["points_per_split"]
     assert per_split % tile_points == 0
     assert 1 <= per_split // tile_points <= TILES_PER_CHUNK
@@ -188,9 +206,8 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
 def _assert_parts(problem: ChannelProblem, item: Launch, constants: Constants, blocks: int, per_block: int) -> None:
     """Each block of a slab has some of its points, which its threads' vectors just hold."""
     _assert_lanes(item, constants)
-    points_of_vector = 1 if constants["ALONG_CHANNELS"] else constants["VECTOR"]
-    step = _point_lanes(constants) * points_of_vector
-    assert per_block % points_of_vector == 0
+    step = _point_lanes(constants) * _points_of_vector(constants)
+    assert per_block % _points_of_vector(constants) == 0
     assert (blocks - 1) * per_block < problem.points <= blocks * per_block, "a block has nothing to do"
     assert (constants["VECTORS"] - 1) * step < per_block <= constants["VECTORS"] * step
     assert constants["CHANNELS_PER_SET"] == problem.channels_per_set
@@ -200,7 +217,7 @@ def _assert_parts(problem: ChannelProblem, item: Launch, constants: Constants, b
 
 def _slot_bytes(problem: ChannelProblem, constants: Constants) -> int:
     tensors = 1 if isinstance(problem, ChannelForward) else 2
-    slots = constants["SLOTS"] * constants["THREADS"] * constants["VECTOR"]
+    slots = constants["SLOTS"] * _holders(constants) * constants["VECTOR"]
     return int(tensors * slots * DTYPES[problem.x.dtype].itemsize)
 
 
@@ -231,12 +248,17 @@ def _every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Dev
         constants: Constants = dict(item.constants)
         if "VECTOR" not in constants:
             continue
-        width, along = constants["VECTOR"], constants["ALONG_CHANNELS"]
+        width, along, plane = constants["VECTOR"], constants["ALONG_CHANNELS"], constants["PLANE"]
         assert width in (1, 2, 4, 8) and width * itemsize <= 16
         assert constants["POINT_DIMS"] == len(problem.point_sizes)
         for tensor in problem.tensors:
             assert tensor.alignment % (width * itemsize) == 0 or width == 1
             last = tensor.point_strides[-1]
+            if plane > 1:
+                assert (plane, tensor.channel_stride, last) == (problem.point_sizes[-1], plane, 1)
+                assert problem.channels * plane % width == _tile_channels(constants) * plane % width == 0
+                assert all(stride % width == 0 for stride in (*tensor.point_strides[:-1], tensor.sample_stride))
+                continue
             run, stride = (problem.channels, tensor.channel_stride) if along else (problem.point_sizes[-1], last)
             others = (*tensor.point_strides[:-1], last if along else tensor.channel_stride, tensor.sample_stride)
             assert run % width == 0
@@ -246,7 +268,7 @@ def _every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Dev
             continue
         for name, operand in (("WEIGHT", problem.weight), ("BIAS", problem.bias)):
             if f"{name}_ACCESS" in constants:
-                _assert_access_to_weights(constants, name, operand, width if along else 1)
+                _assert_access_to_weights(constants, name, operand, width if along and plane == 1 else 1)
 
 
 # ---- Scratch memory, and results.
@@ -430,3 +452,21 @@ def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
     for problem in plain_channel_norm((2, 32, 6**3), "float16", last=True):
         (launch,) = (item for item in plan(problem, Device()).launches if item.kernel.startswith("channel_slab"))
         assert 32 % int(dict(launch.constants)["CHANNEL_LANES"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "plane", "width"),
+    [
+        ((64, 2048, 49), "float16", 49, 8),
+        ((64, 2048, 49), "float32", 49, 4),
+        ((64, 60, 49), "float16", 49, 4),  # a sample is an even number of 8 bytes
+        ((64, 2047, 49), "float16", None, 1),
+        ((64, 256, 64), "float16", None, 8),
+    ],
+)
+def test_vectors_along_planes(shape: tuple[int, int, int], dtype: str, plane: int | None, width: int) -> None:
+    for problem in plain_channel_norm(shape, dtype, None):
+        way = along_planes(problem)
+        assert way == (None if plane is None else Direction(True, width, plane))
+        longest = max(slab.tiles.width for slab in channel_slab.candidates(problem, Device()))
+        assert longest == width

@@ -248,6 +248,8 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((64, 256, 56 * 56), None, False, None),
     ((64, 256, 56 * 56), None, True, "silu"),
     ((64, 2048, 49), None, True, None),
+    ((64, 2048, 49), None, False, "silu"),
+    ((700, 24, 169), None, False, None),
 ]
 
 

@@ -49,6 +49,8 @@ CASES: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
     ("group_norm", (8, 128, 256, 256), "float16", {"num_groups": 32, "activation": "silu"}),
     ("batch_norm", (64, 256, 56, 56), "float16", {"weight": "float32"}),
     ("batch_norm", (64, 256, 56, 56), "float32", {"training": False}),
+    ("batch_norm", (64, 2048, 7, 7), "float16", {}),
+    ("batch_norm", (64, 2048, 7, 7), "float16", {"training": False}),
     ("batch_norm", (16, 7, 7, 128), "float32", {"data_format": "N...C", "running": False}),
     ("gelu", (8192, 4096), "bfloat16", {}),
     ("gelu", (1000, 1001), "float16", {"bias": "float32", "approximate": "tanh"}),

@@ -284,6 +284,8 @@ LARGER = [
     Shape("batch_norm", (16, 28, 28, 40), "NHWC"),
     Shape("batch_norm", (4, 2048, 7, 7), "NCHW"),
     Shape("batch_norm", (4, 7, 7, 2048), "NHWC"),
+    Shape("batch_norm", (300, 72, 7, 7), "NCHW"),
+    Shape("batch_norm", (700, 24, 13, 13), "NCHW"),
 ]
 
 

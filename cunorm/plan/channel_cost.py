@@ -11,7 +11,8 @@ import math
 
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab
-from cunorm.plan.channel_tiles import Tiles, direction
+from cunorm.plan.channel_split import direction_of_passes
+from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
 
@@ -25,9 +26,11 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     """How much longer memory takes where a tile's channels are not whole and aligned lines of it."""
     if not tiles.along_channels:
         return float(1.06 ** math.log2(tiles.channel_lanes))
-    run = tiles.channels * DTYPES[problem.x.dtype].itemsize
+    run = tiles.channels * tiles.direction.plane * DTYPES[problem.x.dtype].itemsize
     if tiles.channels >= problem.channels:
         return 1.0
+    if tiles.direction.plane > 1 and run >= 512:
+        return 1.0 if run % 32 == 0 else 1 + 32 / run  # a sector of 32 bytes is shared with the next run
     aligned = 1.0 if run % 64 == 0 else 1.27 if run % 32 == 0 else 1.36
     return aligned if run >= 128 else aligned * (1.5 if run >= 64 else 96 / run)
 
@@ -97,7 +100,7 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
-    along_channels, width = direction(problem)
+    along_channels, width, _ = direction_of_passes(problem)
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cunorm.plan.channel_tiles import (
     Tiles,
     affine_constants,
+    along_planes,
     direction,
     pass_arguments,
     running_arguments,
@@ -64,7 +66,7 @@ class Grid:
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: slots, and what is collected."""
         read = 1 if isinstance(problem, ChannelForward) else 2
-        slots = read * self.slots * self.tiles.threads * self.tiles.width * DTYPES[problem.x.dtype].itemsize
+        slots = read * self.slots * self.tiles.holders * self.tiles.width * DTYPES[problem.x.dtype].itemsize
         return slots + self.collected_bytes(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
@@ -93,28 +95,32 @@ class Grid:
         }
 
 
-def _tiles(problem: ChannelProblem, along_channels: bool, width: int) -> Iterator[tuple[int, int, int]]:
-    """Channel lanes of a tile, threads of a block, and how many blocks share a multiprocessor."""
-    for resident in (1, 2):
-        for lanes, threads in tile_lanes(problem, along_channels, width, _THREADS // resident):
-            yield lanes, threads, resident
+def _tiles(problem: ChannelProblem) -> Iterator[Tiles]:
+    """Those of one block for each multiprocessor, and of two."""
+    ways = [direction(problem)]
+    planes = along_planes(problem)
+    # Under an activation ptxas would spill registers of eight numbers along planes.
+    if planes is not None and (planes.width < 8 or problem.activation is None):
+        ways.append(planes)
+    for way, resident in itertools.product(ways, (1, 2)):
+        for lanes, threads in tile_lanes(problem, way, _THREADS // resident):
+            yield Tiles(way, lanes, threads, resident)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
     """Every way to share the slabs of a problem between the multiprocessors."""
     if problem.points == 0 or problem.samples * problem.channels == 0 or device.capability < 80:
         return
-    along_channels, width = direction(problem)
     read = 1 if isinstance(problem, ChannelForward) else 2
     # In double ptxas would spill registers: backward for the derivative of an activation, forward where a whole block
     # sums one channel over points of several dimensions.
     double = problem.x.dtype == "float64"
     if double and read == 2 and problem.activation is not None:
         return
-    for lanes, threads, resident in _tiles(problem, along_channels, width):
-        if double and read == 1 and lanes == 1 and len(problem.point_sizes) > 1:
+    for tiles in _tiles(problem):
+        if double and read == 1 and tiles.channel_lanes == 1 and len(problem.point_sizes) > 1:
             continue
-        tiles = Tiles(width, along_channels, lanes, threads, resident)
+        resident = tiles.min_blocks
         multiprocessors = device.multiprocessors * resident
         shared_bytes = (device.shared_bytes + _RESERVED_BYTES) // resident - _RESERVED_BYTES
         point_vectors = -(-problem.points // tiles.point_vector)
@@ -129,7 +135,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
             grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, vectors)
-            slot_bytes = read * threads * width * DTYPES[problem.x.dtype].itemsize
+            slot_bytes = read * tiles.holders * tiles.width * DTYPES[problem.x.dtype].itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
             slots = min(free // slot_bytes, _MOST_SLOTS, 2 * vectors if turns > 1 else vectors)
             if slots < vectors or grid.static_bytes(problem) > _MOST_STATIC_BYTES:

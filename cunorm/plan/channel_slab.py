@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cunorm.plan.channel_tiles import (
     Tiles,
     affine_constants,
+    along_planes,
     direction,
     pass_arguments,
     running_arguments,
@@ -47,7 +49,7 @@ class Slab:
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: a slot for every vector that is read."""
         read = 1 if isinstance(problem, ChannelForward) else 2
-        return read * self.vectors * self.tiles.threads * self.tiles.width * DTYPES[problem.x.dtype].itemsize
+        return read * self.vectors * self.tiles.holders * self.tiles.width * DTYPES[problem.x.dtype].itemsize
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
@@ -80,12 +82,11 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
     """Every way to lay the slabs of a problem over blocks."""
     if problem.points == 0 or problem.samples * problem.channels == 0:
         return
-    along_channels, width = direction(problem)
-    for most_threads in (128, 256, 384, 512):
-        if not along_channels and most_threads & most_threads - 1:
+    for way, most_threads in itertools.product((direction(problem), along_planes(problem)), (128, 256, 384, 512)):
+        if way is None or (not way.along_channels and most_threads & most_threads - 1):
             continue
-        for lanes, threads in tile_lanes(problem, along_channels, width, most_threads):
-            tiles = Tiles(width, along_channels, lanes, threads, 1)
+        for lanes, threads in tile_lanes(problem, way, most_threads):
+            tiles = Tiles(way, lanes, threads, 1)
             for blocks in (1, 2, 4, 8, 16):
                 if not device.groups(blocks):
                     break

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
+    Direction,
     Tiles,
     affine_constants,
+    along_planes,
     direction,
+    least_lanes,
     pass_arguments,
     running_arguments,
     running_constants,
@@ -20,7 +23,7 @@ from cunorm.plan.constants import compute_itemsize, dtype_constants
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["plan_backward", "plan_forward"]
+__all__ = ["direction_of_passes", "plan_backward", "plan_forward"]
 
 # channel_split_statistics relies on it: what cancels in a squared deviation is bounded by the chunk's number of tiles.
 _TILES_PER_CHUNK = 64
@@ -28,6 +31,11 @@ _TILES_PER_CHUNK = 64
 _LEAST_TILES = 2
 # A run of memory of fewer bytes than this is a warp's; several channels then share a block.
 _SHORT_RUN_BYTES = 512
+# Vectors lie along planes, wherever they can, in place of vectors of fewer bytes than this.
+_SHORT_VECTOR_BYTES = 8
+# Lanes that planes take: about so many, but never more than a block has threads.
+_PLANE_LANES = 64
+_MOST_PLANE_LANES = 512
 # Threads of a block of the kernels that merge.
 _MERGE_THREADS = 256
 
@@ -71,15 +79,28 @@ class _Layout:
         return {"splits": self.splits, "points_per_split": self.points_per_split}
 
 
+def direction_of_passes(problem: ChannelProblem) -> Direction:
+    way, planes = direction(problem), along_planes(problem)
+    if planes is None or way.width * DTYPES[problem.x.dtype].itemsize >= _SHORT_VECTOR_BYTES:
+        return way
+    return planes if least_lanes(problem, planes) <= _MOST_PLANE_LANES else way
+
+
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
     itemsize = DTYPES[problem.x.dtype].itemsize
-    along_channels, width = direction(problem)
+    way = direction_of_passes(problem)
+    along_channels, width, plane = way
     of = passes[along_channels]
     if itemsize == 2 and of.activates:
         # With more, ptxas spills: along the channels under an activation, and before sm_90.
         halvings = (along_channels and problem.activation is not None) + (device.capability < 90)
         of = replace(of, unroll=of.unroll >> halvings)
-    if along_channels:
+    if plane > 1:
+        step = least_lanes(problem, way)
+        lanes = min(step * max(1, _PLANE_LANES // step), problem.channels * plane // width)
+        threads = -(-lanes * max(1, of.threads // lanes) // 32) * 32
+        of = replace(of, threads=threads, min_blocks=max(1, min(2, of.min_blocks) * of.threads // threads))
+    elif along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
         lanes = min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
@@ -90,7 +111,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         lanes = of.threads // point_lanes
         while lanes > 1 and lanes >= 2 * problem.channels:
             lanes //= 2
-    tiles = Tiles(width, along_channels, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
+    tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
     count = max(1, -(-problem.points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)

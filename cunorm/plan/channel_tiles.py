@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
 
 __all__ = [
+    "Direction",
     "Tiles",
     "affine_constants",
+    "along_planes",
     "direction",
+    "least_lanes",
     "pass_arguments",
     "running_arguments",
     "running_constants",
@@ -23,15 +27,30 @@ __all__ = [
 ]
 
 
+class Direction(NamedTuple):
+    """How vectors lie (see kernels/channel_tile.cuh)."""
+
+    along_channels: bool
+    width: int  # elements of a vector
+    plane: int = 1  # where they lie along planes: points of one
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Channels by points of a block (see kernels/channel_tile.cuh)."""
 
-    width: int  # elements of a vector
-    along_channels: bool
+    direction: Direction
     channel_lanes: int
     threads: int
     min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
+
+    @property
+    def width(self) -> int:
+        return self.direction.width
+
+    @property
+    def along_channels(self) -> bool:
+        return self.direction.along_channels
 
     @property
     def channel_vector(self) -> int:
@@ -39,16 +58,21 @@ class Tiles:
 
     @property
     def point_vector(self) -> int:
-        return 1 if self.along_channels else self.width
+        return self.direction.plane if self.along_channels else self.width
 
     @property
     def point_lanes(self) -> int:
         return self.threads // self.channel_lanes
 
     @property
+    def holders(self) -> int:
+        """Threads that hold something."""
+        return self.point_lanes * self.channel_lanes
+
+    @property
     def channels(self) -> int:
         """Channels of a tile."""
-        return self.channel_lanes * self.channel_vector
+        return self.channel_lanes * self.channel_vector // self.direction.plane
 
     @property
     def block(self) -> tuple[int, int]:
@@ -65,24 +89,41 @@ class Tiles:
             "VECTOR": self.width,
             "ALONG_CHANNELS": int(self.along_channels),
             "CHANNEL_LANES": self.channel_lanes,
+            "PLANE": self.direction.plane,
             "POINT_DIMS": len(problem.point_sizes),
         }
         return dtype_constants(problem) | own
 
 
-def direction(problem: ChannelProblem) -> tuple[bool, int]:
-    """Whether vectors lie along the channels, and their elements: the way that has the longer ones."""
+def direction(problem: ChannelProblem) -> Direction:
+    """Along the channels or the points: the way that has the longer vectors."""
     by_points, by_channels = _width(problem, False), _width(problem, True)
     x = problem.x
     across = x.channel_stride == 1 and (x.point_strides[-1] != 1 or problem.points == 1)
     if by_channels > by_points or (by_channels == by_points and across):
-        return True, by_channels
-    return False, by_points
+        return Direction(True, by_channels)
+    return Direction(False, by_points)
+
+
+def along_planes(problem: ChannelProblem) -> Direction | None:
+    """Along planes, where these lie behind each other in all tensors and vectors are longer so; else None."""
+    plane, tensors = problem.point_sizes[-1], problem.tensors
+    if len(problem.point_sizes) < 2 or plane == 1:
+        return None
+    if any(tensor.channel_stride != plane or tensor.point_strides[-1] != 1 for tensor in tensors):
+        return None
+    strides = [stride for tensor in tensors for stride in (tensor.sample_stride, *tensor.point_strides[:-1])]
+    width = _aligned_elements(problem, problem.channels * plane, *strides)
+    return Direction(True, width, plane) if width > direction(problem).width else None
+
+
+def least_lanes(problem: ChannelProblem, way: Direction) -> int:
+    """The fewest lanes that hold whole sets of channels, where vectors lie along these."""
+    return math.lcm(problem.channels_per_set * way.plane, way.width) // way.width
 
 
 def _width(problem: ChannelProblem, along_channels: bool) -> int:
     """Elements that a thread moves at once, if they lie along the channels or along the points."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
     strides: list[int] = []
     for tensor in problem.tensors:
         along = tensor.channel_stride if along_channels else tensor.point_strides[-1]
@@ -91,38 +132,44 @@ def _width(problem: ChannelProblem, along_channels: bool) -> int:
         if along != 1 and size > 1:
             return 1
         strides += (tensor.sample_stride, *others, size)
+    return _aligned_elements(problem, *strides)
+
+
+def _aligned_elements(problem: ChannelProblem, *strides: int) -> int:
+    """Elements that are moved at once, up to 16 bytes: as many as the pointers and so many strides divide by."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
     elements = math.gcd(16 // itemsize, *strides)
     return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
 
 
-def tile_lanes(
-    problem: ChannelProblem, along_channels: bool, width: int, most_threads: int
-) -> Iterator[tuple[int, int]]:
+def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> Iterator[tuple[int, int]]:
     """Channel lanes of tiles of whole sets, and how many threads they make: whole warps, up to so many."""
-    period = problem.channels_per_set
-    if not along_channels:
+    if not way.along_channels:
         # Sums along the points want a power of two of threads, here of both kinds.
         for lanes in (1 << i for i in range(6)):
-            if lanes % period == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
+            if lanes % problem.channels_per_set == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
                 yield lanes, most_threads
         return
-    vectors = -(-problem.channels // width)
-    step = math.lcm(period, width) // width
-    for lanes in (*range(step, vectors, step), vectors):
-        unit = 32 // math.gcd(32, lanes)
+    vectors = -(-problem.channels * way.plane // way.width)
+    step = least_lanes(problem, way)
+    for lanes in (*range(step, min(vectors, most_threads + 1), step), vectors):
+        # Lanes of planes leave some threads of the last warp idle.
+        unit = 32 // math.gcd(32, lanes) if way.plane == 1 else 1
         point_lanes = most_threads // lanes // unit * unit
         if point_lanes > 0:
-            yield lanes, lanes * point_lanes
+            yield lanes, -(-lanes * point_lanes // 32) * 32
 
 
 def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
     """Shared memory that a kernel declares: for sums over the points of a tile, and so many numbers."""
-    lanes = tiles.channel_lanes
+    lanes, plane = tiles.channel_lanes, tiles.direction.plane
     rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
     while 32 % lanes and rows > 40:
         rows = (rows + 1) // 2
-    scratch = lanes * (rows if tiles.along_channels else -(-tiles.point_lanes // 32))
-    return (2 * tiles.channel_vector * scratch + numbers) * compute_itemsize(problem) + 64
+    scratch = lanes * (rows * tiles.width if tiles.along_channels else -(-tiles.point_lanes // 32))
+    if plane > 1:
+        scratch = ((tiles.width - 2) // plane + 2) * tiles.holders + tiles.channels
+    return (2 * scratch + numbers) * compute_itemsize(problem) + 64
 
 
 def pass_arguments(problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:
@@ -143,7 +190,7 @@ def affine_constants(problem: ChannelProblem, tiles: Tiles) -> Constants:
     constants: Constants = {"CENTERED": 1, "WEIGHT_OFFSET": 0, "ACTIVATION": problem.activation or "none"}
     vectors: dict[str, Vector | None] = {"WEIGHT": problem.weight, "BIAS": problem.bias}
     for name, vector in vectors.items():
-        constants |= vector_constants(name, vector, tiles.channel_vector)
+        constants |= vector_constants(name, vector, tiles.channel_vector if tiles.direction.plane == 1 else 1)
     return constants
 
 
