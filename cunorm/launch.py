@@ -276,9 +276,10 @@ class Call:
             pointers = [name for code, name in values if code == "P"]
             numbers = [(code, value) for code, value in values if code != "P"]
             given = [names.index(name) for name in pointers if name is not None]
-            assert len(given) > 1 and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
+            assert given and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
-            pick = operator.itemgetter(*given)
+            # Of a single place it would be no sequence.
+            pick = operator.itemgetter(*given) if len(given) > 1 else operator.itemgetter(slice(given[0], given[0] + 1))
             # Padding is written as zeros, which a null pointer is.
             pack_into = struct.Struct("<" + "".join("8x" if name is None else "Q" for name in pointers)).pack_into
             function = compiled_function(*launch.function_key, device_index, texts)
@@ -290,7 +291,10 @@ class Call:
         self._of_thread = threading.local()
 
     def _prepare_thread(self) -> Callable[[Sequence[int], int, int], None]:
-        """What launches in this thread: the driver copies argument structs during a launch, when others may be packing."""
+        """What launches in this thread, with argument structs of its own.
+
+        The driver copies these during a launch, when other threads may be packing.
+        """
         offsets, launches = self._offsets, []
         for starter, launch, function, pick, pack_into, packed in self._launches:
             arguments = ctypes.create_string_buffer(packed, len(packed))
@@ -315,8 +319,9 @@ class Call:
         except AttributeError:
             launch_all = self._prepare_thread()
         if self._current_context() == self._context:
-            return launch_all(pointers, workspace, stream)
+            launch_all(pointers, workspace, stream)
+            return
         with cupy().cuda.Device(self._device):  # another device is current, or none yet in this thread
             if not self._current_context():
                 cupy().cuda.runtime.free(0)  # makes it this thread's
-            return launch_all(pointers, workspace, stream)
+            launch_all(pointers, workspace, stream)

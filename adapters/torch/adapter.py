@@ -5,12 +5,11 @@ CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cas
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards, _empty_strided_cpu, _empty_strided_cuda
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from cunorm import execute
@@ -34,7 +33,10 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
+# What the code that torch.compile makes allocates with, in half the time of torch.empty_like.
+_empty_strided_cpu: Any = guards._empty_strided_cpu  # type: ignore[attr-defined]
+_empty_strided_cuda: Any = guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def _empty(output: Output, device: torch.device) -> torch.Tensor:
@@ -71,7 +73,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 class _Kind:
-    """Tensors that are alike in all but their numbers: shapes, strides, dtypes, devices, and what the dispatcher does.
+    """Tensors that are alike in shapes, strides, dtypes, devices, and in what PyTorch's dispatcher does with them.
 
     It is compared by identity. ``includes`` is what torch.compile asks of the inputs of its graphs at every call, and
     takes a tenth of the time that Python would. It says no where a tensor is given twice.
@@ -80,7 +82,7 @@ class _Kind:
     __slots__ = ("includes", "requires_grad")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.includes = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.includes = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = any(tensor.requires_grad for tensor in tensors)
 
 
@@ -139,7 +141,7 @@ class TorchAdapter(Adapter):
                 pointer = tensor.data_ptr()
             except RuntimeError:
                 return self._describe_others(tensors, names)
-            if not pointer and tensor.numel():
+            if not pointer and (tensor.numel() or tensor.is_meta):
                 return self._describe_others(tensors, names)
             given.append(tensor)
             pointers.append(pointer)
@@ -159,13 +161,12 @@ class TorchAdapter(Adapter):
         return _empty(output, like.device)
 
     def allocator(self, output: Output, like: torch.Tensor) -> Callable[[Any], Any]:
-        # What the code of torch.compile allocates with: in half the time of torch.empty_like, on the current device.
         shape, strides, dtype = output.shape, _empty(output, torch.device("meta")).stride(), _DTYPES[output.dtype]
         if like.device.type == "cpu":
-            return lambda _: _empty_strided_cpu(shape, strides, dtype)
+            return lambda tensor: _empty_strided_cpu(shape, strides, dtype)
         index = like.device.index
 
-        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        def allocate(tensor: torch.Tensor) -> Any:
             if _current_device() == index:
                 return _empty_strided_cuda(shape, strides, dtype)
             return _empty(output, tensor.device)
@@ -303,9 +304,11 @@ class _Recorded(torch.autograd.Function):
             dx, dweight, dbias = dresidual_out, None, None
         else:
             op, bias_dtype = ctx.call
-            tensors = (dy, dresidual_out, *ctx.saved_tensors)
-            mask = (needs_x or needs_residual, needs_weight, needs_bias)
-            dx, dweight, dbias = ADAPTER.backward(op, *tensors, mask, bias_dtype, tensors[5] is not None)
+            x, weight, bias, mean, rstd = ctx.saved_tensors
+            mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None
+            dx, dweight, dbias = ADAPTER.backward(
+                op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype, paired
+            )
         return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None
 
 

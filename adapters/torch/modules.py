@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_SINGLE_EPS, _DOUBLE_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
 class _Activated(nn.Module):
     """What the norms have besides torch.nn's: an activation in the same kernel."""
 
@@ -116,7 +119,7 @@ class RMSNorm(_Activated, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+            eps = _DOUBLE_EPS if x.dtype is torch.float64 else _SINGLE_EPS
         axis, weight = _axis(x, self.normalized_shape), tensor_of(self, "weight")
         y: Tensor = cunorm.rms_norm(x, weight, axis=axis, eps=eps, activation=self.activation)
         return y
