@@ -373,7 +373,7 @@ def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> li
 
 
 def _run(adapter: Adapter, ready: _Ready, pointers: list[int], like: Any) -> None:
-    prepared, _, output, allocate, *_ = ready
+    prepared, _, output, allocate, _, _ = ready
     stream = adapter.stream(prepared.device)
     if output is None:
         prepared.run(pointers, 0, stream)
@@ -482,17 +482,26 @@ def backward(
         _remember(key, ready, begun)
     if paired:
         pointers[6] = pointers[5] + ready.pair_offset
-    results: list[Any] = []
-    for output, allocate in zip(ready.prepared.outputs, ready.allocators):
-        if output is None:
-            results.append(None)
-            pointers.append(0)
-        else:
-            result = adapter.empty(output, x) if allocate is None else allocate(x)
-            results.append(result)
-            pointers.append(adapter.pointer(result))
+    # Written out, as in `forward`.
+    dx, dweight, dbias = ready.prepared.outputs
+    new_dx, new_dweight, new_dbias = ready.allocators
+    pointer_of = adapter.pointer
+    if dx is None:
+        pointers.append(0)
+    else:
+        dx = adapter.empty(dx, x) if new_dx is None else new_dx(x)
+        pointers.append(pointer_of(dx))
+    if dweight is None:
+        pointers.append(0)
+    else:
+        dweight = adapter.empty(dweight, x) if new_dweight is None else new_dweight(x)
+        pointers.append(pointer_of(dweight))
+    if dbias is None:
+        pointers.append(0)
+    else:
+        dbias = adapter.empty(dbias, x) if new_dbias is None else new_dbias(x)
+        pointers.append(pointer_of(dbias))
     _run(adapter, ready, pointers, x)
-    dx, dweight, dbias = results
     return dx, dweight, dbias
 
 
