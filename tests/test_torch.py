@@ -524,6 +524,8 @@ def test_calls_are_told_apart_by_all_that_a_kernel_or_autograd_goes_by(device: s
     for name, given in others.items():
         assert kind_of(*given) is kinds[name], name
     assert kind_of(memory[512:1024].view(8, 64), None, weight) is kinds["itself"], "only the address is another"
+    with torch.no_grad():
+        assert kind_of(*others["gradient of x"]) is not kinds["gradient of x"]
 
 
 @pytest.mark.gpu

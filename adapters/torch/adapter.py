@@ -76,14 +76,15 @@ class _Kind:
     """Tensors that are alike in shapes, strides, dtypes, devices, and in what PyTorch's dispatcher does with them.
 
     It is compared by identity. ``includes`` is what torch.compile asks of the inputs of its graphs at every call, and
-    takes a tenth of the time that Python would. It says no where a tensor is given twice.
+    takes a tenth of the time that Python would. It says no where a tensor is given twice. ``is_recorded`` says whether
+    autograd records what is computed of them.
     """
 
-    __slots__ = ("includes", "requires_grad")
+    __slots__ = ("includes", "is_recorded")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.includes = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self.requires_grad = any(tensor.requires_grad for tensor in tensors)
+        self.is_recorded = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 # The kinds that there were, the latest first, by a key that tells most of them apart.
@@ -146,7 +147,7 @@ class TorchAdapter(Adapter):
             given.append(tensor)
             pointers.append(pointer)
             places |= pointer & 15 | 16
-        return _kind_of((places, given[0].numel()), given), pointers
+        return _kind_of((places, given[0].numel(), _is_grad_enabled()), given), pointers
 
     def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
         """Says what is wrong with tensors that are not just memory, or raises `_StandsForAnother`."""
@@ -201,7 +202,7 @@ class TorchAdapter(Adapter):
             described = self.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
         except _StandsForAnother:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
-        if described[0].requires_grad and _is_grad_enabled():
+        if described[0].is_recorded:
             return _record(op, x, residual, weight, bias, out, stats, running, described)
         results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
         if out is not None:
