@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from cunorm.problem import DTYPES, AnyProblem, View, contiguous_strides
 
 __all__ = [
+    "FORWARD_NAMES",
     "NOWHERE",
     "OPS",
     "Adapter",
@@ -220,7 +222,7 @@ class Adapter(Protocol):
     def view(self, tensor: Any, name: str) -> View:
         """The tensor as memory. ``name`` is the argument's, for error messages."""
 
-    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
         """What the views of some tensors (or None) are but for their addresses, and the addresses.
 
         The first is a key for calls that were prepared; it may be anything that tells views and alignments apart, and
@@ -286,27 +288,35 @@ class Adapter(Protocol):
 Results = tuple[Any, Any, Any, Any]
 Gradients = tuple[Any, Any, Any]
 
-_FORWARD_NAMES = ("x", "residual", "weight", "bias", "out", "running_mean", "running_var")
+FORWARD_NAMES = ("x", "residual", "weight", "bias", "out", "running_mean", "running_var")
 _BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs statistics.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
 
 
 class _Ready(NamedTuple):
-    """A prepared call, and for each of its outputs and its workspace what allocates it, where that is known."""
+    """A prepared call, and for each of its outputs and its workspace what allocates it, where that is known.
+
+    A ``pair`` is mean and rstd in one tensor, of which the second begins ``pair_offset`` bytes behind the first.
+    """
 
     prepared: Prepared
     allocators: tuple[Callable[[Any], Any] | None, ...]
     workspace: Output | None
     workspace_allocator: Callable[[Any], Any] | None
+    pair_allocator: Callable[[Any], Any] | None
+    pair_offset: int
 
     @staticmethod
-    def of(adapter: Adapter, prepared: Prepared, like: Any) -> _Ready:
+    def of(adapter: Adapter, prepared: Prepared, like: Any, mean: View | Output | None) -> _Ready:
         def allocator(output: Output | None) -> Callable[[Any], Any] | None:
             return None if output is None else adapter.allocator(output, like)
 
         workspace = Output((prepared.workspace_bytes,), "uint8") if prepared.workspace_bytes else None
-        return _Ready(prepared, tuple(map(allocator, prepared.outputs)), workspace, allocator(workspace))
+        pair = None if mean is None else Output((2, *mean.shape), mean.dtype)
+        offset = 0 if mean is None else math.prod(mean.shape) * DTYPES[mean.dtype].itemsize
+        allocators = tuple(map(allocator, prepared.outputs))
+        return _Ready(prepared, allocators, workspace, allocator(workspace), allocator(pair), offset)
 
 
 # The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
@@ -363,7 +373,7 @@ def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> li
 
 
 def _run(adapter: Adapter, ready: _Ready, pointers: list[int], like: Any) -> None:
-    prepared, _, output, allocate = ready
+    prepared, _, output, allocate, _, _ = ready
     stream = adapter.stream(prepared.device)
     if output is None:
         prepared.run(pointers, 0, stream)
@@ -382,22 +392,28 @@ def forward(
     out: Any = None,
     stats: bool = False,
     running: tuple[Any, ...] = (),
+    described: tuple[Any, list[int]] | None = None,
+    paired: bool = False,
 ) -> Results:
-    """Run an op on tensors of one framework, without differentiation: y, residual_out, mean, rstd."""
-    tensors: tuple[Any, ...] = (x, residual, weight, bias, out)
-    if running:
-        tensors += running
-    kind, pointers = adapter.describe(tensors, _FORWARD_NAMES)
+    """Run an op on tensors of one framework, without differentiation: y, residual_out, mean, rstd.
+
+    ``described`` is what `Adapter.describe` has said of the tensors, where it was asked already. If mean and rstd are
+    ``paired``, they are one tensor of two rows, in the place of mean: for an adapter that has an `allocator` for it.
+    """
+    if described is None:
+        described = adapter.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
+    kind, pointers = described
     key = (type(adapter), op, stats, kind)
     ready = _calls.get(key)
     if ready is None:
         begun = generation
-        x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, _FORWARD_NAMES)
+        tensors = (x, residual, weight, bias, out, *running)
+        x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, FORWARD_NAMES)
         prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats, tuple(views))
-        ready = _Ready.of(adapter, prepared, x)
+        ready = _Ready.of(adapter, prepared, x, prepared.outputs[2])
         _remember(key, ready, begun)
     # Written out, since every call of a user comes here.
-    prepared, allocators, workspace, _ = ready
+    prepared, allocators, workspace, _, new_pair, pair_offset = ready
     y, residual_out, mean, rstd = prepared.outputs
     new_y, new_residual_out, new_mean, new_rstd = allocators
     pointer_of = adapter.pointer
@@ -409,16 +425,21 @@ def forward(
     else:
         residual_out = adapter.empty(residual_out, x) if new_residual_out is None else new_residual_out(x)
         pointers.append(pointer_of(residual_out))
-    if mean is None:
-        pointers.append(0)
+    if paired and new_pair is not None:
+        mean, rstd = new_pair(x), None
+        pointer = pointer_of(mean)
+        pointers += (pointer, pointer + pair_offset)
     else:
-        mean = adapter.empty(mean, x) if new_mean is None else new_mean(x)
-        pointers.append(pointer_of(mean))
-    if rstd is None:
-        pointers.append(0)
-    else:
-        rstd = adapter.empty(rstd, x) if new_rstd is None else new_rstd(x)
-        pointers.append(pointer_of(rstd))
+        if mean is None:
+            pointers.append(0)
+        else:
+            mean = adapter.empty(mean, x) if new_mean is None else new_mean(x)
+            pointers.append(pointer_of(mean))
+        if rstd is None:
+            pointers.append(0)
+        else:
+            rstd = adapter.empty(rstd, x) if new_rstd is None else new_rstd(x)
+            pointers.append(pointer_of(rstd))
     if workspace is None:
         prepared.run(pointers, 0, adapter.stream(prepared.device))
     else:
@@ -438,32 +459,49 @@ def backward(
     rstd: Any,
     output_mask: tuple[bool, bool, bool],
     bias_dtype: str | None,
+    paired: bool = False,
 ) -> Gradients:
-    """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one."""
+    """The gradients dx, dweight, dbias; None where ``output_mask`` does not ask for one.
+
+    Mean and rstd may be ``paired`` in one tensor, in the place of mean, as `forward` gave them.
+    """
     tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
     kind, pointers = adapter.describe(tensors, _BACKWARD_NAMES)
-    key = (type(adapter), op, output_mask, bias_dtype, kind)
+    key = (type(adapter), op, output_mask, bias_dtype, paired, kind)
     ready = _calls.get(key)
     if ready is None:
         begun = generation
         views = _views(adapter, tensors, _BACKWARD_NAMES)
         dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view = views
+        if paired:
+            mean_view = rstd_view = mean_view._replace(shape=mean_view.shape[1:], strides=mean_view.strides[1:])
         prepared = op.prepare_backward(
             dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view, output_mask, bias_dtype
         )
-        ready = _Ready.of(adapter, prepared, x)
+        ready = _Ready.of(adapter, prepared, x, mean_view)
         _remember(key, ready, begun)
-    results: list[Any] = []
-    for output, allocate in zip(ready.prepared.outputs, ready.allocators):
-        if output is None:
-            results.append(None)
-            pointers.append(0)
-        else:
-            result = adapter.empty(output, x) if allocate is None else allocate(x)
-            results.append(result)
-            pointers.append(adapter.pointer(result))
+    if paired:
+        pointers[6] = pointers[5] + ready.pair_offset
+    # Written out, as in `forward`.
+    dx, dweight, dbias = ready.prepared.outputs
+    new_dx, new_dweight, new_dbias = ready.allocators
+    pointer_of = adapter.pointer
+    if dx is None:
+        pointers.append(0)
+    else:
+        dx = adapter.empty(dx, x) if new_dx is None else new_dx(x)
+        pointers.append(pointer_of(dx))
+    if dweight is None:
+        pointers.append(0)
+    else:
+        dweight = adapter.empty(dweight, x) if new_dweight is None else new_dweight(x)
+        pointers.append(pointer_of(dweight))
+    if dbias is None:
+        pointers.append(0)
+    else:
+        dbias = adapter.empty(dbias, x) if new_dbias is None else new_dbias(x)
+        pointers.append(pointer_of(dbias))
     _run(adapter, ready, pointers, x)
-    dx, dweight, dbias = results
     return dx, dweight, dbias
 
 

@@ -267,18 +267,21 @@ class Call:
         self._device = device_index
         self._current_context = cupy().cuda.driver.ctxGetCurrent
         self._offsets = [scratch.offset for scratch in plan.scratch]
-        # What a call's pointers are called: its operands, null, its scratch.
-        names: list[str | None] = [*operands, None, *(scratch.name for scratch in plan.scratch)]
+        # What a call's pointers are called: its operands, its scratch.
+        names = [*operands, *(scratch.name for scratch in plan.scratch)]
         self._launches = []
         overlap = _launches_overlap(device_index)
         for place, launch in enumerate(plan.launches):
             values = argument_values(launch)
             pointers = [name for code, name in values if code == "P"]
             numbers = [(code, value) for code, value in values if code != "P"]
-            assert len(pointers) > 1 and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
+            given = [names.index(name) for name in pointers if name is not None]
+            assert given and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
             tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
-            pick = operator.itemgetter(*(names.index(name) for name in pointers))
-            pack_into = struct.Struct(f"<{len(pointers)}Q").pack_into
+            # Of a single place it would be no sequence.
+            pick = operator.itemgetter(*given) if len(given) > 1 else operator.itemgetter(slice(given[0], given[0] + 1))
+            # Padding is written as zeros, which a null pointer is.
+            pack_into = struct.Struct("<" + "".join("8x" if name is None else "Q" for name in pointers)).pack_into
             function = compiled_function(*launch.function_key, device_index, texts)
             starter = _overlapping_starter if overlap and place > 0 else _starter
             packed = bytes(8 * len(pointers)) + tail
@@ -287,31 +290,38 @@ class Call:
             self._context = self._current_context()  # it is there, since the kernels were loaded into it
         self._of_thread = threading.local()
 
-    def _prepare_thread(self) -> list[Any]:
-        """Argument structs of this thread's own: the driver copies them during a launch, when others may be packing."""
-        ready = []
+    def _prepare_thread(self) -> Callable[[Sequence[int], int, int], None]:
+        """What launches in this thread, with argument structs of its own.
+
+        The driver copies these during a launch, when other threads may be packing.
+        """
+        offsets, launches = self._offsets, []
         for starter, launch, function, pick, pack_into, packed in self._launches:
             arguments = ctypes.create_string_buffer(packed, len(packed))
             parameters = ctypes.c_void_p(ctypes.addressof(arguments))
-            ready.append((pick, pack_into, arguments, starter(launch, function.ptr, parameters), parameters))
-        self._of_thread.launches = ready
-        return ready
+            launches.append((pick, pack_into, arguments, starter(launch, function.ptr, parameters), parameters))
+
+        # Every call comes here: what a closure has is found sooner than attributes.
+        def launch_all(pointers: Sequence[int], workspace: int, stream: int) -> None:
+            if offsets:
+                pointers = (*pointers, *[workspace + offset for offset in offsets])
+            for pick, pack_into, arguments, start, _ in launches:
+                pack_into(arguments, 0, *pick(pointers))
+                start(stream)
+
+        self._of_thread.launch_all = launch_all
+        return launch_all
 
     def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Launch on ``stream``, a raw handle. ``workspace`` points at the plan's ``workspace_bytes`` on the device."""
-        if self._current_context() != self._context:  # another device is current, or none yet in this thread
-            with cupy().cuda.Device(self._device):
-                if not self._current_context():
-                    cupy().cuda.runtime.free(0)  # makes it this thread's
-                return self._launch(pointers, workspace, stream)
-        return self._launch(pointers, workspace, stream)
-
-    def _launch(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
         try:
-            launches = self._of_thread.launches
+            launch_all = self._of_thread.launch_all
         except AttributeError:
-            launches = self._prepare_thread()
-        every_pointer = (*pointers, 0, *[workspace + offset for offset in self._offsets])
-        for pick, pack_into, arguments, start, _ in launches:
-            pack_into(arguments, 0, *pick(every_pointer))
-            start(stream)
+            launch_all = self._prepare_thread()
+        if self._current_context() == self._context:
+            launch_all(pointers, workspace, stream)
+            return
+        with cupy().cuda.Device(self._device):  # another device is current, or none yet in this thread
+            if not self._current_context():
+                cupy().cuda.runtime.free(0)  # makes it this thread's
+            launch_all(pointers, workspace, stream)

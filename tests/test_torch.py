@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
+from cunorm.adapters.torch.adapter import ADAPTER
+from cunorm.execute import FORWARD_NAMES, Output
 from cunorm.problem import ACTIVATIONS
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
@@ -165,6 +167,19 @@ def test_the_bias_is_kept_only_for_an_activation() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             cunorm.layer_norm(x.clone().requires_grad_(), weight, bias, activation=activation)
         assert sum(t.data_ptr() == bias.data_ptr() for t in saved) == kept
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_are_kept_in_one_tensor(device: str) -> None:
+    x, weight, bias, dy = tensors((4, 64), (64,), torch.float32, device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    saved: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t.clone()):
+        y, mean, rstd = cunorm.layer_norm(*leaves, return_stats=True)
+    assert len(saved) == 3 and torch.equal(saved[2], torch.stack((mean, rstd)))
+    expected = cunorm.layer_norm_backward(dy, x.detach(), weight.detach(), mean.clone(), rstd.clone())
+    for gradient, direct in zip(torch.autograd.grad(y, leaves, dy), expected):
+        assert torch.equal(gradient, direct)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -477,3 +492,54 @@ def test_channel_norms_do_not_build_a_graph_without_need(name: str) -> None:
         assert CHANNEL_NORMS[name](**given | {"x": given["x"].requires_grad_()}).grad_fn is None
     with pytest.raises(ValueError, match="out cannot be given where gradients are recorded"):
         CHANNEL_NORMS[name](**given, out=torch.empty(3, 4, 5, dtype=torch.float64))
+
+
+def kind_of(*given: torch.Tensor | None) -> Any:
+    return ADAPTER.describe((*given, *[None] * (5 - len(given))), FORWARD_NAMES)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_are_told_apart_by_all_that_a_kernel_or_autograd_goes_by(device: str) -> None:
+    memory = torch.zeros(4096, device=device)
+    x, weight = memory[:512].view(8, 64), torch.nn.Parameter(memory[1024:1088], requires_grad=False)
+    others = {
+        "shape": (x.view(4, 128), None, weight),
+        "number of axes": (x.view(8, 64, 1), None, weight),
+        "strides": (memory[:1024].view(8, 128)[:, :64], None, weight),
+        "alignment": (memory[1:513].view(8, 64), None, weight),
+        "alignment of the weight": (x, None, memory[1025:1089]),
+        "dtype": (x.half(), None, weight),
+        "dtype of the weight": (x, None, weight.double()),
+        "gradient of x": (x.detach().requires_grad_(), None, weight),
+        "gradient of the weight": (x, None, torch.nn.Parameter(weight)),
+        "no weight": (x,),
+        "a bias instead": (x, None, None, weight),
+        "a residual": (x, x.clone(), weight),
+        "x twice": (x, x, weight),
+        "negated": (torch._neg_view(x), None, weight),
+    }
+    for _ in range(2):
+        kinds = {name: kind_of(*given) for name, given in others.items()} | {"itself": kind_of(x, None, weight)}
+        assert len(set(kinds.values())) == len(kinds)
+    for name, given in others.items():
+        assert kind_of(*given) is kinds[name], name
+    assert kind_of(memory[512:1024].view(8, 64), None, weight) is kinds["itself"], "only the address is another"
+    with torch.no_grad():
+        assert kind_of(*others["gradient of x"]) is not kinds["gradient of x"]
+
+
+@pytest.mark.gpu
+def test_calls_are_told_apart_by_the_device() -> None:
+    x = torch.zeros(8, 64)
+    assert kind_of(x) is not kind_of(x.cuda()) and kind_of(x) is kind_of(x.clone())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("permutation", [None, (0, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 1, 5), (2, 0, 4, 5)], ids=str)
+def test_both_ways_to_allocate_agree(device: str, shape: tuple[int, ...], permutation: Any) -> None:
+    like = torch.empty(1, device=device)
+    for output in (Output(shape, "bfloat16", permutation), Output((), "float64")):
+        known, new = ADAPTER.allocator(output, like)(like), ADAPTER.empty(output, like)
+        assert known.shape == new.shape and known.stride() == new.stride()
+        assert known.dtype is new.dtype and known.device == new.device and not known.requires_grad

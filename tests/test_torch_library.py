@@ -204,12 +204,12 @@ def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[list[int]] = []
     real = execute._Ready.of
 
-    def of(adapter: Any, prepared: Any, like: Any) -> Any:
+    def of(adapter: Any, prepared: Any, like: Any, mean: Any) -> Any:
         def run(pointers: Any, workspace: int, stream: int) -> None:
             seen.append(list(pointers))
             prepared.run(pointers, workspace, stream)
 
-        return real(adapter, dataclasses.replace(prepared, run=run), like)
+        return real(adapter, dataclasses.replace(prepared, run=run), like, mean)
 
     monkeypatch.setattr(execute, "_calls", {})
     monkeypatch.setattr(execute._Ready, "of", staticmethod(of))

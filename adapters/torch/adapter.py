@@ -5,16 +5,16 @@ CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cas
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from cunorm import execute
 from cunorm.adapters.torch import library
-from cunorm.execute import Adapter, Gradients, Op, Output, Results
+from cunorm.execute import FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
@@ -33,6 +33,17 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
+# What the code that torch.compile makes allocates with, in half the time of torch.empty_like.
+_empty_strided_cpu: Any = guards._empty_strided_cpu  # type: ignore[attr-defined]
+_empty_strided_cuda: Any = guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def _empty(output: Output, device: torch.device) -> torch.Tensor:
+    dtype = _DTYPES[output.dtype]
+    if output.permutation is not None:
+        return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=device)
+    return torch.empty(output.shape, dtype=dtype, device=device)
 
 
 class _StandsForAnother(Exception):
@@ -61,6 +72,42 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
+class _Kind:
+    """Tensors that are alike in shapes, strides, dtypes, devices, and in what PyTorch's dispatcher does with them.
+
+    It is compared by identity. ``includes`` is what torch.compile asks of the inputs of its graphs at every call, and
+    takes a tenth of the time that Python would. It says no where a tensor is given twice. ``is_recorded`` says whether
+    autograd records what is computed of them.
+    """
+
+    __slots__ = ("includes", "is_recorded")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.includes = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.is_recorded = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+# The kinds that there were, the latest first, by a key that tells most of them apart.
+_kinds: dict[Any, tuple[_Kind, ...]] = {}
+_MOST_KEYS, _MOST_KINDS = 4096, 32
+
+
+def _kind_of(key: Any, tensors: Sequence[torch.Tensor]) -> _Kind:
+    kinds = _kinds.get(key, ())
+    for kind in kinds:
+        if kind.includes(*tensors):
+            return kind
+    once = list({id(tensor): tensor for tensor in tensors}.values())
+    if len(once) < len(tensors):
+        numbers = [id(tensor) for tensor in once]
+        return _kind_of((key, *[numbers.index(id(tensor)) for tensor in tensors]), once)
+    if len(_kinds) >= _MOST_KEYS:
+        _kinds.clear()
+    kind = _Kind(tensors)
+    _kinds[key] = (kind, *kinds[: _MOST_KINDS - 1])
+    return kind
+
+
 class TorchAdapter(Adapter):
     def layout(self, tensor: Any, name: str) -> View:
         """The tensor as memory, but for the address."""
@@ -82,12 +129,11 @@ class TorchAdapter(Adapter):
             raise RuntimeError(f"{name} is a {type(tensor).__qualname__} without memory of its own")
         return view._replace(pointer=tensor.data_ptr())
 
-    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
-        kind: list[Any] = []
-        pointers = []
+    def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
+        given, pointers, places = [], [], 0
         for tensor in tensors:
+            places <<= 5
             if tensor is None:
-                kind.append(None)
                 pointers.append(0)
                 continue
             if type(tensor) not in _ORDINARY:
@@ -96,13 +142,15 @@ class TorchAdapter(Adapter):
                 pointer = tensor.data_ptr()
             except RuntimeError:
                 return self._describe_others(tensors, names)
-            if not pointer or tensor.is_neg():
+            if not pointer and (tensor.numel() or tensor.is_meta):
                 return self._describe_others(tensors, names)
-            kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, pointer & 15)
+            given.append(tensor)
             pointers.append(pointer)
-        return tuple(kind), pointers
+            places |= pointer & 15 | 16
+        return _kind_of((places, given[0].numel(), _is_grad_enabled()), given), pointers
 
-    def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:
+    def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
+        """Says what is wrong with tensors that are not just memory, or raises `_StandsForAnother`."""
         if tensors[names.index("x")].is_meta:
             raise _StandsForAnother
         for tensor in tensors:
@@ -111,22 +159,20 @@ class TorchAdapter(Adapter):
         return super().describe(tensors, names)
 
     def empty(self, output: Output, like: torch.Tensor) -> torch.Tensor:
-        dtype, device = _DTYPES[output.dtype], like.device
-        if output.permutation is not None:
-            return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=device)
-        return torch.empty(output.shape, dtype=dtype, device=device)
+        return _empty(output, like.device)
 
     def allocator(self, output: Output, like: torch.Tensor) -> Callable[[Any], Any]:
-        dtype, shape = _DTYPES[output.dtype], output.shape
-        if like.shape == shape and like.stride() == output.strides and like.dtype is dtype:
-            return torch.empty_like  # in half the time
-        if output.permutation is not None:
-            return functools.partial(self.empty, output)
-        # Sizes one by one take less time than a tuple, and so does a dtype that need not be given.
-        sizes: Any = shape or ((),)
-        if like.dtype is dtype:
-            return lambda tensor: tensor.new_empty(*sizes)
-        return lambda tensor: tensor.new_empty(*sizes, dtype=dtype)
+        shape, strides, dtype = output.shape, _empty(output, torch.device("meta")).stride(), _DTYPES[output.dtype]
+        if like.device.type == "cpu":
+            return lambda tensor: _empty_strided_cpu(shape, strides, dtype)
+        index = like.device.index
+
+        def allocate(tensor: torch.Tensor) -> Any:
+            if _current_device() == index:
+                return _empty_strided_cuda(shape, strides, dtype)
+            return _empty(output, tensor.device)
+
+        return allocate
 
     # Every call comes here: a method of ours would take as long again.
     pointer = staticmethod(torch.Tensor.data_ptr)  # type: ignore[assignment]
@@ -153,11 +199,12 @@ class TorchAdapter(Adapter):
         if _is_compiling() or _number_of_modes() or _is_transformed() or forward_ad._current_level >= 0:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
         try:
-            if _is_grad_enabled() and _requires_grad(x, weight, bias, residual, out):
-                return _record(op, x, residual, weight, bias, out, stats, running)
-            results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+            described = self.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
         except _StandsForAnother:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
+        if described[0].is_recorded:
+            return _record(op, x, residual, weight, bias, out, stats, running, described)
+        results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
         if out is not None:
             _written(out)
         if running and op.updates_running:
@@ -176,17 +223,19 @@ class TorchAdapter(Adapter):
         rstd: Any,
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
+        paired: bool = False,
     ) -> Gradients:
-        tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
-        if _is_compiling() or _number_of_modes() or _is_transformed():
-            return library.backward(op, output_mask, bias_dtype, *tensors)
-        # Only the dispatcher can say, later on, that there are no second derivatives.
-        if not (_is_grad_enabled() and _requires_grad(*tensors)):
-            try:
-                return execute.backward(self, op, *tensors, output_mask, bias_dtype)
-            except _StandsForAnother:
-                pass
-        return library.backward(op, output_mask, bias_dtype, *tensors)
+        if not (_is_compiling() or _number_of_modes() or _is_transformed()):
+            tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
+            # Only the dispatcher can say, later on, that there are no second derivatives.
+            if not (_is_grad_enabled() and _requires_grad(*tensors)):
+                try:
+                    return execute.backward(self, op, *tensors, output_mask, bias_dtype, paired)
+                except _StandsForAnother:
+                    pass
+        if paired:
+            mean, rstd = mean.unbind()
+        return library.backward(op, output_mask, bias_dtype, dy, dresidual_out, x, weight, bias, mean, rstd)
 
 
 ADAPTER = TorchAdapter()
@@ -202,11 +251,19 @@ def _written(*tensors: torch.Tensor) -> None:
 
 
 def _record(
-    op: Op, x: Any, residual: Any, weight: Any, bias: Any, out: Any, stats: bool, running: tuple[Any, ...]
+    op: Op,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    stats: bool,
+    running: tuple[Any, ...],
+    described: tuple[Any, list[int]],
 ) -> Results:
     if out is not None:
         raise ValueError("out cannot be given where gradients are recorded; use torch.no_grad() or leave it out")
-    results = _apply_recorded(x, residual, weight, bias, op, stats, running)
+    results = _apply_recorded(x, residual, weight, bias, (op, stats, running, described))
     if not stats:
         return (results, None, None, None) if residual is None else (*results, None, None)
     y, *others = results
@@ -223,38 +280,37 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, op: Op, stats: bool, running: tuple[Any, ...]
-    ) -> Any:
-        y, residual_out, mean, rstd = execute.forward(ADAPTER, op, x, residual, weight, bias, None, True, running)
+    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, call: tuple[Any, ...]) -> Any:
+        op, stats, running, described = call
+        y, residual_out, mean, rstd = execute.forward(
+            ADAPTER, op, x, residual, weight, bias, None, True, running, described, True
+        )
         if running and op.updates_running:
             _written(*running)
         ctx.call = op, None if bias is None else _NAMES[bias.dtype]
         kept = x if residual_out is None else residual_out
-        if op.keeps_bias:
-            ctx.save_for_backward(kept, weight, mean, rstd, bias)
-        else:
-            ctx.save_for_backward(kept, weight, mean, rstd)
+        ctx.save_for_backward(kept, weight, bias if op.keeps_bias else None, mean, rstd)
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
         if not stats:
             return y if residual_out is None else (y, residual_out)
-        statistics = (rstd,) if mean is None else (mean, rstd)
+        statistics = (rstd,) if mean is None else mean.unbind()
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics) if residual_out is None else (y, residual_out, *statistics)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, dresidual_out: Any = None, *_: Any) -> Any:
         # Without a residual what comes second is the gradient of a statistic: None, like all of theirs.
-        needs_x, needs_residual, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if dy is None:  # y was not used
             dx, dweight, dbias = dresidual_out, None, None
         else:
             op, bias_dtype = ctx.call
-            x, weight, mean, rstd, *kept = ctx.saved_tensors
-            bias = kept[0] if kept else None
-            mask = (needs_x or needs_residual, needs_weight, needs_bias)
-            dx, dweight, dbias = ADAPTER.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
-        return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None, None, None
+            x, weight, bias, mean, rstd = ctx.saved_tensors
+            mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None
+            dx, dweight, dbias = ADAPTER.backward(
+                op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype, paired
+            )
+        return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None
 
 
 # What `torch.autograd.Function.apply` comes to where no transformation of functions is at work.

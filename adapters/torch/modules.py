@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_SINGLE_EPS, _DOUBLE_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
 class _Activated(nn.Module):
     """What the norms have besides torch.nn's: an activation in the same kernel."""
 
@@ -43,6 +46,15 @@ class _Activated(nn.Module):
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text if self.activation is None else f"{text}, activation={self.activation!r}"
+
+
+def tensor_of(module: nn.Module, name: str) -> Any:
+    """A parameter or buffer of a layer, in a quarter of the time that ``torch.nn.Module.__getattr__`` takes."""
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module._buffers:
+        return module._buffers[name]
+    return getattr(module, name)  # a hook or a parametrization has put something else in its place
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -83,10 +95,9 @@ class LayerNorm(_Activated, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        shape = self.normalized_shape
-        return _of_rows(
-            cunorm.layer_norm, input, shape, self.weight, self.bias, eps=self.eps, activation=self.activation
-        )
+        axis, weight, bias = _axis(input, self.normalized_shape), tensor_of(self, "weight"), tensor_of(self, "bias")
+        y: Tensor = cunorm.layer_norm(input, weight, bias, axis=axis, eps=self.eps, activation=self.activation)
+        return y
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
@@ -108,22 +119,18 @@ class RMSNorm(_Activated, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
-        return _of_rows(
-            cunorm.rms_norm, x, self.normalized_shape, self.weight, None, eps=eps, activation=self.activation
-        )
+            eps = _DOUBLE_EPS if x.dtype is torch.float64 else _SINGLE_EPS
+        axis, weight = _axis(x, self.normalized_shape), tensor_of(self, "weight")
+        y: Tensor = cunorm.rms_norm(x, weight, axis=axis, eps=eps, activation=self.activation)
+        return y
 
 
-def _of_rows(
-    norm: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, **options: Any
-) -> Tensor:
-    """A norm of the last axes, which must have this shape."""
+def _axis(x: Tensor, shape: tuple[int, ...]) -> int | tuple[int, ...]:
+    """The last axes, which must have this shape."""
     # Without weight and bias nothing else would notice.
-    if tuple(x.shape[-len(shape) :]) != shape:
+    if x.shape[-len(shape) :] != shape:
         raise ValueError(f"the input has shape {tuple(x.shape)}; it must end in normalized_shape, {shape}")
-    axis = -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
-    result: Tensor = norm(x, weight, bias, axis=axis, **options)
-    return result
+    return -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
@@ -145,17 +152,16 @@ class GroupNorm(_Activated, nn.GroupNorm):
         if input.numel() == self.num_groups:
             must = "it must have more than one value a group"
             raise ValueError(f"the input has shape {tuple(input.shape)} and num_groups is {self.num_groups}; {must}")
-        y: Tensor = cunorm.group_norm(
-            input, self.num_groups, self.weight, self.bias, eps=self.eps, activation=self.activation
-        )
+        weight, bias = tensor_of(self, "weight"), tensor_of(self, "bias")
+        y: Tensor = cunorm.group_norm(input, self.num_groups, weight, bias, eps=self.eps, activation=self.activation)
         return y
 
 
 class _InstanceNormForward(_Activated, _InstanceNorm):
     # What forward calls, when it has checked the input and given a batch axis to what has none.
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        weight, bias, eps = self.weight, self.bias, self.eps
-        mean, var = self.running_mean, self.running_var
+        weight, bias, eps = tensor_of(self, "weight"), tensor_of(self, "bias"), self.eps
+        mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
         if not self.training and self.track_running_stats:
             y = cunorm.batch_norm(
@@ -218,28 +224,35 @@ class InstanceNorm3d(_InstanceNormForward, nn.InstanceNorm3d):
 class _BatchNormForward(_Activated, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        used = not self.training or self.track_running_stats
-        mean, var = (self.running_mean, self.running_var) if used else (None, None)
-        options: dict[str, Any] = {
-            "training": self.training or (mean is None and var is None),
-            "eps": self.eps,
-            "activation": self.activation,
-        }
+        training, tracks, eps, activation = self.training, self.track_running_stats, self.eps, self.activation
+        weight, bias = tensor_of(self, "weight"), tensor_of(self, "bias")
+        mean = var = None
+        if tracks or not training:
+            mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        if training and tracks and (batches := tensor_of(self, "num_batches_tracked")) is not None:
+            batches.add_(1)
             if self.momentum is None and mean is not None and var is not None:
                 # The average of all batches. How many they were is not read, which would wait for the device.
-                y, new_mean, rstd = cunorm.batch_norm(input, self.weight, self.bias, return_stats=True, **options)
-                new_var = _unbiased(rstd, self.eps, input.numel() // input.shape[1])
-                share = self.num_batches_tracked.double().reciprocal()
+                y, new_mean, rstd = cunorm.batch_norm(
+                    input, weight, bias, training=True, eps=eps, activation=activation, return_stats=True
+                )
+                new_var = _unbiased(rstd, eps, input.numel() // input.shape[1])
+                share = batches.double().reciprocal()
                 with torch.no_grad():
                     mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
                     var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
                 return y
-        momentum = 0.0 if self.momentum is None else self.momentum
         y = cunorm.batch_norm(
-            input, self.weight, self.bias, running_mean=mean, running_var=var, momentum=momentum, **options
+            input,
+            weight,
+            bias,
+            running_mean=mean,
+            running_var=var,
+            training=training or (mean is None and var is None),
+            momentum=0.0 if self.momentum is None else self.momentum,
+            eps=eps,
+            activation=activation,
         )
         return y
 

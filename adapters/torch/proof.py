@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cunorm
-from cunorm.adapters.torch.modules import gelu
+from cunorm.adapters.torch.modules import gelu, tensor_of
 
 __all__ = ["Formula", "prove"]
 
@@ -55,16 +55,20 @@ class Formula:
         return ", ".join((f"cunorm.{self.op}", *(f"{name}={value!r}" for name, value in shown.items())))
 
     def parameters(self, module: nn.Module) -> dict[str, Tensor]:
-        names = {"weight": self.weight, "bias": self.bias}
-        return {name: getattr(module, of) for name, of in names.items() if of is not None}
+        found = {}
+        if self.weight is not None:
+            found["weight"] = tensor_of(module, self.weight)
+        if self.bias is not None:
+            found["bias"] = tensor_of(module, self.bias)
+        return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The result of the layer; None for dimensions and dtypes that were not tried."""
         parameters = self.parameters(module)
-        dtype = self.dtypes.get((x.dtype, *(parameter.dtype for parameter in parameters.values())))
+        dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
         if dtype is None or x.dim() not in self.dimensions:
             return None
-        if x.dtype == dtype:
+        if x.dtype is dtype:
             return self.compute(x, parameters)
         if torch.promote_types(x.dtype, dtype) == dtype:  # the result would not be as exact if it were cast
             return self.compute(x.to(dtype), parameters)

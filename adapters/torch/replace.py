@@ -307,15 +307,6 @@ class _Derived(nn.Module):
         return _rebuild, self._made_of, super().__reduce_ex__(2)[2]
 
 
-class _DerivedEager(_Derived):
-    """The same, for one that has its own forward back wherever it is traced."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._made_of[1].forward(self, *args, **kwargs)
-        return super().forward(*args, **kwargs)
-
-
 def _rebuild(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> nn.Module:
     kind = _derived(ours, original, compiled)
     return kind.__new__(kind)
@@ -327,10 +318,19 @@ def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
         return ours
     key = ours, original, compiled
     if key not in _classes:
-        first = _Derived if compiled else _DerivedEager
-        bases = (first, ours) if issubclass(ours, original) else (first, ours, original)
-        _classes[key] = type(f"Cunorm{original.__name__}", bases, {"_made_of": key})
+        bases = (_Derived, ours) if issubclass(ours, original) else (_Derived, ours, original)
+        forward = {} if compiled else {"forward": _eager_forward(ours, original)}
+        _classes[key] = type(f"Cunorm{original.__name__}", bases, {"_made_of": key} | forward)
     return _classes[key]
+
+
+def _eager_forward(ours: type[nn.Module], original: type[nn.Module]) -> Any:
+    """Our forward, but the layer's own wherever it is traced."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_compiling() else ours).forward(self, *args, **kwargs)
+
+    return forward
 
 
 class _Proved(nn.Module):
