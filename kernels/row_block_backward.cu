@@ -105,10 +105,11 @@ struct ChannelSums {
   }
 };
 
-// The mean and rstd of the rows of TURNS turns, one turn's in each of the threads that have the same row and warp, and
-// those of the next TURNS on their way. A load that is under way in every turn shares a scoreboard with others, and
-// where ptxas waits for one of those, it waits for memory: 4096 columns of float16 took 1.34 so, and 1.08 now.
-struct StatisticsAhead {
+// The mean and rstd of rows. Where rows come ahead, those of TURNS turns come at once, one turn's to each of the threads
+// that have the same row and warp, and those of the next TURNS are on their way. A load that is under way in every turn
+// shares a scoreboard with others, and where ptxas waits for one of those, it waits for memory: 4096 columns of float16
+// took 1.34 so, and 1.08 now.
+struct RowStatistics {
   static constexpr int TURNS = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
 
   const Compute* means;
@@ -117,15 +118,15 @@ struct StatisticsAhead {
   long long step;
   Compute mean, rstd, next_mean, next_rstd;
 
-  // Starts to load those of the row and of the TURNS - 1 that follow it.
+  // Starts to load those of the row, and of the TURNS - 1 that follow it.
   __device__ __forceinline__ void fetch(long long row) {
-    row += threadIdx.x % TURNS * step;
-    next_mean = CENTERED && row < rows ? means[row] : 0;
-    next_rstd = row < rows ? rstds[row] : 0;
+    if constexpr (stage == Stage::direct) return;
+    load(row + threadIdx.x % TURNS * step, next_mean, next_rstd);
   }
 
   // Those of the turn's row: for turns from zero up, in all threads.
   __device__ __forceinline__ void get(int turn, long long row, Compute& row_mean, Compute& row_rstd) {
+    if constexpr (stage == Stage::direct) return load(row, row_mean, row_rstd);
     if (turn % TURNS == 0) {
       mean = next_mean;
       rstd = next_rstd;
@@ -133,6 +134,11 @@ struct StatisticsAhead {
     }
     row_mean = CENTERED ? __shfl_sync(0xffffffff, mean, turn % TURNS, TURNS) : 0;
     row_rstd = __shfl_sync(0xffffffff, rstd, turn % TURNS, TURNS);
+  }
+
+  __device__ __forceinline__ void load(long long row, Compute& row_mean, Compute& row_rstd) const {
+    row_mean = CENTERED && row < rows ? means[row] : 0;
+    row_rstd = row < rows ? rstds[row] : 0;
   }
 };
 
@@ -168,7 +174,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
   const Place first_place = place_at(first_row);
-  StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
+  RowStatistics statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
   // What is ahead: rows in shared memory, and the next edges in registers.
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);
@@ -227,9 +233,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
-    wait_for_rows<BEHIND>();
     Compute mean, rstd;
     statistics.get(turn, place.row, mean, rstd);
+    wait_for_rows<BEHIND>();
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
     const Vector<X_TYPE, 1> x_edge = stage == Stage::ahead ? next_x_edge : edge_of(x, part, place);
     const Vector<X_TYPE, 1> dy_edge = stage == Stage::ahead ? next_dy_edge : edge_of(dy, part, place);

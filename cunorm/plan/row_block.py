@@ -96,8 +96,8 @@ class RowBlock:
             "THREADS_PER_ROW": self.threads_per_row,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
-            # One in a second wave would take as long as all.
-            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor),
+            # A block that comes ahead in a second wave would take as long as all.
+            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor * (self.stage == "ahead")),
             "STAGE": self.stage,
             "ROWS_AHEAD": self.rows_ahead if self.stage == "ahead" else 1,
             "PEELED": int(self.peeled),

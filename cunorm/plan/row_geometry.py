@@ -171,12 +171,16 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
 def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """A row a block, or several; None where registers are too few, or blocks had better share a row.
 
-    At 5120 columns of bfloat16 128 threads of 5 vectors take 1.05, 256 of 3 1.11.
+    At 5120 columns of bfloat16 128 threads of 5 vectors take 1.05, 256 of 3 1.11; 10,000 of float16 512 of 3 1.08, 256
+    of 5 1.20; 1000 64 of 2 1.04, 32 of 4 1.23.
     """
     vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
     few = problem.rows < 8 * device.multiprocessors
     wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 or few else 4 if vectors_per_row < 704 else 3
-    threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), 64)
+    threads, vectors = _spread(vectors_per_row, wanted)
+    if itemsize == 2 and (vectors_per_row <= 512 or vectors_per_row > 1024) and vectors > 3 and threads < _MOST_THREADS:
+        threads, vectors = 2 * threads, -(-vectors_per_row // (2 * threads))
+    threads, vectors = _more_threads(problem, device, (threads, vectors), 64)
     if not _fits_registers(problem, device, width, vectors, max(threads, 64)):
         return None
     stage = "ahead" if device.capability >= 80 else "direct"
@@ -313,11 +317,13 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
         ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
         if width == 8 and device.capability == 90:
             # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512,
-            # and 50257 (peeled) 1.62 and 1.73 with one of 256. With 8 vectors they would spill.
-            for rows in ahead:
-                yield replace(
-                    way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2, rows_ahead=rows
-                )
+            # and 50257 (peeled) 1.62 and 1.73 with one of 256. Weights come early where there are registers: 15,872
+            # columns, of which not all threads have as many, take 1.05 so, staged 1.19 (but 16,384 1.09 and 1.06). 7
+            # vectors would spill so, 8 in any case; 12,800 columns take 1.19 with 7, and by four blocks 1.32.
+            crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
+            pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
+            for each, rows in itertools.product((crowd,) if peeled else (pair, early, crowd), ahead):
+                yield replace(each, rows_ahead=rows)
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
             # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
             # one, and 1.14 staged by four blocks of 512 threads.
