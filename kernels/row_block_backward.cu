@@ -105,10 +105,10 @@ struct ChannelSums {
   }
 };
 
-// The mean and rstd of rows. Where rows come ahead, those of TURNS turns come at once, one turn's to each of the threads
-// that have the same row and warp, and those of the next TURNS are on their way. A load that is under way in every turn
-// shares a scoreboard with others, and where ptxas waits for one of those, it waits for memory: 4096 columns of float16
-// took 1.34 so, and 1.08 now.
+// The mean and rstd of rows. Where rows come ahead, those of TURNS turns come at once, one turn's to each of the
+// threads that have the same row and warp, and those of the next TURNS are on their way. A load that is under way in
+// every turn shares a scoreboard with others, and where ptxas waits for one of those, it waits for memory: 4096 columns
+// of float16 took 1.34 so, and 1.08 now.
 struct RowStatistics {
   static constexpr int TURNS = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
 

@@ -145,6 +145,10 @@ def cases(arch: str) -> list[Case]:
     few_rows = [Case(dtype, columns, rows=4) for dtype, sizes in few.items() for columns in sizes]
     few_rows += [Case("bfloat16", 1024, rows=512), Case("float32", 1024, rows=512)]
     few_rows += [Case("float16", 32_768, rows=4, norm=Norm(True, 0.0, "gelu_tanh"))]
+    # RMS norm with its weight early: one to four vectors of a thread, in all sorts of blocks.
+    early = [("bfloat16", 256), ("float16", 1024), ("bfloat16", 1024), ("bfloat16", 3000), ("bfloat16", 4096)]
+    early += [("float32", 256), ("float32", 1024), ("float32", 4096)]
+    few_rows += [Case(*case, rows=rows, norm=Norm(False)) for case in early for rows in (512, 2048, 8192)]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):

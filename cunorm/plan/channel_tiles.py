@@ -169,7 +169,9 @@ def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
     scratch = lanes * (rows * tiles.width if tiles.along_channels else -(-tiles.point_lanes // 32))
     if plane > 1:
         scratch = ((tiles.width - 2) // plane + 2) * tiles.holders + tiles.channels
-    return (2 * scratch + numbers) * compute_itemsize(problem) + 64
+    total = (2 * scratch + numbers) * compute_itemsize(problem) + 64
+    # What is staged begins behind it, at a multiple of so many bytes (COPY_ALIGNMENT of kernels/copy_async.cuh).
+    return -(-total // 128) * 128
 
 
 def pass_arguments(problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:

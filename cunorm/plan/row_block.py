@@ -90,16 +90,17 @@ class RowBlock:
         return self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))
 
     def constants(self, problem: Problem) -> Constants:
+        ahead, itemsize = self.stage == "ahead", DTYPES[problem.x.dtype].itemsize
         return {
             "VECTOR": self.width,
             "VECTORS": self.vectors,
             "THREADS_PER_ROW": self.threads_per_row,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
-            # A block that comes ahead in a second wave would take as long as all.
-            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor * (self.stage == "ahead")),
+            # A block that comes ahead in a second wave would take as long as all. Doubles would spill.
+            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor if ahead and itemsize < 8 else 1),
             "STAGE": self.stage,
-            "ROWS_AHEAD": self.rows_ahead if self.stage == "ahead" else 1,
+            "ROWS_AHEAD": self.rows_ahead if ahead else 1,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
             "WEIGHTS_OF": self.weights_of(problem),

@@ -70,14 +70,36 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
     most = 6 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
     if vectors > most and threads == _MOST_THREADS:
         return _shared_row(problem, device, width)
-    short = vectors_per_row <= 64
-    geometry = RowBlock(width, vectors, threads, max(1, (128 if short else 64) // threads))
+    short, for_all = vectors_per_row <= 64, _vectors_for_all_threads(problem, device, vectors_per_row)
+    # 4096 rows of 1024 bfloat16 numbers take 9.7 us in blocks of two warps, of four 9.4; of float32 14.1 and 14.4.
+    block_threads = 128 if short or (for_all <= 2 and piece == 8) else 64
+    geometry = RowBlock(width, vectors, threads, max(1, block_threads // threads))
     # 32,768 rows of 256 bfloat16 numbers take 1.16 when fetched ahead and 1.29 directly, 524,288 of them 1.17 and 1.04.
-    some = 2 <= _vectors_for_all_threads(problem, device, vectors_per_row) <= 16
-    if short and some and piece == 8 and device.capability >= 80:
+    if short and 2 <= for_all <= 16 and piece == 8 and device.capability >= 80:
         geometry = replace(geometry, stage="ahead", weights="staged")
         return _with_room(_persistent(geometry, problem, device), problem, device)
+    if for_all <= 8:
+        geometry = _with_early_weight(geometry, problem, device)
     return _crowded(geometry, problem, device)
+
+
+def _with_early_weight(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
+    """RMS norm's weight early, where `_crowded` leaves registers for it.
+
+    The fewer rows a multiprocessor has, the less there is to hide the weight's way from memory behind: 2048 of 1024
+    bfloat16 numbers take 6.9 us, with a late weight 7.4; 4096 8.7 and 9.5, 1024 of 4096 8.9 and 9.5, 8192 of 4096 (16
+    vectors for each of all threads) 38.8 and 38.4. Of a block with a single row, ptxas would spill more than two
+    vectors of bfloat16 (which it widens too soon): two rows then. 512 rows of 4096 float32 numbers take 8.9 us and 9.5.
+    """
+    plain = problem.bias is None and problem.residual is None and problem.norm.activation is None
+    sixteen_bit = DTYPES[problem.x.dtype].itemsize == 2
+    if problem.weight is None or problem.norm.centered or not plain or device.capability != 90:
+        return geometry
+    held = geometry.vectors * geometry.width * (DTYPES[problem.x.dtype].itemsize + DTYPES[problem.weight.dtype].itemsize)
+    if held > 128 or problem.x.dtype == "float64" or (sixteen_bit and geometry.threads > 128):
+        return geometry
+    twice = geometry.vectors > 2 and 64 <= geometry.threads_per_row <= geometry.threads <= 128
+    return replace(geometry, weights="early", rows_per_block=geometry.rows_per_block * (2 if twice else 1))
 
 
 def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -136,6 +158,9 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     if problem.rows <= device.multiprocessors:
         # There is no next row: 64 of 4096 bfloat16 numbers take 10.4 us, fetched ahead 10.9.
         geometry = replace(geometry, stage="direct", rows_ahead=1)
+    elif _turns(geometry, problem, device) <= 3:
+        # 512 rows of 4096 bfloat16 numbers take 13.9 us, with two rows ahead 14.8; 1024 take as long.
+        geometry = replace(geometry, rows_ahead=1)
     if geometry.stage == "ahead":
         geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
     return _with_room(geometry, problem, device)
@@ -189,6 +214,8 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
         # them 1.41; with 512 and one row 1.07 and 1.61. At 4096 columns two rows a block take 1.07 and 1.31.
         block_threads = 128 if threads <= 128 else 512
         rows = _rows_per_block(problem, device, block_threads // threads, threads)
+        while rows > 1 and not _fits_registers(problem, device, width, vectors, threads * rows):
+            rows //= 2
         share = max(1, (384 if threads <= 128 else 512) // (threads * rows))
         return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share, rows_ahead=2)
     if itemsize == 2 and problem.dresidual_out is None and device.capability == 90:
@@ -208,6 +235,12 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
     share = max(1, all_threads // (threads * rows))
     return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share)
+
+
+def _turns(geometry: RowBlock, problem: Problem, device: Device) -> float:
+    """How many groups of rows each block has, of those that share rows."""
+    blocks = geometry.blocks_per_multiprocessor * device.multiprocessors
+    return -(-problem.rows // geometry.rows_per_block) / blocks
 
 
 def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:
@@ -488,7 +521,9 @@ def _fits_registers(
         # Without sums of columns, whose count is generous, the rest counts for more.
         several, activated = _has_channels(problem), problem.norm.activation is not None
         other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
-        other += 8 * (problem.norm.activation == "relu")  # which of all spills at 8 vectors in clusters of 8 blocks
+        # Which spill at 8 vectors in clusters of 8 blocks: relu with several channels, the exact gelu of bfloat16.
+        other += 8 * (problem.norm.activation == "relu")
+        other += 18 * (problem.norm.activation == "gelu" and problem.x.dtype == "bfloat16")
     if isinstance(problem, ForwardProblem):
         other += 12 * _has_channels(problem)
         # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
