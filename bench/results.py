@@ -88,6 +88,8 @@ class Measurement:
 class Results:
     """A run: where, when, with what, and what came out. ``absent`` says why a provider could not be used.
 
+    ``date`` is when it began; of runs of several days, when the first and the last did, with " to " between them.
+
     ``print`` shows a table, as a notebook does; ``frame`` is for pandas, ``plot`` draws.
     """
 
@@ -138,7 +140,8 @@ class Results:
     def __repr__(self) -> str:
         suites = ", ".join(dict.fromkeys(entry.suite for entry in self.measurements)) or "nothing"
         device = self.machine.get("device", "unknown device")
-        return f"<{len(self.measurements)} measurements of {suites} on {device}, {self.date[:10]}>"
+        days = " to ".join(dict.fromkeys(date[:10] for date in self.date.split(" to ")))
+        return f"<{len(self.measurements)} measurements of {suites} on {device}, {days}>"
 
     def __str__(self) -> str:
         lines = [repr(self)[1:-1], *table_lines(TABLE_COLUMNS, self.table_rows(), TABLE_NUMBERS)]
@@ -205,7 +208,6 @@ def merge(runs: Sequence[Results]) -> Results:
     merged: dict[tuple[Row, str], Measurement] = {}
     for results in runs:
         for entry in results.measurements:
-            merged.pop((entry.row, entry.provider), None)
             merged[entry.row, entry.provider] = entry
     versions = {name: version for results in runs for name, version in results.versions.items()}
     absent = {name: why for results in runs for name, why in results.absent.items() if name not in versions}
@@ -213,7 +215,9 @@ def merge(runs: Sequence[Results]) -> Results:
     missing = [label for results in runs for label in results.missing if label not in measured]
     stopped = "; ".join(dict.fromkeys(results.stopped for results in runs if results.stopped)) if missing else ""
     seconds = sum(results.seconds for results in runs)
-    return Results(first.date, first.machine, versions, absent, stopped, missing, seconds, list(merged.values()))
+    dates = sorted(date for results in runs for date in results.date.split(" to "))
+    date = dates[0] if dates[0][:10] == dates[-1][:10] else f"{dates[0]} to {dates[-1]}"
+    return Results(date, first.machine, versions, absent, stopped, missing, seconds, list(merged.values()))
 
 
 def by_row(measurements: Iterable[Measurement]) -> dict[Row, list[Measurement]]:

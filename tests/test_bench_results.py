@@ -51,6 +51,15 @@ def test_parts_merge() -> None:
     assert merged.missing == ["a row of no part"]
 
 
+def test_the_last_measurement_stands_and_both_days_are_named() -> None:
+    first = dataclasses.replace(synthetic(), date="2026-01-02T03:04:05+00:00")
+    again = dataclasses.replace(first.measurements[3], seconds=123.0)
+    second = dataclasses.replace(first, date="2026-02-03T04:05:06+00:00", measurements=[again])
+    merged = merge([merge([first, second]), second])
+    assert merged.measurements == [*first.measurements[:3], again, *first.measurements[4:]]
+    assert repr(merged).endswith("2026-01-02 to 2026-02-03>") and repr(merge([first, first])).endswith(", 2026-01-02>")
+
+
 def test_a_frame() -> None:
     frame = synthetic().frame
     assert len(frame) == len(synthetic().measurements)
