@@ -364,7 +364,7 @@ class RowNorm:
         """The op of a user's arguments."""
         if execute.is_compiling():
             # Where a number may be a symbol: an index or what a set holds is none.
-            if isinstance(axis, list | tuple):
+            if isinstance(axis, (list, tuple)):  # the torch.compile of PyTorch 2.5 does not know list | tuple
                 axis = [operator.index(item) if type(item) is int else item for item in axis]
             elif type(axis) is int:
                 axis = operator.index(axis)

@@ -27,7 +27,7 @@ struct Arguments {
   RUNNING_VARIANCE_TYPE* running_var;
   long long* words;     // zeros; see SetExchange
   long long slabs;      // of all samples
-  long long channels;   // a multiple of CHANNEL_VECTOR, and of CHANNELS_PER_SET
+  long long channels;   // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS; of CHANNELS_PER_SET
   long long points;     // a multiple of POINT_VECTOR
   long long blocks_per_slab;
   long long points_per_block;  // a multiple of POINT_VECTOR; the last block of a slab may have fewer, but has some

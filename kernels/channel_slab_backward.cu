@@ -28,7 +28,7 @@ struct Arguments {
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [samples][channels]: parts of them, or finished ones where there is one sample
   DBIAS_TYPE* dbias;
-  long long channels;          // a multiple of CHANNEL_VECTOR, and of CHANNELS_PER_SET
+  long long channels;          // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS; of CHANNELS_PER_SET
   long long points;            // a multiple of POINT_VECTOR
   long long points_per_block;  // likewise; the last block of a slab may have fewer, but has some
   long long point_sizes[POINT_DIMS];

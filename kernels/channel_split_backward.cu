@@ -21,7 +21,7 @@ struct Arguments {
   const Compute* means;  // [2][sets]: of g, of g * xhat
   X_TYPE* dx;
   long long sets;
-  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
   long long splits;

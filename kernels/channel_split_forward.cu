@@ -21,7 +21,7 @@ struct Arguments {
   Compute* mean;  // [sets]; results where the statistics are GIVEN, null where they are not asked for
   const Compute* mean_remainder;  // what the rounding of the mean lost
   Compute* rstd;
-  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
   long long splits;

@@ -17,7 +17,7 @@ struct Arguments {
   const Compute* mean;  // [sets]
   const Compute* rstd;
   Compute* sums;  // [samples][splits][2][channels]: of dz, of dz * xhat
-  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
   long long splits;

@@ -18,7 +18,7 @@ struct Arguments {
   Compute* mean;             // [samples][channels], where ONE_CHUNK; so are the next two
   Compute* mean_remainder;
   Compute* rstd;
-  long long channels;  // a multiple of CHANNEL_VECTOR
+  long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long points;    // a multiple of POINT_VECTOR
   long long splits;
   long long points_per_split;  // a multiple of TILE_POINTS

@@ -107,9 +107,9 @@ struct ChannelSums {
 
 // The mean and rstd of rows. Where rows come ahead, those of TURNS turns come at once, one turn's to each of the
 // threads that have the same row and warp, and those of the next TURNS are on their way. A load that is under way in
-// every turn shares a scoreboard with others, and where ptxas waits for one of those, it waits for memory: 4096 columns
-// of float16 took 1.34 so, and 1.08 now.
-struct RowStatistics {
+// every turn would share a scoreboard with others, and where ptxas waits for one of those, it would wait for memory:
+// 4096 columns of float16 take 1.34 so, else 1.08.
+struct StatisticsAhead {
   static constexpr int TURNS = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
 
   const Compute* means;
@@ -162,7 +162,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(stage != Stage::direct)};
   const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
                                             take(stage != Stage::direct && HAS_DRESIDUAL)};
-  const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run)};
+  const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run && WANTS_DX)};
   Affine affine = affine_of(arguments, part, unused);
 
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
@@ -174,7 +174,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
   const Place first_place = place_at(first_row);
-  RowStatistics statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
+  StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
   // What is ahead: rows in shared memory, and the next edges in registers.
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);

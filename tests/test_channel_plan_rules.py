@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import test_plan_rules
-from hypothesis import given
+from hypothesis import example, given
 from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_of
 from test_plan_rules import (
     Constants,
@@ -29,7 +29,7 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_tiles import Direction, along_planes
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
-from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
+from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
 
 TILES_PER_CHUNK = 64  # kernels/channel_split_statistics.cu relies on it
 MOST_STATIC_BYTES = 48 * 1024
@@ -367,8 +367,17 @@ RULES: list[Callable[[Any, Device, Plan], None]] = [
 ]
 
 
+def _sets_of_many_channels_with_planes_of_two() -> ChannelForward:
+    """By passes, whose tiles are not to grow with the sets."""
+    samples, channels, planes, plane = 2, 4096, 2048, 2
+    x = ChannelTensor("bfloat16", planes * channels * plane, plane, (channels * plane, 1))
+    vector = Vector("bfloat16")
+    return ChannelForward(samples, channels, (planes, plane), 2048, x, x, vector, vector, True, 1e-5, None)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
 @many
+@example(problem=_sets_of_many_channels_with_planes_of_two(), device=Device())
 @given(problem=channel_problems(), device=devices)
 def test_every_plan_keeps(rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device) -> None:
     chosen = plan(problem, device)

@@ -116,6 +116,7 @@ HEAVY = [("bfloat16", 256), ("bfloat16", 4096), ("bfloat16", 4097), ("bfloat16",
          ("float64", 1025), ("float64", 5120)]  # fmt: skip
 # What has spilled.
 SPILLED = {
+    "sm_90": [Case("bfloat16", 256, rows=65_536, norm=Norm(False, 0.0, "silu"))],
     "sm_100": [Case("float64", 5120), Case("bfloat16", 4097, norm=Norm(False), residual=True)],
     "sm_120": [
         Case("float64", 5120),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
+from cunorm.adapters.torch import adapter
 from cunorm.adapters.torch.adapter import ADAPTER
 from cunorm.execute import FORWARD_NAMES, Output
 from cunorm.problem import ACTIVATIONS
@@ -169,17 +173,51 @@ def test_the_bias_is_kept_only_for_an_activation() -> None:
         assert sum(t.data_ptr() == bias.data_ptr() for t in saved) == kept
 
 
+UNPACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it was": lambda t: t,
+    "a copy": lambda t: t.clone(),
+    "rows apart": lambda t: torch.cat((t, t + 7), -1)[..., : t.shape[-1]],
+    "transposed": lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_statistics_are_kept_in_one_tensor(device: str) -> None:
+@pytest.mark.parametrize("unpack", list(UNPACKED))
+def test_statistics_are_kept_in_one_tensor(device: str, unpack: str) -> None:
     x, weight, bias, dy = tensors((4, 64), (64,), torch.float32, device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     saved: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t.clone()):
-        y, mean, rstd = cunorm.layer_norm(*leaves, return_stats=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, UNPACKED[unpack]):
+        y = cunorm.layer_norm(*leaves)
+    _, mean, rstd = cunorm.layer_norm(*(t.detach() for t in leaves), return_stats=True)
     assert len(saved) == 3 and torch.equal(saved[2], torch.stack((mean, rstd)))
-    expected = cunorm.layer_norm_backward(dy, x.detach(), weight.detach(), mean.clone(), rstd.clone())
+    expected = cunorm.layer_norm_backward(dy, x.detach(), weight.detach(), mean, rstd)
     for gradient, direct in zip(torch.autograd.grad(y, leaves, dy), expected):
         assert torch.equal(gradient, direct)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_that_are_results_share_no_memory(device: str) -> None:
+    x, weight, bias, _ = (t.requires_grad_() for t in tensors((4, 64), (64,), torch.float32, device))
+    for statistic in cunorm.layer_norm(x, weight, bias, return_stats=True)[1:]:
+        assert not statistic._is_view() and statistic.untyped_storage().nbytes() == 4 * 4
+
+
+def test_nested_tensors_are_refused() -> None:
+    """In a process of its own, which PyTorch's guards would end."""
+    code = """
+import torch, cunorm
+nested, x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)]), torch.randn(5, 8)
+cunorm.rms_norm(x)  # of as many numbers, and prepared
+for given in ((nested,), (x, torch.nested.nested_tensor([torch.randn(8)])), (x.requires_grad_(), None, nested)):
+    try:
+        cunorm.layer_norm(*given)
+    except TypeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    what = "is nested; it must be a torch.strided tensor"
+    assert done.stdout.splitlines() == [f"{name} {what}" for name in ("x", "weight", "bias")], done.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -498,6 +536,17 @@ def kind_of(*given: torch.Tensor | None) -> Any:
     return ADAPTER.describe((*given, *[None] * (5 - len(given))), FORWARD_NAMES)[0]
 
 
+@pytest.fixture(params=["fast", "plain"])
+def private_names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what PyTorch has for its own use, and as if it had not."""
+    monkeypatch.setattr(adapter, "_kinds", {})
+    if request.param == "plain":
+        for name in ("_TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"):
+            assert getattr(adapter, name) is not None
+            monkeypatch.setattr(adapter, name, None)
+
+
+@pytest.mark.usefixtures("private_names")
 @pytest.mark.parametrize("device", DEVICES)
 def test_calls_are_told_apart_by_all_that_a_kernel_or_autograd_goes_by(device: str) -> None:
     memory = torch.zeros(4096, device=device)
@@ -534,6 +583,7 @@ def test_calls_are_told_apart_by_the_device() -> None:
     assert kind_of(x) is not kind_of(x.cuda()) and kind_of(x) is kind_of(x.clone())
 
 
+@pytest.mark.usefixtures("private_names")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("permutation", [None, (0, 2, 3, 1)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 1, 5), (2, 0, 4, 5)], ids=str)

@@ -31,7 +31,7 @@ class Case:
 
     def __call__(self, *tensors: torch.Tensor, **more: torch.Tensor) -> Any:
         """The function of all or some of the tensors, the others as they are here."""
-        given = self.constants | self.tensors | dict(zip(self.tensors, tensors)) | more
+        given = {**self.constants, **self.tensors, **dict(zip(self.tensors, tensors)), **more}
         return self.function(**given, **self.options)
 
     def fresh(self, device: str = "cpu", grad: bool = False) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from cunorm import execute
@@ -34,9 +33,12 @@ _is_grad_enabled = torch.is_grad_enabled
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
-# What the code that torch.compile makes allocates with, in half the time of torch.empty_like.
-_empty_strided_cpu: Any = guards._empty_strided_cpu  # type: ignore[attr-defined]
-_empty_strided_cuda: Any = guards._empty_strided_cuda  # type: ignore[attr-defined]
+# What the code that torch.compile makes allocates with, in half the time of torch.empty_like, and what tells the inputs
+# of its graphs apart, in a tenth of the time that Python would take. Both are private to PyTorch, and may go.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided_cpu: Any = getattr(_guards, "_empty_strided_cpu", None)
+_empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 def _empty(output: Output, device: torch.device) -> torch.Tensor:
@@ -75,16 +77,29 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 class _Kind:
     """Tensors that are alike in shapes, strides, dtypes, devices, and in what PyTorch's dispatcher does with them.
 
-    It is compared by identity. ``includes`` is what torch.compile asks of the inputs of its graphs at every call, and
-    takes a tenth of the time that Python would. It says no where a tensor is given twice. ``is_recorded`` says whether
+    It is compared by identity. ``includes`` says no where a tensor is given twice. ``is_recorded`` says whether
     autograd records what is computed of them.
     """
 
     __slots__ = ("includes", "is_recorded")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.includes = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.includes: Callable[..., bool]
+        if _TensorGuards is None:
+            traits = _traits(*tensors)
+            self.includes = lambda *others: _traits(*others) == traits
+        else:
+            self.includes = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.is_recorded = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _traits(*tensors: torch.Tensor) -> list[Any]:
+    """What `_Kind` says of tensors, without PyTorch's guards."""
+    traits: list[Any] = [len({id(tensor) for tensor in tensors})]
+    for tensor in tensors:
+        traits += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout, type(tensor))
+        traits += (tensor.is_neg(), tensor.is_conj(), tensor.is_inference(), tensor.requires_grad)
+    return traits
 
 
 # The kinds that there were, the latest first, by a key that tells most of them apart.
@@ -113,8 +128,9 @@ class TorchAdapter(Adapter):
         """The tensor as memory, but for the address."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise TypeError(f"{name} {layout}; it must be a torch.strided tensor")
         dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
         place = ("cuda", tensor.device.index) if tensor.device.type == "cuda" else ("cpu", 0)
         return View(0, tuple(tensor.shape), tensor.stride(), dtype, place)
@@ -142,12 +158,13 @@ class TorchAdapter(Adapter):
                 pointer = tensor.data_ptr()
             except RuntimeError:
                 return self._describe_others(tensors, names)
-            if not pointer and (tensor.numel() or tensor.is_meta):
+            # PyTorch's guards would end the process over a nested tensor.
+            if tensor.is_nested or (not pointer and (tensor.numel() or tensor.is_meta)):
                 return self._describe_others(tensors, names)
             given.append(tensor)
             pointers.append(pointer)
             places |= pointer & 15 | 16
-        return _kind_of((places, given[0].numel(), _is_grad_enabled()), given), pointers
+        return _kind_of((places, given[0].shape, _is_grad_enabled()), given), pointers
 
     def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
         """Says what is wrong with tensors that are not just memory, or raises `_StandsForAnother`."""
@@ -163,6 +180,8 @@ class TorchAdapter(Adapter):
 
     def allocator(self, output: Output, like: torch.Tensor) -> Callable[[Any], Any]:
         shape, strides, dtype = output.shape, _empty(output, torch.device("meta")).stride(), _DTYPES[output.dtype]
+        if _empty_strided_cpu is None or _empty_strided_cuda is None:
+            return lambda tensor: _empty(output, tensor.device)
         if like.device.type == "cpu":
             return lambda tensor: _empty_strided_cpu(shape, strides, dtype)
         index = like.device.index
@@ -282,8 +301,9 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, call: tuple[Any, ...]) -> Any:
         op, stats, running, described = call
+        # What users get is no view of one tensor.
         y, residual_out, mean, rstd = execute.forward(
-            ADAPTER, op, x, residual, weight, bias, None, True, running, described, True
+            ADAPTER, op, x, residual, weight, bias, None, True, running, described, not stats
         )
         if running and op.updates_running:
             _written(*running)
@@ -293,7 +313,7 @@ class _Recorded(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
         if not stats:
             return y if residual_out is None else (y, residual_out)
-        statistics = (rstd,) if mean is None else mean.unbind()
+        statistics = (rstd,) if mean is None else (mean, rstd)
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics) if residual_out is None else (y, residual_out, *statistics)
 
@@ -306,7 +326,9 @@ class _Recorded(torch.autograd.Function):
         else:
             op, bias_dtype = ctx.call
             x, weight, bias, mean, rstd = ctx.saved_tensors
-            mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None
+            mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None and rstd is None
+            if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
+                mean = mean.contiguous()
             dx, dweight, dbias = ADAPTER.backward(
                 op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype, paired
             )

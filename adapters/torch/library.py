@@ -132,7 +132,8 @@ def apply(
             "without memory of their own; leave it out"
         )
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    given |= zip(("running_mean", "running_var"), running or (None, None))
+    # The torch.compile of PyTorch 2.5 does not know |= of pairs.
+    given.update(zip(("running_mean", "running_var"), running or (None, None)))
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
     keeps = stats or recorded

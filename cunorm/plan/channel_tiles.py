@@ -17,7 +17,6 @@ __all__ = [
     "affine_constants",
     "along_planes",
     "direction",
-    "least_lanes",
     "pass_arguments",
     "running_arguments",
     "running_constants",
@@ -117,7 +116,7 @@ def along_planes(problem: ChannelProblem) -> Direction | None:
     return Direction(True, width, plane) if width > direction(problem).width else None
 
 
-def least_lanes(problem: ChannelProblem, way: Direction) -> int:
+def _least_lanes(problem: ChannelProblem, way: Direction) -> int:
     """The fewest lanes that hold whole sets of channels, where vectors lie along these."""
     return math.lcm(problem.channels_per_set * way.plane, way.width) // way.width
 
@@ -151,7 +150,7 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
                 yield lanes, most_threads
         return
     vectors = -(-problem.channels * way.plane // way.width)
-    step = least_lanes(problem, way)
+    step = _least_lanes(problem, way)
     for lanes in (*range(step, min(vectors, most_threads + 1), step), vectors):
         # Lanes of planes leave some threads of the last warp idle.
         unit = 32 // math.gcd(32, lanes) if way.plane == 1 else 1

@@ -35,7 +35,7 @@ class RowBlock:
     weights: str = "late"  # or "early", or "staged" (see kernels/row_affine.cuh)
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
     rows_ahead: int = 1  # of each row of a block, that are on their way where the stage is ahead
-    min_blocks: int = 1  # for so many on a multiprocessor the compiler is to leave registers
+    min_blocks: int = 1  # for so many on a multiprocessor, at least, the compiler is to leave registers
 
     @property
     def threads(self) -> int:
@@ -89,18 +89,23 @@ class RowBlock:
         constants = self.channel_constants(problem)
         return self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))
 
+    def compiled_for(self, problem: Problem) -> int:
+        """For how many blocks on a multiprocessor the compiler is to leave registers."""
+        if self.stage != "ahead" or DTYPES[problem.x.dtype].itemsize == 8:  # doubles would spill
+            return self.min_blocks
+        # A block that comes ahead in a second wave would take as long as all.
+        return max(self.min_blocks, self.blocks_per_multiprocessor)
+
     def constants(self, problem: Problem) -> Constants:
-        ahead, itemsize = self.stage == "ahead", DTYPES[problem.x.dtype].itemsize
         return {
             "VECTOR": self.width,
             "VECTORS": self.vectors,
             "THREADS_PER_ROW": self.threads_per_row,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "BLOCKS_PER_ROW": self.blocks_per_row,
-            # A block that comes ahead in a second wave would take as long as all. Doubles would spill.
-            "MIN_BLOCKS": max(self.min_blocks, self.blocks_per_multiprocessor if ahead and itemsize < 8 else 1),
+            "MIN_BLOCKS": self.compiled_for(problem),
             "STAGE": self.stage,
-            "ROWS_AHEAD": self.rows_ahead if ahead else 1,
+            "ROWS_AHEAD": self.rows_ahead if self.stage == "ahead" else 1,
             "PEELED": int(self.peeled),
             "WEIGHTS": self.weights,
             "WEIGHTS_OF": self.weights_of(problem),

@@ -492,7 +492,8 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
 
     A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
     one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, that intermediate results in double
-    take twice as much, and what an activation needs. A compile for every architecture shows that nothing spills.
+    take twice as much, and what an activation needs. A compile for every architecture shows that next to nothing
+    spills.
     """
     loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
     loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
@@ -553,7 +554,7 @@ def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     if isinstance(problem, ForwardProblem):
         other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
     total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
-    return total <= min(255, 65536 // geometry.threads // 8 * 8)
+    return total <= min(255, 65536 // (geometry.threads * geometry.compiled_for(problem)) // 8 * 8)
 
 
 def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
