@@ -162,6 +162,8 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
         # 512 rows of 4096 bfloat16 numbers take 13.9 us, with two rows ahead 14.8; 1024 take as long.
         geometry = replace(geometry, rows_ahead=1)
     if geometry.stage == "ahead":
+        if device.capability != 90:  # for which the shares were measured, and next to nothing spills
+            geometry = _with_registers(geometry, problem, device)
         geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
     return _with_room(geometry, problem, device)
 
@@ -562,6 +564,16 @@ def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
     static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
     return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
+
+
+def _with_registers(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """Without blocks that would leave each other too few registers."""
+    for share in range(geometry.blocks_per_multiprocessor, 0, -1):
+        geometry = replace(geometry, blocks_per_multiprocessor=share)
+        threads = geometry.threads * geometry.compiled_for(problem)
+        if _fits_registers(problem, device, geometry.width, geometry.vectors, threads):
+            break
+    return geometry
 
 
 def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
