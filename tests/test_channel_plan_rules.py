@@ -316,8 +316,8 @@ def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> Non
 
 
 def _the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
-    """A third of what must move at most, beside a few numbers of each channel of each sample."""
-    small = 80 * problem.samples * problem.channels + 4096
+    """A third of what must move, beside the words of a grid and a few numbers of each channel of each sample."""
+    small = 80 * problem.samples * problem.channels + 2**16
     assert chosen.workspace_bytes <= problem.bytes_moved // 3 + small
 
 
