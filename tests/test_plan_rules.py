@@ -187,10 +187,10 @@ def _constant_fields(kernel: str) -> set[str]:
 def _the_workspace_is_modest(problem: Problem, device: Device, chosen: Plan) -> None:
     """Scratch memory is a third of what must move at most, beside what is small.
 
-    That is a quarter of a megabyte a multiprocessor (partial sums of what its blocks hold), a megabyte at least, one
-    row of partial sums, and where rows are not contiguous what is known of each row: five numbers of 8 bytes.
+    That is a quarter of a megabyte a multiprocessor (partial sums of what its blocks hold), one row of partial sums,
+    and where rows are not contiguous what is known of each row: five numbers of 8 bytes.
     """
-    small = max(2**20, device.multiprocessors * 2**18) + 16 * problem.columns + 40 * problem.rows + 2048
+    small = device.multiprocessors * 2**18 + 16 * problem.columns + 40 * problem.rows + 2048
     assert chosen.workspace_bytes <= problem.bytes_moved // 3 + small
 
 

@@ -64,6 +64,8 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | No
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
     grid = _least(grid_cost, channel_grid.candidates(problem, device), problem, device)
+    if grid is not None and 8 * grid.words(problem) > problem.bytes_moved // 3:
+        grid = None  # the words between its blocks would be as much as the numbers
     ways: list[tuple[float, Slab | Grid | None]] = [(split_cost(problem, device), None)]
     if grid is not None:
         ways.append((grid_cost(grid, problem, device), grid))

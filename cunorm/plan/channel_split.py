@@ -5,7 +5,6 @@ Forward reads x twice, backward x and dy; where the second pass finds them in th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
@@ -14,6 +13,7 @@ from cunorm.plan.channel_tiles import (
     affine_constants,
     along_planes,
     direction,
+    least_lanes,
     pass_arguments,
     running_arguments,
     running_constants,
@@ -83,12 +83,7 @@ def direction_of_passes(problem: ChannelProblem) -> Direction:
     way, planes = direction(problem), along_planes(problem)
     if planes is None or way.width * DTYPES[problem.x.dtype].itemsize >= _SHORT_VECTOR_BYTES:
         return way
-    return planes if _least_lanes(planes) <= _MOST_PLANE_LANES else way
-
-
-def _least_lanes(way: Direction) -> int:
-    """The fewest lanes of whole channels, where vectors lie along planes. A set may go over several tiles."""
-    return math.lcm(way.plane, way.width) // way.width
+    return planes if least_lanes(planes, 1) <= _MOST_PLANE_LANES else way
 
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
@@ -101,7 +96,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         halvings = (along_channels and problem.activation is not None) + (device.capability < 90)
         of = replace(of, unroll=of.unroll >> halvings)
     if plane > 1:
-        step = _least_lanes(way)
+        step = least_lanes(way, 1)  # a set may go over several tiles
         lanes = min(step * max(1, _PLANE_LANES // step), problem.channels * plane // width)
         threads = -(-lanes * max(1, of.threads // lanes) // 32) * 32
         of = replace(of, threads=threads, min_blocks=max(1, min(2, of.min_blocks) * of.threads // threads))

@@ -17,6 +17,7 @@ __all__ = [
     "affine_constants",
     "along_planes",
     "direction",
+    "least_lanes",
     "pass_arguments",
     "running_arguments",
     "running_constants",
@@ -116,9 +117,9 @@ def along_planes(problem: ChannelProblem) -> Direction | None:
     return Direction(True, width, plane) if width > direction(problem).width else None
 
 
-def _least_lanes(problem: ChannelProblem, way: Direction) -> int:
-    """The fewest lanes that hold whole sets of channels, where vectors lie along these."""
-    return math.lcm(problem.channels_per_set * way.plane, way.width) // way.width
+def least_lanes(way: Direction, channels: int) -> int:
+    """The fewest lanes that hold whole groups of so many channels, where vectors lie along these."""
+    return math.lcm(channels * way.plane, way.width) // way.width
 
 
 def _width(problem: ChannelProblem, along_channels: bool) -> int:
@@ -150,7 +151,7 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
                 yield lanes, most_threads
         return
     vectors = -(-problem.channels * way.plane // way.width)
-    step = _least_lanes(problem, way)
+    step = least_lanes(way, problem.channels_per_set)
     for lanes in (*range(step, min(vectors, most_threads + 1), step), vectors):
         # Lanes of planes leave some threads of the last warp idle.
         unit = 32 // math.gcd(32, lanes) if way.plane == 1 else 1

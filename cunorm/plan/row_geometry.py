@@ -87,7 +87,7 @@ def _with_early_weight(geometry: RowBlock, problem: ForwardProblem, device: Devi
     """RMS norm's weight early, where `_crowded` leaves registers for it.
 
     The fewer rows a multiprocessor has, the less there is to hide the weight's way from memory behind: 2048 of 1024
-    bfloat16 numbers take 6.9 us, with a late weight 7.4; 4096 8.7 and 9.5, 1024 of 4096 8.9 and 9.5, 8192 of 4096 (16
+    bfloat16 numbers take 7.1 us, with a late weight 7.4; 4096 8.7 and 9.5, 1024 of 4096 8.9 and 9.5, 8192 of 4096 (16
     vectors for each of all threads) 38.8 and 38.4. Of a block with a single row, ptxas would spill more than two
     vectors of bfloat16 (which it widens too soon): two rows then. 512 rows of 4096 float32 numbers take 8.9 us and 9.5.
     """
@@ -132,7 +132,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     # Every row leaves sums of its channels: where those are short, as much as is moved else.
     sums = (problem.dweight is not None) + (problem.dbias is not None)
     sum_bytes = sums * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
-    if sum_bytes > max(_FEW_SUM_BYTES, problem.bytes_moved // 3):
+    few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)
+    if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
     problem = replace(problem, **_NO_WEIGHTS)
     geometry = _backward_geometry(problem, device)
