@@ -6,7 +6,8 @@
 #define COPY_ALIGNMENT 128
 
 // COUNT elements, together 4, 8 or 16 bytes, aligned to their size. What was in `shared` must have been read already.
-template <int COUNT, typename T>
+// What is `shared_by_blocks` goes through the cache of the multiprocessor.
+template <int COUNT, bool SHARED_BY_BLOCKS = false, typename T>
 __device__ __forceinline__ void copy_async(T* shared, const T* global) {
   constexpr int BYTES = sizeof(T) * COUNT;
 #if defined(CUNORM_EMULATOR)
@@ -15,7 +16,7 @@ __device__ __forceinline__ void copy_async(T* shared, const T* global) {
   store(shared, load<T, COUNT>(global));
 #else
   const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  if constexpr (BYTES == 16) {
+  if constexpr (BYTES == 16 && !SHARED_BY_BLOCKS) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(BYTES) : "memory");

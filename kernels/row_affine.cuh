@@ -4,27 +4,45 @@
 // are few, and come late.
 // - late: when the sums of the row are known, so that they take no registers before;
 // - early: before that, so that their way from memory costs no time of its own;
-// - staged: late, but from shared memory, where a thread took its own once for all rows. A row that fills the cache
-//   drives them out of it, and each row would cost their bytes again.
+// - staged: late, but from shared memory, where they come once for all rows of a block, beside the first of them and
+//   without registers. A row that fills the cache drives them out of it, and each row would cost their bytes again.
 enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
+
+// Rows that are PEELED begin each in its own way, and what is staged is a thread's own; else it is that of all rows.
+constexpr int STAGED_ROWS = PEELED ? ROWS_PER_BLOCK : 1;
+// In shared memory, a multiple of 16 bytes of any type.
+constexpr int STAGED_ELEMENTS = (STAGED_ROWS * THREADS_PER_ROW * VECTORS + 7) / 8 * 8 * VECTOR;
 
 template <int ACCESS_BYTES, typename T>
 struct Parameter {
   const T* memory;  // of the block's part of a row
-  T* staged;        // BLOCK_THREADS * VECTORS * VECTOR elements of shared memory
+  T* staged;        // STAGED_ELEMENTS of shared memory
   Vector<T, VECTOR> early[VECTORS];
 
-  __device__ __forceinline__ T* own(int i) const { return staged + (i * BLOCK_THREADS + thread_in_block()) * VECTOR; }
+  // Those of the thread's i-th vector in shared memory.
+  __device__ __forceinline__ T* own(int i) const {
+    const int thread = STAGED_ROWS == 1 ? threadIdx.x : thread_in_block();
+    return staged + (i * STAGED_ROWS * THREADS_PER_ROW + thread) * VECTOR;
+  }
 
-  // Takes this thread's into shared memory, for all rows: they must all begin in the same way, where they are PEELED.
+  // Starts to take this thread's share into shared memory, for all rows: where they are PEELED, they must all begin in
+  // the same way.
   __device__ __forceinline__ void stage(const Place& place) const {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (!place.has(i)) continue;
+      if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != threadIdx.y) continue;
+      if (!place.reaches(i)) continue;
       constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
-      for (int j = 0; j < VECTOR; j += STEP) store(own(i) + j, load<T, STEP>(memory + place.column(i) + j));
+      for (int j = 0; j < VECTOR; j += STEP) {
+        const T* source = memory + place.column(i) + j;
+        if constexpr (STEP * sizeof(T) >= 4) {
+          copy_async<STEP, true>(own(i) + j, source);
+        } else {
+          store(own(i) + j, load<T, STEP>(source));
+        }
+      }
     }
   }
 
@@ -58,10 +76,18 @@ struct Affine {
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
   ChannelAffine by_channel;
 
-  // To be called before the first row, with its place.
+  // To be called with the place of the first row, before it is fetched: the copies are part of that commit.
   __device__ __forceinline__ void stage(const Place& place) const {
-    if constexpr (HAS_WEIGHT && weights_come == Weights::staged) weights.stage(place);
-    if constexpr (HAS_BIAS && weights_come == Weights::staged) biases.stage(place);
+    if constexpr (weights_come != Weights::staged) return;
+    if constexpr (HAS_WEIGHT) weights.stage(place);
+    if constexpr (HAS_BIAS) biases.stage(place);
+    if constexpr (::stage == Stage::direct) copy_async_commit();
+  }
+  // To be called by all threads in every step, when its row has arrived and before the first `get`.
+  __device__ __forceinline__ void arrive(int turn) const {
+    if constexpr (weights_come != Weights::staged) return;
+    if constexpr (::stage == Stage::direct) copy_async_wait<0>();
+    if (STAGED_ROWS < ROWS_PER_BLOCK && turn == 0) __syncthreads();
   }
   // To be called before the sums of a row; whoever calls it before the first keeps them for all.
   __device__ __forceinline__ void fetch_early(const Place& place) {
@@ -92,7 +118,7 @@ template <typename Given>
 __device__ __forceinline__ Affine affine_of(const Given& arguments, const Part& part, void* staged) {
   WEIGHT_TYPE* staged_weights = static_cast<WEIGHT_TYPE*>(staged);
   BIAS_TYPE* staged_biases =
-      reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? BLOCK_THREADS * VECTORS * VECTOR : 0));
+      reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? STAGED_ELEMENTS : 0));
   return {{arguments.weight + part.first_column, staged_weights, {}},
           {arguments.bias + part.first_column, staged_biases, {}},
           channel_affine_of(arguments, part.first_column)};

@@ -179,12 +179,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);
     fetch(dy, part, first, slot);
-    copy_async_commit();
+    if constexpr (stage != Stage::direct) copy_async_commit();
   };
   const auto fetch_dresidual_out = [&](long long first, int slot) {
     if constexpr (!HAS_DRESIDUAL) return;
     fetch(dresidual_out, part, first, slot);
-    copy_async_commit();
+    if constexpr (stage != Stage::direct) copy_async_commit();
   };
   // What was committed behind the rows that are waited for, and behind the dresidual_out.
   constexpr int BEHIND = HAS_DRESIDUAL ? 2 * ROWS_AHEAD - 1 : ROWS_AHEAD - 1;
@@ -194,6 +194,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     next_x_edge = edge_of(x, part, place_at(first));
     next_dy_edge = edge_of(dy, part, place_at(first));
   };
+  affine.stage(first_place);
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; ++i) {
     fetch_rows(first_row + i * step, i);
@@ -201,7 +202,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   }
   fetch_edges(first_row);
   statistics.fetch(first_place.row);
-  affine.stage(first_place);
   affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
   if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
@@ -252,6 +252,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (!FETCHES_LATE) fetch_next();
 
     // Reduce along the row, and add to the column sums on the way.
+    affine.arrive(turn);
     Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
     const auto add = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
                          Compute& sum, Compute& product) {

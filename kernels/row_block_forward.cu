@@ -7,7 +7,7 @@
 //
 // The mean comes first, then the variance of the differences. The rounding of the mean is itself measured (the mean of
 // the differences, zero in exact arithmetic) and taken out again, so that rows far from zero come out right. A block
-// takes every (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows.
+// takes one group of ROWS_PER_BLOCK rows or, where it TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
@@ -88,7 +88,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much
   // of one pass for the next that it spills. Elsewhere a division would be a good part of the work.
   constexpr bool DIVIDES = VECTORS > 4 && stage != Stage::run;
-  const Compute scale = static_cast<Compute>(1) / part.columns;
+  const Compute scale = reciprocal_of(static_cast<Compute>(part.columns));
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
@@ -97,7 +97,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);
     if constexpr (HAS_RESIDUAL) fetch(residual, part, first, slot);
-    copy_async_commit();
+    if constexpr (stage != Stage::direct) copy_async_commit();
   };
   Vector<X_TYPE, 1> next_edge, next_residual_edge;
   const auto fetch_edges = [&](long long first) {
@@ -105,12 +105,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     next_edge = edge_of(x, part, place_of(y, part, first));
     if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
   };
-#pragma unroll
-  for (int i = 0; i < ROWS_AHEAD; ++i) fetch_rows(first_row + i * step, i);
-  fetch_edges(first_row);
   // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
   const Place first_place = place_of(y, part, first_row);
   affine.stage(first_place);
+#pragma unroll
+  for (int i = 0; i < ROWS_AHEAD; ++i) fetch_rows(first_row + i * step, i);
+  fetch_edges(first_row);
   Compute edge_weight[1], edge_bias[1];
   if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
   begin_exchanges(exchange);
@@ -175,6 +175,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
 
     // Finish and store.
+    affine.arrive(turn);
     const Compute rstd = reciprocal_sqrt(statistics.variance + static_cast<Compute>(arguments.eps));
     if (threadIdx.x == 0 && part.first_column == 0 && place.there && arguments.rstd != nullptr) {
       if constexpr (CENTERED) arguments.mean[place.row] = statistics.mean + statistics.remainder;
@@ -198,5 +199,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       flush(y, part, place);
       if constexpr (HAS_RESIDUAL) flush(residual_out, part, place);
     }
+    if constexpr (!TAKES_TURNS) break;
   }
 }

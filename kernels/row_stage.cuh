@@ -61,10 +61,10 @@ struct Place {
   __device__ __forceinline__ int vector_index(int i) const {
     return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
   }
-  // Whether the thread's i-th vector is there. Where FULL, the threads hold a row to the last column.
-  __device__ __forceinline__ bool has(int i) const {
-    return (ROWS_PER_BLOCK == 1 || there) && (FULL || vector_index(i) < cut.vectors);
-  }
+  // Whether a row has as many columns as the thread's i-th vector takes. Where FULL, the threads hold just a row.
+  __device__ __forceinline__ bool reaches(int i) const { return FULL || vector_index(i) < cut.vectors; }
+  // Whether the thread's i-th vector is there.
+  __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }
   __device__ __forceinline__ int column(int i) const { return cut.column(vector_index(i)); }
 
   __device__ __forceinline__ bool has_edge() const { return cut.has_edge(threadIdx.x) && there; }

@@ -204,5 +204,17 @@ __device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Comput
   for (int i = 0; i < COUNT; ++i) widened[i] = widen(values, i);
 }
 
-__device__ __forceinline__ float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }
+// The hardware's guess and a step of Newton's: as exact as __frsqrt_rn but for the last bit now and then, and without a
+// branch. Of zero and of infinity the guess stands.
+__device__ __forceinline__ float reciprocal_sqrt(float value) {
+  const float guess = rsqrtf(value), error = fmaf(-value * guess, guess, 1.0f);
+  return error == error ? fmaf(0.5f * guess, error, guess) : guess;
+}
 __device__ __forceinline__ double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
+
+// Of a count, which is neither zero nor too large for any branch of a division.
+__device__ __forceinline__ float reciprocal_of(float count) {
+  const float guess = __fdividef(1.0f, count);
+  return fmaf(fmaf(-count, guess, 1.0f), guess, guess);
+}
+__device__ __forceinline__ double reciprocal_of(double count) { return 1.0 / count; }

@@ -44,7 +44,7 @@ PROBLEMS = [
     ((3, 16384), (-1,), "bfloat16"),
     ((2, 20011), (-1,), "float32"),
     ((2, 140000), (-1,), "bfloat16"),
-    ((20000, 256), (-1,), "bfloat16"),  # fetched ahead
+    ((20000, 256), (-1,), "bfloat16"),  # rows of a block share weights that are staged
     ((2, 600_000), (-1,), "float32"),  # a row for all blocks
     ((3, 700_001), (-1,), "float32"),
     ((3, 1000), (-1,), "float64"),

@@ -519,7 +519,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> No
 def test_what_the_compiler_says(no_gpu: None) -> None:
     (item,) = cunorm.explain(like((4096, 8192)), arch="sm_90").launches
     assert item.registers and 16 <= item.registers <= 64 and item.spill_bytes == 0
-    assert item.blocks_per_multiprocessor == 8 and item.blocks_at_once == 132 * 8
+    assert item.blocks_per_multiprocessor == 4 and item.blocks_at_once == 132 * 4
 
 
 def test_import_takes_nothing_more() -> None:

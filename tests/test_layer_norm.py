@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from cases import (
 )
 
 from cunorm import reference
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 
 # Each size with two dtypes or three: float16 lies as bfloat16 does.
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
@@ -241,7 +242,7 @@ UNALIKE = (70, 1003)
 
 def _direct_peeled(problem: Any, device: Device) -> Plan:
     """What tuning may choose where rows do not begin alike in all tensors."""
-    geometries = row_geometry.candidates(problem, device)
+    geometries = row_candidates.candidates(problem, device)
     return plan_with(problem, device, next(item for item in geometries if item.peeled and item.stage == "direct"))
 
 
@@ -252,24 +253,47 @@ def test_rows_that_begin_in_different_ways(dtype: str) -> None:
     check(EmulatorRunner(choose=_direct_peeled), Case(x, weight, bias), dy)
 
 
+def _chooser(geometry: RowBlock) -> Callable[[Any, Device], Plan]:
+    return lambda problem, device: plan_with(problem, device, geometry)
+
+
+# For rows of 32 float32 numbers. The built-in plans have such rows ahead backward alone; tuning may choose it forward.
+AHEAD = RowBlock(4, 2, 4, 16, 1, "ahead", weights="staged", blocks_per_multiprocessor=1)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("rows_ahead", [1, 2, 3])
 def test_rows_that_come_ahead(rows_ahead: int, residual: bool) -> None:
     """In more turns than there are slots, and statistics that come at once: the last of them with fewer rows."""
-    geometry = RowBlock(4, 2, 4, 16, 1, "ahead", weights="staged", blocks_per_multiprocessor=1, rows_ahead=rows_ahead)
+    choose = _chooser(replace(AHEAD, rows_ahead=rows_ahead))
     shape = (2 * 16 * 9 + 21, 32)
-
-    def choose(problem: Any, device: Device) -> Plan:
-        return plan_with(problem, device, geometry)
-
     x, dy, added = (data(seed, shape) for seed in range(3))
     weight, bias = data(3, shape[1:], shift=1.0), data(4, shape[1:])
     check(EmulatorRunner(choose=choose), Case(x, weight, bias, residual=added if residual else None), dy)
 
 
+STAGED = {
+    "several rows a block": ((21, 64), "float32", RowBlock(4, 2, 8, 8, weights="staged")),
+    "more rows than vectors": ((70, 32), "bfloat16", RowBlock(8, 1, 4, 16, weights="staged")),
+    "turns": ((300, 72), "float16", RowBlock(8, 2, 8, 8, weights="staged", blocks_per_multiprocessor=1)),
+    "a long row": ((3, 1000), "bfloat16", RowBlock(8, 2, 64, weights="staged")),
+    "peeled": ((9, 1003), "bfloat16", RowBlock(8, 4, 32, 2, peeled=True, weights="staged")),
+    "a row of two blocks": ((2, 2048), "float32", RowBlock(4, 2, 128, 1, 2, weights="staged")),
+    "few bytes": ((70, 16), "float32", RowBlock(4, 1, 4, 16, weights="staged")),
+}
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", STAGED)
+def test_weights_are_staged_beside_rows_that_are_read_directly(kind: str, weight_dtype: str) -> None:
+    shape, dtype, geometry = STAGED[kind]
+    weight, bias = data(1, shape[1:], weight_dtype, shift=1.0), data(2, shape[1:], "float32")
+    check(EmulatorRunner(choose=_chooser(geometry)), Case(data(0, shape, dtype), weight, bias))
+
+
 IN_PLACE = {
     "direct": ((5, 768), "float32"),
-    "ahead": ((300, 64), "bfloat16"),
+    "ahead": ((300, 32), "float32"),
     "ahead peeled": ((9, 1003), "bfloat16"),
     "run": ((1100, 3), "float32"),
     "cluster": ((3, 20_000), "float64"),
@@ -284,7 +308,7 @@ def test_y_may_be_written_over_x(kind: str) -> None:
     plans: list[Plan] = []
 
     def choose(problem: Any, device: Device) -> Plan:
-        plans.append(plan(problem, device))
+        plans.append(plan_with(problem, device, AHEAD) if kind == "ahead" else plan(problem, device))
         return plans[-1]
 
     runner = EmulatorRunner(choose=choose)
@@ -315,6 +339,7 @@ def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         for x, dy in views(dtype).values():
             add(EmulatorRunner(), x, dy, dtype)
     add_ones(EmulatorRunner(), (1, 60000), "float32", "float64")
+    add_ones(EmulatorRunner(choose=_chooser(AHEAD)), (600, 32), "float32", "float32")
     for shape, dtype in OLD_SIZES:
         add_ones(EmulatorRunner(OLD_DEVICE), shape, dtype, dtype)
     add_ones(EmulatorRunner(OLD_DEVICE, _direct_peeled), UNALIKE, "float32", "float32")
@@ -325,6 +350,7 @@ def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         assert kinds >= {f"{kernel}: {kind}" for kind in every + again + staged}
     backward = ["direct again", "direct peeled again", "ahead with weights staged", "cluster peeled again"]
     assert kinds >= {"row_split", "row_block_forward: cluster with weights from memory"}
+    assert "row_block_forward: direct with weights staged" in kinds
     assert kinds >= {f"row_block_backward: {kind}" for kind in backward}
 
 

@@ -28,7 +28,7 @@ from plan_cases import (
 )
 
 from cunorm import kernels, launch
-from cunorm.plan import Device, Launch, Plan, plan, plan_with, row_geometry
+from cunorm.plan import Device, Launch, Plan, plan, plan_with, row_candidates, row_fit, row_geometry
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import (
     DTYPES,
@@ -314,10 +314,12 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         # One copy is 4, 8 or 16 bytes.
         assert width * itemsize in (4, 8, 16)
     if constants["WEIGHTS"] == "staged":
+        # Those of a row, or of each where rows begin in different ways.
+        staged = constants["VECTORS"] * (threads if constants["PEELED"] else constants["THREADS_PER_ROW"])
         for operand in (problem.weight, problem.bias):
             if operand is not None:
                 assert needed % 16 == 0
-                needed += slots * DTYPES[operand.dtype].itemsize
+                needed += -(-staged // 8) * 8 * width * DTYPES[operand.dtype].itemsize
     if item.kernel.endswith("backward") and problem.channels is not None:
         # For each channel's sums two sets of entries, of two numbers each.
         if constants["WEIGHTS_OF"] == "vector" and (problem.dweight or problem.dbias):
@@ -632,7 +634,7 @@ def _tuned_problems() -> dict[str, Problem]:
 @pytest.mark.parametrize("device", ["sm_80", "sm_90", "few clusters"])
 @pytest.mark.parametrize("problem", list(_tuned_problems().values()), ids=list(_tuned_problems()))
 def test_what_tuning_tries_keeps_the_same_rules(problem: Problem, device: str) -> None:
-    found = list(row_geometry.candidates(problem, DEVICES[device]))
+    found = list(row_candidates.candidates(problem, DEVICES[device]))
     assert len(found) == len(set(found))
     assert found or device != "sm_90"
     for geometry in found:
@@ -650,7 +652,7 @@ def test_the_built_in_choice_fits(problem: Problem, device: Device) -> None:
     else:
         geometry = row_geometry.backward_geometry(problem, device) if problem.columns else None
     if geometry is not None:
-        assert row_geometry._fits(geometry, problem, device)
+        assert row_fit.fits(geometry, problem, device)
 
 
 @pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))

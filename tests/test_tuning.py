@@ -23,7 +23,7 @@ from tuning_cases import (
 
 import cunorm
 from cunorm import execute, launch, ops, reference, tuning
-from cunorm.plan import Plan, plan, plan_with, row_geometry
+from cunorm.plan import Plan, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
 from cunorm.tuning import checked_problems
 from cunorm.tuning import gpu as tuning_gpu
@@ -161,7 +161,7 @@ def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeyp
     rows = 5
     problem = problem_of(rows, columns, dtype="float32")
     by_way = {(item.stage, item.peeled, item.weights): item for item in other_geometries(problem, SMALL_DEVICE)}
-    monkeypatch.setattr(row_geometry, "candidates", lambda problem, device: iter(by_way.values()))
+    monkeypatch.setattr(row_candidates, "candidates", lambda problem, device: iter(by_way.values()))
     monkeypatch.delenv("CUNORM_CACHE_DIR")  # executables are kept for the next time
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)
     found = find_fastest(problem, machine, float("inf"))

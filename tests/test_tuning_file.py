@@ -18,7 +18,7 @@ from tuning_cases import DEVICE, GPU, entry_of, other_geometries, prepare, probl
 import cunorm
 from cunorm import launch, tuning, tuning_file
 from cunorm.emulator.compiler import _executables_folder
-from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_geometry
+from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem
 from cunorm.tuning import checked_problems
 from cunorm.tuning_file import TuningFile, default_path, key_of
@@ -379,7 +379,7 @@ def test_a_geometry_is_fitted_to_the_sizes_of_its_bucket(
     for size in neighbours:
         neighbour = problem_of(*size, direction=direction)
         assert key_of(neighbour) == key_of(problem)
-        possible = set(row_geometry.candidates(neighbour, device))
+        possible = set(row_candidates.candidates(neighbour, device))
         for geometry in geometries[::7]:
             mine = fitted(neighbour, device, geometry)
             used += mine is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cunorm import __version__, ops
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.tuning import checked_problems
 from cunorm.tuning.search import Report
@@ -24,7 +24,7 @@ def problem_of(*shape: int, op: str = "layer_norm", dtype: str = "bfloat16", **o
 def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock]:
     """What may compute a problem, but for what comes down to the built-in plan."""
     built_in = plan(problem, device)
-    return [item for item in row_geometry.candidates(problem, device) if plan_with(problem, device, item) != built_in]
+    return [item for item in row_candidates.candidates(problem, device) if plan_with(problem, device, item) != built_in]
 
 
 def entry_of(geometry: RowBlock | None, *shape: int) -> Entry:

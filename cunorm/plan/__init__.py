@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from cunorm.plan import channel, pointwise, row_geometry, row_split, rows
+from cunorm.plan import channel, pointwise, row_candidates, row_split, rows
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
@@ -54,7 +54,7 @@ def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | N
     share = geometry.blocks_per_multiprocessor
     fits = [
         candidate
-        for candidate in row_geometry.candidates(problem, device)
+        for candidate in row_candidates.candidates(problem, device)
         if replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
         and candidate.blocks_per_multiprocessor <= share
         and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
@@ -63,7 +63,7 @@ def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | N
 
 
 def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan:
-    """The plan with a geometry that is one of `row_geometry.candidates`; None is for the built-in choice."""
+    """The plan with a geometry that is one of `row_candidates.candidates`; None is for the built-in choice."""
     builder = Builder()
     if isinstance(problem, ForwardProblem):
         strategy = _plan_forward(problem, device, geometry, builder)

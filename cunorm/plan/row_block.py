@@ -47,6 +47,12 @@ class RowBlock:
         """Columns that the threads of a row can hold."""
         return self.blocks_per_row * self.threads_per_row * self.vectors * self.width
 
+    @property
+    def staged_elements(self) -> int:
+        """Of weights that are staged: for all rows of a block, where those begin in the same way."""
+        vectors = self.threads_per_row * self.vectors * (self.rows_per_block if self.peeled else 1)
+        return -(-vectors // 8) * 8 * self.width
+
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
         elements = self.threads * self.vectors * self.width
@@ -54,7 +60,9 @@ class RowBlock:
         slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged":
-            total += sum(elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
+            total += sum(
+                self.staged_elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item
+            )
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
             total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
         elif isinstance(problem, BackwardProblem):
@@ -141,6 +149,8 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
         dtype_constants(problem)
         | geometry.constants(problem)
         | {"HAS_RESIDUAL": int(problem.residual is not None)}
+        # Without turns 8 vectors of one channel would spill 24 to 48 bytes.
+        | {"TAKES_TURNS": int(geometry.blocks_per_multiprocessor > 0 or problem.channels is not None)}
         | affine_constants(problem, geometry.width),
         geometry.groups(problem, device) * geometry.blocks_per_row,
         (geometry.threads_per_row, geometry.rows_per_block),

@@ -1,7 +1,7 @@
-"""How rows are best spread over threads and blocks: the built-in choice, and what else is worth a measurement.
+"""How rows are best spread over threads and blocks: the built-in choice.
 
 The numbers are of an H200, as the time over that of a copy of the same bytes, where nothing else is said. They were
-found by timing `candidates`; on another GPU ``cunorm.tune`` does that.
+found by timing `row_candidates`; on another GPU ``cunorm.tune`` does that.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from cunorm.plan.constants import (
 )
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import (
+    crowded,
+    fits,
+    fits_early,
+    fits_registers,
+    has_channels,
+    persistent,
+    resident,
+    resident_by_memory,
+    with_registers,
+    with_room,
+)
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["backward_geometry", "candidates", "forward_geometry"]
+__all__ = ["backward_geometry", "forward_geometry"]
 
-# What the kernels declare of shared memory themselves, mostly at most.
-_STATIC_SHARED_BYTES = 3 * 1024
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 _MOST_THREADS = 512
 
-# What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
-# gets by with the least for sm_90.
-_OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
-# What an activation takes besides, forward; and its derivative, beside sums of columns or in double.
-_ACTIVATION_REGISTERS = 8
-_DERIVATIVE_REGISTERS = 24
 # Of a row that is shared by the blocks of a cluster, forward.
 _MOST_SHARED_BYTES = 1 << 20
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
@@ -70,36 +74,45 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
     most = 6 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
     if vectors > most and threads == _MOST_THREADS:
         return _shared_row(problem, device, width)
-    short, for_all = vectors_per_row <= 64, _vectors_for_all_threads(problem, device, vectors_per_row)
-    # 4096 rows of 1024 bfloat16 numbers take 9.7 us in blocks of two warps, of four 9.4; of float32 14.1 and 14.4.
-    block_threads = 128 if short or (for_all <= 2 and piece == 8) else 64
+    # Two warps are enough for a block, but where a thread has a single vector of sixteen-bit numbers.
+    block_threads = 128 if vectors == 1 and piece == 8 else 64
     geometry = RowBlock(width, vectors, threads, max(1, block_threads // threads))
-    # 32,768 rows of 256 bfloat16 numbers take 1.16 when fetched ahead and 1.29 directly, 524,288 of them 1.17 and 1.04.
-    if short and 2 <= for_all <= 16 and piece == 8 and device.capability >= 80:
-        geometry = replace(geometry, stage="ahead", weights="staged")
-        return _with_room(_persistent(geometry, problem, device), problem, device)
-    if for_all <= 8:
-        geometry = _with_early_weight(geometry, problem, device)
-    return _crowded(geometry, problem, device)
+    return _with_weights(crowded(geometry, problem, device), problem, device)
 
 
-def _with_early_weight(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
-    """RMS norm's weight early, where `_crowded` leaves registers for it.
+def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
+    """With the way in which weights come best, with as many blocks a multiprocessor.
 
-    The fewer rows a multiprocessor has, the less there is to hide the weight's way from memory behind: 2048 of 1024
-    bfloat16 numbers take 7.1 us, with a late weight 7.4; 4096 8.7 and 9.5, 1024 of 4096 8.9 and 9.5, 8192 of 4096 (16
-    vectors for each of all threads) 38.8 and 38.4. Of a block with a single row, ptxas would spill more than two
-    vectors of bfloat16 (which it widens too soon): two rows then. 512 rows of 4096 float32 numbers take 8.9 us and 9.5.
+    Through shared memory they take no registers, and their way from memory passes beside the row's: 2048 rows of 4096
+    bfloat16 numbers take 1.03 so, late 1.17; 8192 of 1024 1.05 and 1.13, 512 of 8192 1.06 and 1.12, 32,768 of 4096 1.03
+    and 1.04, 1024 of 4096 float32 numbers 0.98 and 1.14. But 512 of 1024, a vector a thread, 1.06 and 1.03 (RMS norm
+    1.00, early 0.98). With a residual, which hides it as well, they come late: float16 numbers would spill.
     """
-    plain = problem.bias is None and problem.residual is None and problem.norm.activation is None
-    if problem.weight is None or problem.norm.centered or not plain or device.capability != 90:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    item_sizes = [DTYPES[vector.dtype].itemsize for vector in (problem.weight, problem.bias) if vector]
+    if problem.residual is not None or max(item_sizes, default=8) > min(itemsize, 4) or device.capability < 80:
         return geometry
-    itemsize, most_threads = DTYPES[problem.x.dtype].itemsize, 256 if problem.x.dtype == "float32" else 128
-    held_bytes = geometry.vectors * geometry.width * (itemsize + DTYPES[problem.weight.dtype].itemsize)
-    if held_bytes > 128 or geometry.threads > most_threads or itemsize == 8:
+    centered, activation, vectors = problem.norm.centered, problem.norm.activation, geometry.vectors
+    if vectors == 1:
+        early = not centered and fits_early(geometry, problem, device)
+        return replace(geometry, weights="early") if early else geometry
+    # Where there are many rows, the cache of a multiprocessor keeps weights from one row to the next: 13,107 rows of
+    # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07. Under silu 8192 of 16,384 take 1.08 and 1.16.
+    waves = problem.rows / (geometry.rows_per_block * geometry.min_blocks * device.multiprocessors)
+    if waves > 4 and (activation is not None or (centered and geometry.threads_per_row > 128 and vectors > 4)):
         return geometry
-    twice = geometry.vectors > 2 and geometry.threads_per_row in (64, 128)
-    return replace(geometry, weights="early", rows_per_block=geometry.rows_per_block * (2 if twice else 1))
+    # Of 5632 columns (6 vectors, not of all threads) 4096 rows take 1.21, late 1.13; of 6144 1.03 and 1.08.
+    if centered and vectors > 5 and geometry.capacity != problem.columns:
+        return geometry
+    # With the registers that `crowded` leaves, more vectors would spill 8 to 32 bytes.
+    alone = centered and len(item_sizes) == 1
+    if vectors > (3 if activation == "gelu" else 4 if activation else 5 if alone else 40):
+        return geometry
+    staged = replace(geometry, weights="staged")
+    if 5 < vectors < 8 + centered and geometry.threads_per_row < _MOST_THREADS:
+        # 21,845 rows of 6144 take 1.02 with 80 registers a thread, with 64 1.17.
+        staged = replace(staged, min_blocks=max(1, min(staged.min_blocks, 65536 // (geometry.threads * 80))))
+    return staged if staged.min_blocks <= resident_by_memory(staged, problem, device) else geometry
 
 
 def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -119,8 +132,8 @@ def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
     vectors = -(-vectors_per_block // threads)
     rows = max(1, 64 // threads)
     geometry = RowBlock(width, vectors, threads, rows, blocks, weights="early")
-    fits = vectors <= 8 and _fits_registers(problem, device, width, vectors, geometry.threads, direct=True)
-    return geometry if fits and _fits_early(geometry, problem, device) else None
+    in_registers = vectors <= 8 and fits_registers(problem, device, width, vectors, geometry.threads, direct=True)
+    return geometry if in_registers and fits_early(geometry, problem, device) else None
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -138,8 +151,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     problem = replace(problem, **_NO_WEIGHTS)
     geometry = _backward_geometry(problem, device)
     if geometry is not None:
-        geometry = _with_room(replace(geometry, weights="late"), problem, device)
-    if geometry is None or not _fits(geometry, problem, device):
+        geometry = with_room(replace(geometry, weights="late"), problem, device)
+    if geometry is None or not fits(geometry, problem, device):
         return None
     # Under an activation 8 vectors of sixteen-bit numbers would spill 16 to 32 bytes in a block that has whole rows; in
     # a cluster they don't. Slabs take as long: 1.49 for 32,768 float16 numbers of a channel under silu.
@@ -164,9 +177,9 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
         geometry = replace(geometry, rows_ahead=1)
     if geometry.stage == "ahead":
         if device.capability != 90:  # for which the shares were measured, and next to nothing spills
-            geometry = _with_registers(geometry, problem, device)
+            geometry = with_registers(geometry, problem, device)
         geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
-    return _with_room(geometry, problem, device)
+    return with_room(geometry, problem, device)
 
 
 def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -188,7 +201,7 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
     for_all = _vectors_for_all_threads(problem, device, vectors_per_row)
     wanted = min(wanted, for_all / 2 if sixteen_bit else for_all)
     threads, vectors = _more_threads(problem, device, _spread(vectors_per_row, wanted), block_threads)
-    if not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+    if not fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         return None
     rows = _rows_per_block(problem, device, block_threads // threads, threads)
     share = max(1, share * block_threads // (threads * rows))
@@ -209,7 +222,7 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     if itemsize == 2 and (vectors_per_row <= 512 or vectors_per_row > 1024) and vectors > 3 and threads < _MOST_THREADS:
         threads, vectors = 2 * threads, -(-vectors_per_row // (2 * threads))
     threads, vectors = _more_threads(problem, device, (threads, vectors), 64)
-    if not _fits_registers(problem, device, width, vectors, max(threads, 64)):
+    if not fits_registers(problem, device, width, vectors, max(threads, 64)):
         return None
     stage = "ahead" if device.capability >= 80 else "direct"
     if itemsize == 2 and vectors <= 3 and threads <= 256:
@@ -217,7 +230,7 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
         # them 1.41; with 512 and one row 1.07 and 1.61. At 4096 columns two rows a block take 1.07 and 1.31.
         block_threads = 128 if threads <= 128 else 512
         rows = _rows_per_block(problem, device, block_threads // threads, threads)
-        while rows > 1 and not _fits_registers(problem, device, width, vectors, threads * rows):
+        while rows > 1 and not fits_registers(problem, device, width, vectors, threads * rows):
             rows //= 2
         share = max(1, (384 if threads <= 128 else 512) // (threads * rows))
         return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share, rows_ahead=2)
@@ -257,7 +270,7 @@ def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Devi
     if geometry.rows_per_block > 1 or (geometry.threads_per_row == _MOST_THREADS and device.capability == 90):
         early = replace(geometry, weights="early")
         few = geometry.vectors <= (3 if problem.norm.centered else 4)
-        if few and _fits_early(early, problem, device):
+        if few and fits_early(early, problem, device):
             return "early"
     return "staged" if geometry.rows_per_block < 32 else "late"
 
@@ -265,7 +278,7 @@ def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Devi
 def _more_threads(problem: Problem, device: Device, spread: tuple[int, int], block_threads: int) -> tuple[int, int]:
     """Threads of a row and vectors of each: as `_spread` has them, or more threads where registers would not do."""
     width, (threads, vectors) = vector_width(problem), spread
-    while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+    while threads < _MOST_THREADS and not fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         threads *= 2
         vectors = -(-problem.columns // width // threads)
     return threads, vectors
@@ -277,15 +290,15 @@ def _rows_per_block(problem: Problem, device: Device, wanted: int, threads: int)
     return 1 << rows.bit_length() - 1
 
 
-def _vectors_wanted(problem: Problem, device: Device, vectors_per_row: int) -> float:
+def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: int) -> float:
     """The least number of vectors that a thread is to have: 4 or 4.5, fewer where that leaves multiprocessors idle.
 
-    That makes 4 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.04, 16 of 2, fetched ahead, 1.17; at 512
-    16 of 4 1.04, ahead 1.16; at 4096 128 of 4 1.04, at 5120 128 of 5 1.02 and 64 of 10 1.05, at 8192 128 of 8 1.03 and
-    256 of 4 1.06, at 16,384 256 of 8 1.04 and 512 of 4 1.12.
+    That makes 4 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.02, 16 of 2 1.08; at 2048 64 of 4 1.01
+    and 32 of 8 1.03; at 5120 128 of 5 1.01 and 256 of 3 1.15; at 8192 256 of 4 1.02 and 128 of 8 1.04; at 16,384 256 of
+    8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03.
     """
-    wanted = 4 if vectors_per_row <= 512 else 4.5
-    if vectors_per_row < 32:
+    wanted = 4 if vectors_per_row <= 1024 else 4.5
+    if vectors_per_row < 32 or problem.residual is not None:
         wanted = 3  # 100 columns of float32: 8 threads of 4
     return max(1.0, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
 
@@ -317,12 +330,10 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
             geometry = replace(way, vectors=-(-columns // (width * way.threads)), blocks_per_row=blocks)
             if (
                 geometry.vectors <= way.vectors
-                and _fits_registers(
-                    problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct"
-                )
-                and (way.weights != "early" or _fits_early(geometry, problem, device))
-                and _fits(geometry, problem, device)
-                and _resident(geometry, problem, device) >= way.blocks_per_multiprocessor
+                and fits_registers(problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct")
+                and (way.weights != "early" or fits_early(geometry, problem, device))
+                and fits(geometry, problem, device)
+                and resident(geometry, problem, device) >= way.blocks_per_multiprocessor
             ):
                 return geometry
     return None
@@ -387,7 +398,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # at 5121. What does not lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09,
     # peeled 1.38.
     least = 16 * piece if not forward else 32 * piece if itemsize == 2 else 4097
-    may_peel = forward or not _has_channels(problem)
+    may_peel = forward or not has_channels(problem)
     if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
     # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
@@ -395,9 +406,9 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     dense = all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
     if itemsize >= 4 and problem.columns <= 32 and dense:
         geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
-        in_registers = _fits_registers(problem, device, width, geometry.vectors, geometry.threads)
-        if in_registers and _fits(geometry, problem, device):
-            geometry = _persistent(geometry, problem, device)
+        in_registers = fits_registers(problem, device, width, geometry.vectors, geometry.threads)
+        if in_registers and fits(geometry, problem, device):
+            geometry = persistent(geometry, problem, device)
             # As many blocks as are launched must have the registers: one in a second wave takes as long as all.
             return replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
     vectors_per_row = problem.columns // width
@@ -406,7 +417,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     if problem.rows <= 2 * device.multiprocessors:
         wanted = min(wanted, max(1.0, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
     threads, vectors = _spread(vectors_per_row, wanted)
-    if not _fits_registers(problem, device, width, vectors, max(threads, 256)):
+    if not fits_registers(problem, device, width, vectors, max(threads, 256)):
         return _peeled(problem, device, piece) if may_peel else None
     # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
     if threads == 1 and vectors > 1:
@@ -415,7 +426,7 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     geometry = RowBlock(width, vectors, threads, rows)
     if forward:
         early = replace(geometry, weights="early")  # 257 columns of bfloat16: 1.65, late 1.76
-        return early if threads == 32 and _fits_early(early, problem, device) else geometry
+        return early if threads == 32 and fits_early(early, problem, device) else geometry
     most = max(1, device.threads_per_multiprocessor // geometry.threads)
     return replace(geometry, blocks_per_multiprocessor=min(2, most))
 
@@ -430,11 +441,11 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     vectors_per_row = -(-(problem.columns - 2 * width) // width)
     direct = not alike or device.capability < 80 or (forward and width == 4 and vectors_per_row <= 1536)
     threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct)
-    while threads < _MOST_THREADS and not _fits_registers(problem, device, width, vectors, threads, True, direct):
+    while threads < _MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
     most_vectors = 16 if forward and not direct else 12
-    if vectors > most_vectors or not _fits_registers(problem, device, width, vectors, threads, True, direct):
+    if vectors > most_vectors or not fits_registers(problem, device, width, vectors, threads, True, direct):
         return _shared_row(problem, device, width, peeled=True) if alike else None
     if not direct:
         rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
@@ -442,11 +453,11 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
         if isinstance(problem, BackwardProblem):
             geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
-        share = max(1, min(most // geometry.threads, _resident(geometry, problem, device)))
-        if _fits(geometry, problem, device):
+        share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
+        if fits(geometry, problem, device):
             return replace(geometry, blocks_per_multiprocessor=share)
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
-    return geometry if forward else _persistent(geometry, problem, device)
+    return geometry if forward else persistent(geometry, problem, device)
 
 
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
@@ -480,205 +491,3 @@ def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool
         threads = min(threads, 128)
     threads = max(32, threads)
     return threads, -(-vectors_per_row // threads)
-
-
-# ---- What fits.
-
-
-def _has_channels(problem: Problem) -> bool:
-    """Whether rows have several channels each."""
-    return problem.channels is not None and problem.channels.channels_per_row > 1
-
-
-def _registers(problem: Problem, width: int) -> tuple[int, int]:
-    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
-
-    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
-    one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, that intermediate results in double
-    take twice as much, and what an activation needs. A compile for every architecture shows that next to nothing
-    spills.
-    """
-    loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
-    loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
-    if isinstance(problem, ForwardProblem):
-        return (loaded + narrow) * (1 if problem.residual is None else 2), 0
-    weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
-    sums = 2 * width * compute_itemsize(problem) // 4 if problem.channels is None else 0
-    unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
-    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
-    if problem.norm.activation is not None and (problem.channels is None or problem.x.dtype == "float64"):
-        more += _DERIVATIVE_REGISTERS
-    return 2 * loaded + sums + 4 * narrow + unpacked, more
-
-
-def _fits_registers(
-    problem: Problem, device: Device, width: int, vectors: int, threads: int, peeled: bool = False, direct: bool = False
-) -> bool:
-    """Whether a block of so many threads has the registers; those of peeled rows take more, above all read directly."""
-    registers, more = _registers(problem, width)
-    direct = direct or device.capability < 80
-    double = problem.x.dtype == "float64"
-    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
-    if peeled:
-        other += 12 + 8 * double + 40 * direct
-    if isinstance(problem, BackwardProblem) and problem.channels is not None:
-        # Without sums of columns, whose count is generous, the rest counts for more.
-        several, activated = _has_channels(problem), problem.norm.activation is not None
-        other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
-        # Which spill at 8 vectors in clusters of 8 blocks: relu with several channels, the exact gelu of bfloat16.
-        other += 8 * (problem.norm.activation == "relu")
-        other += 18 * (problem.norm.activation == "gelu" and problem.x.dtype == "bfloat16")
-    if isinstance(problem, ForwardProblem):
-        other += 12 * _has_channels(problem)
-        # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
-        other += 16 * (problem.channels is not None and device.capability >= 100)
-        if problem.residual is not None:
-            other += 4
-        if problem.norm.activation is not None:
-            # More beside a residual, and with several channels of a row for the exact gelu and for bfloat16, which
-            # would spill with 16 vectors.
-            heavy = problem.norm.activation == "gelu" or problem.x.dtype == "bfloat16"
-            more_channels = heavy and _has_channels(problem)
-            other += _ACTIVATION_REGISTERS + 28 * (problem.residual is not None or more_channels)
-    elif problem.dresidual_out is not None:
-        other += 4 + 20 * double
-        # Read directly, all of a thread's are loaded at once.
-        if direct:
-            other += vectors * width * DTYPES[problem.x.dtype].itemsize // 4 + 32 * peeled
-    return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
-
-
-def _fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    """Whether there are registers for the weights of all vectors too."""
-    vectors = [vector for vector in (problem.weight, problem.bias) if vector]
-    words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in vectors) // 4
-    registers, more = _registers(problem, geometry.width)
-    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
-    if isinstance(problem, ForwardProblem):
-        other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
-    total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
-    return total <= min(255, 65536 // (geometry.threads * geometry.compiled_for(problem)) // 8 * 8)
-
-
-def _fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    # Many rows a block have sums that take more, each in two places, of up to two numbers.
-    sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
-    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
-    return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
-
-
-def _with_registers(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """Without blocks that would leave each other too few registers."""
-    for share in range(geometry.blocks_per_multiprocessor, 0, -1):
-        geometry = replace(geometry, blocks_per_multiprocessor=share)
-        threads = geometry.threads * geometry.compiled_for(problem)
-        if _fits_registers(problem, device, geometry.width, geometry.vectors, threads):
-            break
-    return geometry
-
-
-def _with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """Without what shared memory is too small for: the rows ahead but for one, then the weights, then that row."""
-    for less in ({"rows_ahead": 1}, {"weights": "late"}, {"stage": "direct"}):
-        if not _fits(geometry, problem, device):
-            geometry = replace(geometry, **less)
-    return geometry
-
-
-def _resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
-    """How many of its blocks share a multiprocessor, about."""
-    # The runtime keeps 1 KB of shared memory for itself.
-    by_memory = (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
-    registers, more = _registers(problem, geometry.width)
-    by_registers = 65536 // (geometry.threads * (geometry.vectors * registers + more + 32))
-    return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
-
-
-def _crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """With the registers kept down, so that more blocks of rows that are read directly hide each other's waiting.
-
-    Left alone, ptxas loads so much ahead that at 12,288 columns of bfloat16 two blocks fit, not three: 1.21, not 1.03.
-    """
-    if DTYPES[problem.x.dtype].itemsize == 8:
-        return geometry
-    held = geometry.vectors * _registers(problem, geometry.width)[0]
-    registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
-    return replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * registers)))
-
-
-def _persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """With as many blocks as fit, up to 1024 threads a multiprocessor."""
-    most = max(1, 1024 // geometry.threads)
-    return replace(geometry, blocks_per_multiprocessor=min(most, _resident(geometry, problem, device)))
-
-
-# ---- What else there is.
-
-
-def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
-    """The ways in which rows can come: (width, stage, peeled)."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    width, piece = vector_width(problem), 16 // itemsize
-    yield width, "direct", False
-    if width == piece:
-        yield width, "ahead", False
-        return
-    strides = [matrix.row_strides[0] for matrix in problem.matrices]
-    if problem.rows == 1 or all(stride == problem.columns for stride in strides):
-        yield width, "run", False
-    if problem.columns >= 4 * piece:
-        yield piece, "direct", True
-        if lie_alike(problem):
-            yield piece, "ahead", True
-
-
-def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
-    """Every geometry that is worth a try for a problem, for whoever measures."""
-    if problem.columns == 0 or not are_rows(problem):
-        return
-    for width, stage, peeled in _ways(problem):
-        for geometry in _layouts(problem, device, width, stage, peeled):
-            if isinstance(problem, ForwardProblem) and stage == "direct":
-                yield geometry
-                crowded = _crowded(geometry, problem, device)
-                if not peeled and crowded != geometry:
-                    yield crowded
-            for rows in (1, 2) if stage == "ahead" else (1,):
-                deeper = replace(geometry, rows_ahead=rows)
-                most = _resident(deeper, problem, device) if _fits(deeper, problem, device) else 0
-                for share in (1, 2, 3, 4, 6, 8, 12, 16):
-                    if share <= most:
-                        yield replace(deeper, blocks_per_multiprocessor=share)
-
-
-def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
-    """When weights can come."""
-    yield "late"
-    if stage != "run" and (problem.weight or problem.bias):
-        yield "early"
-        if stage == "ahead":
-            yield "staged"
-
-
-def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
-    """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    all_threads = [1 << i for i in range(5 if peeled else 0, 11)]
-    all_rows = [1 << i for i in range(9)]
-    for blocks, threads_per_row, rows in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows):
-        columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-        vectors, threads = -(-columns // (threads_per_row * width)), threads_per_row * rows
-        if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
-            continue
-        if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
-            continue
-        if not (64 if blocks == 1 else 128) <= threads <= (1024 if rows == 1 else 512) or (rows > 1 and blocks > 1):
-            continue
-        if not _fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
-            continue
-        for weights in _weight_ways(problem, stage):
-            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, weights)
-            if weights == "early" and not _fits_early(geometry, problem, device):
-                continue
-            if _fits(geometry, problem, device):
-                yield geometry

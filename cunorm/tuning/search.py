@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cunorm.plan import Device, Plan, RowBlock, plan_with, row_geometry
+from cunorm.plan import Device, Plan, RowBlock, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, Problem
 
 __all__ = ["Broken", "Found", "Machine", "Report", "find_fastest"]
@@ -72,7 +72,7 @@ def find_fastest(problem: Problem, machine: Machine, max_seconds: float, report:
     built_in = plan_with(problem, machine.device, None)
     # Different geometries may come down to the same launches, where rows are few.
     geometries: dict[Plan, RowBlock | None] = {built_in: None}
-    for geometry in row_geometry.candidates(problem, machine.device):
+    for geometry in row_candidates.candidates(problem, machine.device):
         geometries.setdefault(plan_with(problem, machine.device, geometry), geometry)
     others = [plan for plan in geometries if plan != built_in]
     # Neighbours are alike: where the time is too short for all, some of every kind.

@@ -1,0 +1,83 @@
+"""Every layout of rows that is worth a try, for whoever measures: `cunorm.tune` does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cunorm.plan.constants import are_rows, lie_alike, vector_width
+from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, resident
+from cunorm.problem import DTYPES, ForwardProblem, Problem
+
+__all__ = ["candidates"]
+
+
+def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
+    """The ways in which rows can come: (width, stage, peeled)."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    width, piece = vector_width(problem), 16 // itemsize
+    yield width, "direct", False
+    if width == piece:
+        yield width, "ahead", False
+        return
+    strides = [matrix.row_strides[0] for matrix in problem.matrices]
+    if problem.rows == 1 or all(stride == problem.columns for stride in strides):
+        yield width, "run", False
+    if problem.columns >= 4 * piece:
+        yield piece, "direct", True
+        if lie_alike(problem):
+            yield piece, "ahead", True
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
+    """Every geometry that is worth a try for a problem, for whoever measures."""
+    if problem.columns == 0 or not are_rows(problem):
+        return
+    for width, stage, peeled in _ways(problem):
+        for geometry in _layouts(problem, device, width, stage, peeled):
+            if isinstance(problem, ForwardProblem) and stage == "direct":
+                yield geometry
+                more_blocks = crowded(geometry, problem, device)
+                if not peeled and more_blocks != geometry:
+                    yield more_blocks
+            for rows in (1, 2) if stage == "ahead" else (1,):
+                deeper = replace(geometry, rows_ahead=rows)
+                most = resident(deeper, problem, device) if fits(deeper, problem, device) else 0
+                for share in (1, 2, 3, 4, 6, 8, 12, 16):
+                    if share <= most:
+                        yield replace(deeper, blocks_per_multiprocessor=share)
+
+
+def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
+    """When weights can come."""
+    yield "late"
+    if stage != "run" and (problem.weight or problem.bias):
+        yield "early"
+        yield "staged"
+
+
+def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
+    """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    all_threads = [1 << i for i in range(5 if peeled else 0, 11)]
+    all_rows = [1 << i for i in range(9)]
+    for blocks, threads_per_row, rows in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows):
+        columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
+        vectors, threads = -(-columns // (threads_per_row * width)), threads_per_row * rows
+        if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
+            continue
+        if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
+            continue
+        if not (64 if blocks == 1 else 128) <= threads <= (1024 if rows == 1 else 512) or (rows > 1 and blocks > 1):
+            continue
+        if not fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
+            continue
+        for weights in _weight_ways(problem, stage):
+            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, weights)
+            if weights == "early" and not fits_early(geometry, problem, device):
+                continue
+            if fits(geometry, problem, device):
+                yield geometry

@@ -1,0 +1,167 @@
+"""What registers and shared memory a layout of rows takes, and how many of its blocks that leaves room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cunorm.plan.constants import compute_itemsize
+from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+
+__all__ = [
+    "crowded",
+    "fits",
+    "fits_early",
+    "fits_registers",
+    "has_channels",
+    "persistent",
+    "resident",
+    "resident_by_memory",
+    "with_registers",
+    "with_room",
+]
+
+# What the kernels declare of shared memory themselves, mostly at most.
+_STATIC_SHARED_BYTES = 3 * 1024
+# What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
+# gets by with the least for sm_90.
+_OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
+# What an activation takes besides, forward; and its derivative, beside sums of columns or in double.
+_ACTIVATION_REGISTERS = 8
+_DERIVATIVE_REGISTERS = 24
+
+
+def has_channels(problem: Problem) -> bool:
+    """Whether rows have several channels each."""
+    return problem.channels is not None and problem.channels.channels_per_row > 1
+
+
+def _registers(problem: Problem, width: int) -> tuple[int, int]:
+    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
+
+    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
+    one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, that intermediate results in double
+    take twice as much, and what an activation needs. A compile for every architecture shows that next to nothing
+    spills.
+    """
+    loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
+    loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
+    if isinstance(problem, ForwardProblem):
+        return (loaded + narrow) * (1 if problem.residual is None else 2), 0
+    weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
+    sums = 2 * width * compute_itemsize(problem) // 4 if problem.channels is None else 0
+    unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
+    more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
+    if problem.norm.activation is not None and (problem.channels is None or problem.x.dtype == "float64"):
+        more += _DERIVATIVE_REGISTERS
+    return 2 * loaded + sums + 4 * narrow + unpacked, more
+
+
+def fits_registers(
+    problem: Problem, device: Device, width: int, vectors: int, threads: int, peeled: bool = False, direct: bool = False
+) -> bool:
+    """Whether a block of so many threads has the registers; those of peeled rows take more, above all read directly."""
+    registers, more = _registers(problem, width)
+    direct = direct or device.capability < 80
+    double = problem.x.dtype == "float64"
+    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    if peeled:
+        other += 12 + 8 * double + 40 * direct
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        # Without sums of columns, whose count is generous, the rest counts for more.
+        several, activated = has_channels(problem), problem.norm.activation is not None
+        other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
+        # Which spill at 8 vectors in clusters of 8 blocks: relu with several channels, the exact gelu of bfloat16.
+        other += 8 * (problem.norm.activation == "relu")
+        other += 18 * (problem.norm.activation == "gelu" and problem.x.dtype == "bfloat16")
+    if isinstance(problem, ForwardProblem):
+        other += 12 * has_channels(problem)
+        # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
+        other += 16 * (problem.channels is not None and device.capability >= 100)
+        if problem.residual is not None:
+            other += 4
+        if problem.norm.activation is not None:
+            # More beside a residual, and with several channels of a row for the exact gelu and for bfloat16, which
+            # would spill with 16 vectors.
+            heavy = problem.norm.activation == "gelu" or problem.x.dtype == "bfloat16"
+            more_channels = heavy and has_channels(problem)
+            other += _ACTIVATION_REGISTERS + 28 * (problem.residual is not None or more_channels)
+    elif problem.dresidual_out is not None:
+        other += 4 + 20 * double
+        # Read directly, all of a thread's are loaded at once.
+        if direct:
+            other += vectors * width * DTYPES[problem.x.dtype].itemsize // 4 + 32 * peeled
+    return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
+
+
+def fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether there are registers for the weights of all vectors too."""
+    vectors = [vector for vector in (problem.weight, problem.bias) if vector]
+    words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in vectors) // 4
+    registers, more = _registers(problem, geometry.width)
+    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    if isinstance(problem, ForwardProblem):
+        other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
+    total = geometry.vectors * (registers + words) + more + other + 12 * geometry.peeled
+    return total <= min(255, 65536 // (geometry.threads * geometry.compiled_for(problem)) // 8 * 8)
+
+
+def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    # Many rows a block have sums that take more, each in two places, of up to two numbers.
+    sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
+    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
+    return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
+
+
+def with_registers(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """Without blocks that would leave each other too few registers."""
+    for share in range(geometry.blocks_per_multiprocessor, 0, -1):
+        geometry = replace(geometry, blocks_per_multiprocessor=share)
+        threads = geometry.threads * geometry.compiled_for(problem)
+        if fits_registers(problem, device, geometry.width, geometry.vectors, threads):
+            break
+    return geometry
+
+
+def with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """Without what shared memory is too small for: the rows ahead but for one, then the weights, then that row."""
+    for less in ({"rows_ahead": 1}, {"weights": "late"}, {"stage": "direct"}):
+        if not fits(geometry, problem, device):
+            geometry = replace(geometry, **less)
+    return geometry
+
+
+def resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
+    """How many of its blocks share a multiprocessor, about."""
+    registers, more = _registers(problem, geometry.width)
+    by_registers = 65536 // (geometry.threads * (geometry.vectors * registers + more + 32))
+    by_memory = resident_by_memory(geometry, problem, device)
+    return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
+
+
+def resident_by_memory(geometry: RowBlock, problem: Problem, device: Device) -> int:
+    """How many of its blocks have the shared memory that they need."""
+    # The runtime keeps 1 KB of shared memory for itself.
+    return (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
+
+
+def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """With the registers kept down, so that more blocks of rows that are read directly hide each other's waiting.
+
+    Left alone, ptxas loads so much ahead that at 12,288 columns of bfloat16 two blocks fit, not three: 1.21, not 1.03.
+    """
+    if DTYPES[problem.x.dtype].itemsize == 8:
+        return geometry
+    held = geometry.vectors * max(1, geometry.width * DTYPES[problem.x.dtype].itemsize // 4)
+    if isinstance(problem, ForwardProblem) and problem.residual is not None:
+        # An activation behind it would spill with 64, and so would eight vectors.
+        held += 16 if problem.norm.activation is not None else 4
+    registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
+    return replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * registers)))
+
+
+def persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """With as many blocks as fit, up to 1024 threads a multiprocessor."""
+    most = max(1, 1024 // geometry.threads)
+    return replace(geometry, blocks_per_multiprocessor=min(most, resident(geometry, problem, device)))
