@@ -76,7 +76,7 @@ struct Affine {
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
   ChannelAffine by_channel;
 
-  // To be called with the place of the first row, before it is fetched: the copies are part of that commit.
+  // To be called with the place of the first row, before that is fetched: where it comes ahead, with its commit.
   __device__ __forceinline__ void stage(const Place& place) const {
     if constexpr (weights_come != Weights::staged) return;
     if constexpr (HAS_WEIGHT) weights.stage(place);

@@ -61,7 +61,7 @@ struct Place {
   __device__ __forceinline__ int vector_index(int i) const {
     return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
   }
-  // Whether a row has as many columns as the thread's i-th vector takes. Where FULL, the threads hold just a row.
+  // Whether rows have columns for the thread's i-th vector. Where FULL, the threads hold exactly a row.
   __device__ __forceinline__ bool reaches(int i) const { return FULL || vector_index(i) < cut.vectors; }
   // Whether the thread's i-th vector is there.
   __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }

@@ -204,15 +204,15 @@ __device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Comput
   for (int i = 0; i < COUNT; ++i) widened[i] = widen(values, i);
 }
 
-// The hardware's guess and a step of Newton's: as exact as __frsqrt_rn but for the last bit now and then, and without a
-// branch. Of zero and of infinity the guess stands.
+// The hardware's guess and a step of Newton's: without a branch. One time in seven the last bit is not that of
+// __frsqrt_rn. Of zero and of infinity the guess stands.
 __device__ __forceinline__ float reciprocal_sqrt(float value) {
   const float guess = rsqrtf(value), error = fmaf(-value * guess, guess, 1.0f);
   return error == error ? fmaf(0.5f * guess, error, guess) : guess;
 }
 __device__ __forceinline__ double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
 
-// Of a count, which is neither zero nor too large for any branch of a division.
+// Of a count: not zero, and so small that a division would take none of its branches.
 __device__ __forceinline__ float reciprocal_of(float count) {
   const float guess = __fdividef(1.0f, count);
   return fmaf(fmaf(-count, guess, 1.0f), guess, guess);

@@ -116,7 +116,10 @@ HEAVY = [("bfloat16", 256), ("bfloat16", 4096), ("bfloat16", 4097), ("bfloat16",
          ("float64", 1025), ("float64", 5120)]  # fmt: skip
 # What has spilled.
 SPILLED = {
-    "sm_90": [Case("bfloat16", 256, rows=65_536, norm=Norm(False, 0.0, "silu"))],
+    "sm_90": [
+        Case("bfloat16", 256, rows=65_536, norm=Norm(False, 0.0, "silu")),
+        Case("bfloat16", 26_352, norm=Norm(False), residual=True),
+    ],
     "sm_100": [Case("float64", 5120), Case("bfloat16", 4097, norm=Norm(False), residual=True)],
     "sm_120": [
         Case("float64", 5120),
@@ -146,10 +149,12 @@ def cases(arch: str) -> list[Case]:
     few_rows = [Case(dtype, columns, rows=4) for dtype, sizes in few.items() for columns in sizes]
     few_rows += [Case("bfloat16", 1024, rows=512), Case("float32", 1024, rows=512)]
     few_rows += [Case("float16", 32_768, rows=4, norm=Norm(True, 0.0, "gelu_tanh"))]
-    # RMS norm with its weight early: one to four vectors of a thread, in all sorts of blocks.
-    early = [("bfloat16", 256), ("float16", 1024), ("bfloat16", 1024), ("bfloat16", 3000), ("bfloat16", 4096)]
-    early += [("float32", 256), ("float32", 1024), ("float32", 4096)]
-    few_rows += [Case(*case, rows=rows, norm=Norm(False)) for case in early for rows in (512, 2048, 8192)]
+    # Weights early or through shared memory: one to eight vectors of a thread, in all sorts of blocks.
+    staged = [("bfloat16", size) for size in (1024, 3000, 5120, 7168, 8192, 12_288)]
+    staged += [("float16", 1024), ("float16", 8192), ("float32", 1024), ("float32", 3584), ("float32", 4096)]
+    norms = (LAYER_NORM, Norm(False), Norm(True, 0.0, "silu"))
+    few_rows += [Case(*case, rows=1500, norm=norm) for case in staged for norm in norms]
+    few_rows += [Case("bfloat16", 256, rows=512, norm=Norm(False)), Case("bfloat16", 768, rows=8192)]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):

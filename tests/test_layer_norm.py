@@ -35,7 +35,7 @@ from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 # Each size with two dtypes or three: float16 lies as bfloat16 does.
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
 SIZES_AND_DTYPES += [(shape, "float16") for shape in SIZES[::4]] + [(shape, "float64") for shape in SIZES[1::2]]
-SIZES_AND_DTYPES += [((200, 256), "bfloat16")]  # short rows that are fetched ahead, several times by each block
+SIZES_AND_DTYPES += [((200, 256), "bfloat16")]  # short rows: backward fetched ahead, several times by each block
 LONG_SIZES_AND_DTYPES = [(shape, ("bfloat16", "float32")[i % 2]) for i, shape in enumerate(LONG_SIZES)]
 LONG_SIZES_AND_DTYPES += [((2, 17000), "float64")]
 

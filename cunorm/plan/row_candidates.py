@@ -43,6 +43,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                 more_blocks = crowded(geometry, problem, device)
                 if not peeled and more_blocks != geometry:
                     yield more_blocks
+                    if geometry.weights == "staged":  # the built-in choice for some
+                        yield replace(more_blocks, min_blocks=max(1, 65536 // (geometry.threads * 80)))
             for rows in (1, 2) if stage == "ahead" else (1,):
                 deeper = replace(geometry, rows_ahead=rows)
                 most = resident(deeper, problem, device) if fits(deeper, problem, device) else 0

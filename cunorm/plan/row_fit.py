@@ -155,8 +155,8 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
         return geometry
     held = geometry.vectors * max(1, geometry.width * DTYPES[problem.x.dtype].itemsize // 4)
     if isinstance(problem, ForwardProblem) and problem.residual is not None:
-        # An activation behind it would spill with 64, and so would eight vectors.
-        held += 16 if problem.norm.activation is not None else 4
+        # With 64 registers seven vectors would spill, and five with an activation behind it.
+        held += 16 if problem.norm.activation is not None else 8
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
     return replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * registers)))
 

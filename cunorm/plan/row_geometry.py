@@ -81,23 +81,27 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
 
 
 def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
-    """With the way in which weights come best, with as many blocks a multiprocessor.
+    """The geometry, with its weights in the way that is best, and fewer blocks a multiprocessor where that is better.
 
     Through shared memory they take no registers, and their way from memory passes beside the row's: 2048 rows of 4096
     bfloat16 numbers take 1.03 so, late 1.17; 8192 of 1024 1.05 and 1.13, 512 of 8192 1.06 and 1.12, 32,768 of 4096 1.03
     and 1.04, 1024 of 4096 float32 numbers 0.98 and 1.14. But 512 of 1024, a vector a thread, 1.06 and 1.03 (RMS norm
-    1.00, early 0.98). With a residual, which hides it as well, they come late: float16 numbers would spill.
+    1.00, early 0.98). With a residual, which hides it as well, they come late: float16 numbers would spill. So do
+    float32 weights of sixteen-bit numbers, which would leave room for fewer blocks: 1024 of 4096 take 1.20.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
     item_sizes = [DTYPES[vector.dtype].itemsize for vector in (problem.weight, problem.bias) if vector]
-    if problem.residual is not None or max(item_sizes, default=8) > min(itemsize, 4) or device.capability < 80:
+    if problem.residual is not None or not item_sizes or itemsize == 8 or device.capability < 80:
         return geometry
     centered, activation, vectors = problem.norm.centered, problem.norm.activation, geometry.vectors
     if vectors == 1:
         early = not centered and fits_early(geometry, problem, device)
         return replace(geometry, weights="early") if early else geometry
+    if max(item_sizes) > itemsize:
+        return geometry
     # Where there are many rows, the cache of a multiprocessor keeps weights from one row to the next: 13,107 rows of
-    # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07. Under silu 8192 of 16,384 take 1.08 and 1.16.
+    # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07. Under silu 16,384 of 8192 take 1.07 and 1.09, 8192
+    # of 1024 1.22 and 1.08.
     waves = problem.rows / (geometry.rows_per_block * geometry.min_blocks * device.multiprocessors)
     if waves > 4 and (activation is not None or (centered and geometry.threads_per_row > 128 and vectors > 4)):
         return geometry
@@ -291,9 +295,9 @@ def _rows_per_block(problem: Problem, device: Device, wanted: int, threads: int)
 
 
 def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: int) -> float:
-    """The least number of vectors that a thread is to have: 4 or 4.5, fewer where that leaves multiprocessors idle.
+    """The least number of vectors that a thread is to have: 3 to 4.5, fewer where that leaves multiprocessors idle.
 
-    That makes 4 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.02, 16 of 2 1.08; at 2048 64 of 4 1.01
+    That makes 3 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.02, 16 of 2 1.08; at 2048 64 of 4 1.01
     and 32 of 8 1.03; at 5120 128 of 5 1.01 and 256 of 3 1.15; at 8192 256 of 4 1.02 and 128 of 8 1.04; at 16,384 256 of
     8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03.
     """
