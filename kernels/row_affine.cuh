@@ -9,8 +9,10 @@
 enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
 
-// Rows that are PEELED begin each in its own way, and what is staged is a thread's own; else it is that of all rows.
-constexpr int STAGED_ROWS = PEELED ? ROWS_PER_BLOCK : 1;
+// Rows that are PEELED begin each in its own way, and what is staged is a thread's own; else it is that of all rows. So
+// FORWARD; backward the addresses that it takes to share weights, or to copy them asynchronously, would spill.
+constexpr bool ROWS_SHARE_WEIGHTS = FORWARD && !PEELED;
+constexpr int STAGED_ROWS = ROWS_SHARE_WEIGHTS ? 1 : ROWS_PER_BLOCK;
 // In shared memory, a multiple of 16 bytes of any type.
 constexpr int STAGED_ELEMENTS = (STAGED_ROWS * THREADS_PER_ROW * VECTORS + 7) / 8 * 8 * VECTOR;
 
@@ -22,22 +24,22 @@ struct Parameter {
 
   // Those of the thread's i-th vector in shared memory.
   __device__ __forceinline__ T* own(int i) const {
-    const int thread = STAGED_ROWS == 1 ? threadIdx.x : thread_in_block();
+    const int thread = ROWS_SHARE_WEIGHTS ? threadIdx.x : thread_in_block();
     return staged + (i * STAGED_ROWS * THREADS_PER_ROW + thread) * VECTOR;
   }
 
-  // Starts to take this thread's share into shared memory, for all rows: where they are PEELED, they must all begin in
-  // the same way.
+  // Takes this thread's share into shared memory, for all rows: where they are PEELED, they must all begin in the same
+  // way. FORWARD it only starts to.
   __device__ __forceinline__ void stage(const Place& place) const {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != threadIdx.y) continue;
-      if (!place.reaches(i)) continue;
+      if (!(ROWS_SHARE_WEIGHTS ? place.reaches(i) : place.has(i))) continue;
       constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
       for (int j = 0; j < VECTOR; j += STEP) {
         const T* source = memory + place.column(i) + j;
-        if constexpr (STEP * sizeof(T) >= 4) {
+        if constexpr (FORWARD && STEP * sizeof(T) >= 4) {
           copy_async<STEP, true>(own(i) + j, source);
         } else {
           store(own(i) + j, load<T, STEP>(source));
@@ -76,14 +78,14 @@ struct Affine {
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
   ChannelAffine by_channel;
 
-  // To be called with the place of the first row, before that is fetched: where it comes ahead, with its commit.
+  // To be called with the place of the first row; FORWARD before that is fetched: if it comes ahead, with its commit.
   __device__ __forceinline__ void stage(const Place& place) const {
     if constexpr (weights_come != Weights::staged) return;
     if constexpr (HAS_WEIGHT) weights.stage(place);
     if constexpr (HAS_BIAS) biases.stage(place);
-    if constexpr (::stage == Stage::direct) copy_async_commit();
+    if constexpr (FORWARD && ::stage == Stage::direct) copy_async_commit();
   }
-  // To be called by all threads in every step, when its row has arrived and before the first `get`.
+  // To be called FORWARD by all threads in every step, when its row has arrived and before the first `get`.
   __device__ __forceinline__ void arrive(int turn) const {
     if constexpr (weights_come != Weights::staged) return;
     if constexpr (::stage == Stage::direct) copy_async_wait<0>();

@@ -21,6 +21,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
+constexpr bool FORWARD = false;
 #include "row_affine.cuh"
 
 struct Arguments {
@@ -194,7 +195,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     next_x_edge = edge_of(x, part, place_at(first));
     next_dy_edge = edge_of(dy, part, place_at(first));
   };
-  affine.stage(first_place);
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; ++i) {
     fetch_rows(first_row + i * step, i);
@@ -202,6 +202,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   }
   fetch_edges(first_row);
   statistics.fetch(first_place.row);
+  affine.stage(first_place);
   affine.fetch_early(first_place);
   Compute edge_weight[1], edge_bias[1];
   if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
@@ -252,7 +253,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (!FETCHES_LATE) fetch_next();
 
     // Reduce along the row, and add to the column sums on the way.
-    affine.arrive(turn);
     Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
     const auto add = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute& dweight, Compute& dbias,
                          Compute& sum, Compute& product) {

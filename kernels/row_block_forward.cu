@@ -17,6 +17,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
+constexpr bool FORWARD = true;
 #include "row_affine.cuh"
 #include "statistics.cuh"
 

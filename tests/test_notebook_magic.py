@@ -110,7 +110,7 @@ def test_what_is_wrong_is_not_timed(shell: InteractiveShell, monkeypatch: pytest
 
 @pytest.mark.parametrize("columns, right", [("(part.columns)", True), ("(part.columns + 1)", False)])
 def test_a_right_and_a_wrong_text(shell: InteractiveShell, columns: str, right: bool) -> None:
-    edited = SHIPPED.replace("/ part.columns;", f"/ {columns};")
+    edited = SHIPPED.replace("<Compute>(part.columns)", f"<Compute>({columns})")
     assert edited != SHIPPED
     _, _, (report,) = run(shell, f"%%cunorm {KERNEL} --check 3x40 --dtype float32\n{edited}")
     assert ("wrong" not in report.data["text/plain"]) == right

@@ -314,8 +314,9 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         # One copy is 4, 8 or 16 bytes.
         assert width * itemsize in (4, 8, 16)
     if constants["WEIGHTS"] == "staged":
-        # Those of a row, or of each where rows begin in different ways.
-        staged = constants["VECTORS"] * (threads if constants["PEELED"] else constants["THREADS_PER_ROW"])
+        # Those of a row, or backward, and where rows begin in different ways, of each.
+        shared = item.kernel.endswith("forward") and not constants["PEELED"]
+        staged = constants["VECTORS"] * (constants["THREADS_PER_ROW"] if shared else threads)
         for operand in (problem.weight, problem.bias):
             if operand is not None:
                 assert needed % 16 == 0

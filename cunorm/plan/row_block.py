@@ -47,10 +47,10 @@ class RowBlock:
         """Columns that the threads of a row can hold."""
         return self.blocks_per_row * self.threads_per_row * self.vectors * self.width
 
-    @property
-    def staged_elements(self) -> int:
-        """Of a weight or bias that is staged: those of a row, or of each row of a block where rows are peeled."""
-        vectors = self.threads_per_row * self.vectors * (self.rows_per_block if self.peeled else 1)
+    def staged_elements(self, problem: Problem) -> int:
+        """Of a weight or bias that is staged: those of a row, or of each row of a block; see kernels/row_affine.cuh."""
+        shared = isinstance(problem, ForwardProblem) and not self.peeled
+        vectors = self.threads_per_row * self.vectors * (1 if shared else self.rows_per_block)
         return -(-vectors // 8) * 8 * self.width
 
     def shared_bytes(self, problem: Problem) -> int:
@@ -60,9 +60,8 @@ class RowBlock:
         slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged":
-            total += sum(
-                self.staged_elements * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item
-            )
+            staged = self.staged_elements(problem)
+            total += sum(staged * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
             total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
         elif isinstance(problem, BackwardProblem):

@@ -40,11 +40,10 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
         for geometry in _layouts(problem, device, width, stage, peeled):
             if isinstance(problem, ForwardProblem) and stage == "direct":
                 yield geometry
-                more_blocks = crowded(geometry, problem, device)
-                if not peeled and more_blocks != geometry:
-                    yield more_blocks
-                    if geometry.weights == "staged":  # the built-in choice for some
-                        yield replace(more_blocks, min_blocks=max(1, 65536 // (geometry.threads * 80)))
+                crowds = [] if peeled else [crowded(geometry, problem, device)]
+                if crowds and geometry.weights == "staged":  # with 80 registers for each thread
+                    crowds.append(replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * 80))))
+                yield from (crowd for crowd in dict.fromkeys(crowds) if crowd != geometry)
             for rows in (1, 2) if stage == "ahead" else (1,):
                 deeper = replace(geometry, rows_ahead=rows)
                 most = resident(deeper, problem, device) if fits(deeper, problem, device) else 0
