@@ -10,7 +10,8 @@ enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
 
 // Rows that are PEELED begin each in its own way, and what is staged is a thread's own; else it is that of all rows. So
-// FORWARD; backward the addresses that it takes to share weights, or to copy them asynchronously, would spill.
+// FORWARD, as the kernel says before it includes this; backward the addresses that it takes to share weights, or to
+// copy them asynchronously, would spill.
 constexpr bool ROWS_SHARE_WEIGHTS = FORWARD && !PEELED;
 constexpr int STAGED_ROWS = ROWS_SHARE_WEIGHTS ? 1 : ROWS_PER_BLOCK;
 // In shared memory, a multiple of 16 bytes of any type.

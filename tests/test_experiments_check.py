@@ -163,8 +163,8 @@ def test_an_access_out_of_bounds_in_a_header() -> None:
 def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_TIMEOUT", 0.5)
     begin = "extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];"
-    finding = found_in(edited(ROWS, (begin, f"while (true) __nanosleep(1);\n  {begin}")), (33, 8))
-    assert "still running after 0.5 s, block (" in finding
+    finding = found_in(edited(ROWS, (begin, f"while (true) __nanosleep(1);\n  {begin}")), (3, 8))
+    assert "still running after 0.5 s, block (0, 0, 0), thread (" in finding
 
 
 @needs_emulator

@@ -59,11 +59,12 @@ def test_no_batch_that_fills_a_gpu_compiles_a_kernel_of_its_own(
 @pytest.mark.parametrize("columns", [10, 100, 256, 768, 1024, 4096, 4097, 10_240, 16_384, 100_000, 10**6])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
-    """Few rows are spread over more threads than many are: by powers of two, so there are few ways. Between few and
-    many, weights come in a way of their own."""
+    """Few rows are spread over more threads than many are: by powers of two, so there are few ways. Forward, weights of
+    long rows come in a way of their own between few and many."""
     for make in (plain_forward, plain_backward):
+        ways = 5 if make is plain_forward and columns in (10_240, 16_384) else 4
         every = _costly(*(plan(make(rows, columns, dtype), DEVICES["sm_90"]) for rows in range(1, 3000)))
-        assert len({kernel for kernel, _ in every}) * 5 >= len(every)
+        assert len({kernel for kernel, _ in every}) * ways >= len(every)
 
 
 def test_eps_compiles_nothing() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cunorm.plan.constants import are_rows, lie_alike, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, resident
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_early, fits_registers, resident
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 
 __all__ = ["candidates"]
@@ -42,7 +42,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                 yield geometry
                 crowds = [] if peeled else [crowded(geometry, problem, device)]
                 if crowds and geometry.weights == "staged":  # with 80 registers for each thread
-                    crowds.append(replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * 80))))
+                    crowds.append(replace(geometry, min_blocks=blocks_with(geometry, 80)))
                 yield from (crowd for crowd in dict.fromkeys(crowds) if crowd != geometry)
             for rows in (1, 2) if stage == "ahead" else (1,):
                 deeper = replace(geometry, rows_ahead=rows)
@@ -56,8 +56,7 @@ def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
     """When weights can come."""
     yield "late"
     if stage != "run" and (problem.weight or problem.bias):
-        yield "early"
-        yield "staged"
+        yield from ("early", "staged")
 
 
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:

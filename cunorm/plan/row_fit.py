@@ -10,6 +10,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [
+    "blocks_with",
     "crowded",
     "fits",
     "fits_early",
@@ -155,10 +156,15 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
         return geometry
     held = geometry.vectors * max(1, geometry.width * DTYPES[problem.x.dtype].itemsize // 4)
     if isinstance(problem, ForwardProblem) and problem.residual is not None:
-        # With 64 registers seven vectors would spill, and five with an activation behind it.
+        # With 64 registers seven vectors would spill; with the exact gelu behind it four fill them.
         held += 16 if problem.norm.activation is not None else 8
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
-    return replace(geometry, min_blocks=max(1, 65536 // (geometry.threads * registers)))
+    return replace(geometry, min_blocks=blocks_with(geometry, registers))
+
+
+def blocks_with(geometry: RowBlock, registers: int) -> int:
+    """How many of its blocks leave each thread so many registers."""
+    return max(1, 65536 // (geometry.threads * registers))
 
 
 def persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:

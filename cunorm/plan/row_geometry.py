@@ -23,6 +23,7 @@ from cunorm.plan.constants import (
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import (
+    blocks_with,
     crowded,
     fits,
     fits_early,
@@ -115,7 +116,7 @@ def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -
     staged = replace(geometry, weights="staged")
     if 5 < vectors < 8 + centered and geometry.threads_per_row < _MOST_THREADS:
         # 21,845 rows of 6144 take 1.02 with 80 registers a thread, with 64 1.17.
-        staged = replace(staged, min_blocks=max(1, min(staged.min_blocks, 65536 // (geometry.threads * 80))))
+        staged = replace(staged, min_blocks=blocks_with(staged, 80))
     return staged if staged.min_blocks <= resident_by_memory(staged, problem, device) else geometry
 
 
