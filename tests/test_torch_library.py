@@ -229,19 +229,24 @@ def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- Several processes.
 
 
-def _parallel(rank: int, folder: str) -> None:
+def _parallel(rank: int, folder: str, device: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    sharded = _model()
-    fully_shard(sharded)
-    for name, model in {"DDP": torch.nn.parallel.DistributedDataParallel(_model()), "FSDP": sharded}.items():
-        model(data(4, 8)[2 * rank : 2 * rank + 2]).square().mean().backward()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    sharded = _model().to(device)
+    fully_shard(sharded, mesh=init_device_mesh(device, (2,)))
+    parallel = torch.nn.parallel.DistributedDataParallel(_model().to(device))
+    for name, model in {"DDP": parallel, "FSDP": sharded}.items():
+        model(data(4, 8)[2 * rank : 2 * rank + 2].to(device)).square().mean().backward()
         found: list[Any] = [parameter.grad for parameter in model.parameters()]
         found = [item.full_tensor() if name == "FSDP" else item for item in found]
         if rank == 0:
-            torch.save(found, Path(folder) / f"{name}.pt")
+            torch.save([item.cpu() for item in found], Path(folder) / f"{name}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -250,10 +255,13 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 8), Norm(8), torch.nn.Linear(8, 8)).double()
 
 
-def test_data_parallel_training_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_data_parallel_training_has_the_gradients_of_one_process(tmp_path: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs an NVIDIA GPU beside another")
     model = _model()
     model(data(4, 8)).square().mean().backward()
-    torch.multiprocessing.spawn(_parallel, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(_parallel, (str(tmp_path), device), nprocs=2)
     for name in ("DDP", "FSDP"):
         for found, parameter in zip(torch.load(tmp_path / f"{name}.pt"), model.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad)
