@@ -71,8 +71,8 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
             return geometry
     threads, vectors = _spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
     # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12; of
-    # 32768 with a residual 1.25 and 1.09, but RMS norm 1.03 in one.
-    most = 6 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
+    # 32768 with a residual 1.04 and 1.10.
+    most = 8 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
     if vectors > most and threads == _MOST_THREADS:
         return _shared_row(problem, device, width)
     # Two warps are enough for a block, but where a thread has a single vector of sixteen-bit numbers.
@@ -87,37 +87,56 @@ def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -
     Through shared memory they take no registers, and their way from memory passes beside the row's: 2048 rows of 4096
     bfloat16 numbers take 1.03 so, late 1.17; 8192 of 1024 1.05 and 1.13, 512 of 8192 1.06 and 1.12, 32,768 of 4096 1.03
     and 1.04, 1024 of 4096 float32 numbers 0.98 and 1.14. But 512 of 1024, a vector a thread, 1.06 and 1.03 (RMS norm
-    1.00, early 0.98). With a residual, which hides it as well, they come late: float16 numbers would spill. So do
-    float32 weights of sixteen-bit numbers, which would leave room for fewer blocks: 1024 of 4096 take 1.20.
+    1.00, early 0.98). With a residual, which hides it as well, they come late (float16 numbers would spill), but where
+    one block has all registers: 1024 of 32,768 take 1.10 staged, late 1.31.
     """
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    item_sizes = [DTYPES[vector.dtype].itemsize for vector in (problem.weight, problem.bias) if vector]
-    if problem.residual is not None or not item_sizes or itemsize == 8 or device.capability < 80:
+    weights = [vector for vector in (problem.weight, problem.bias) if vector]
+    if not weights or device.capability < 80 or _are_better_late(geometry, problem, device):
         return geometry
-    centered, activation, vectors = problem.norm.centered, problem.norm.activation, geometry.vectors
-    if vectors == 1:
-        early = not centered and fits_early(geometry, problem, device)
+    if geometry.vectors == 1:
+        early = not problem.norm.centered and fits_early(geometry, problem, device)
         return replace(geometry, weights="early") if early else geometry
-    if max(item_sizes) > itemsize:
-        return geometry
+    staged = replace(geometry, weights="staged")
+    if 5 < geometry.vectors < 8 + problem.norm.centered and geometry.threads_per_row < _MOST_THREADS:
+        # 21,845 rows of 6144 take 1.02 with 80 registers a thread, with 64 1.17.
+        staged = replace(staged, min_blocks=blocks_with(staged, 80))
+    room = resident_by_memory(staged, problem, device)
+    if _are_wide(problem):
+        # They come through the cache, again for every block, and must leave it a third of the memory: 1024 rows of 4096
+        # bfloat16 numbers with float32 weight and bias take 1.22 staged by five blocks, late 1.15. 4096 rows without a
+        # bias take 1.04 by nine blocks of 64 threads, late 1.08.
+        room = device.shared_bytes * 5 // 8 // staged.shared_bytes(problem)
+        if len(weights) == 1 and staged.threads < 128 and 2 * room >= staged.min_blocks:
+            staged = replace(staged, min_blocks=min(staged.min_blocks, room))
+    return staged if staged.min_blocks <= room else geometry
+
+
+def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device) -> bool:
+    """Whether weights had better not be staged: where that is slower, or would leave too few registers."""
+    centered, activation, vectors = problem.norm.centered, problem.norm.activation, geometry.vectors
+    if problem.x.dtype == "float64" or (problem.residual is not None and vectors <= 6):
+        return True
     # Where there are many rows, the cache of a multiprocessor keeps weights from one row to the next: 13,107 rows of
     # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07. Under silu 16,384 of 8192 take 1.07 and 1.09, 8192
     # of 1024 1.22 and 1.08.
     waves = problem.rows / (geometry.rows_per_block * geometry.min_blocks * device.multiprocessors)
-    if waves > 4 and (activation is not None or (centered and geometry.threads_per_row > 128 and vectors > 4)):
-        return geometry
+    long = centered and geometry.threads_per_row > 128 and vectors > 4 and problem.residual is None
+    if vectors > 1 and waves > 4 and (activation is not None or long):
+        return True
     # Of 5632 columns (6 vectors, not of all threads) 4096 rows take 1.21, late 1.13; of 6144 1.03 and 1.08.
     if centered and vectors > 5 and geometry.capacity != problem.columns:
-        return geometry
+        return True
     # With the registers that `crowded` leaves, more vectors would spill 8 to 32 bytes.
-    alone = centered and len(item_sizes) == 1
-    if vectors > (3 if activation == "gelu" else 4 if activation else 5 if alone else 40):
-        return geometry
-    staged = replace(geometry, weights="staged")
-    if 5 < vectors < 8 + centered and geometry.threads_per_row < _MOST_THREADS:
-        # 21,845 rows of 6144 take 1.02 with 80 registers a thread, with 64 1.17.
-        staged = replace(staged, min_blocks=blocks_with(staged, 80))
-    return staged if staged.min_blocks <= resident_by_memory(staged, problem, device) else geometry
+    both = problem.weight is not None and problem.bias is not None
+    if activation is not None or (_are_wide(problem) and (both or device.capability != 90)):
+        return vectors > (3 if activation == "gelu" else 4)
+    return centered and not both and vectors > 5
+
+
+def _are_wide(problem: ForwardProblem) -> bool:
+    """Whether a weight or bias has larger elements than x."""
+    weights = [vector for vector in (problem.weight, problem.bias) if vector]
+    return any(DTYPES[item.dtype].itemsize > DTYPES[problem.x.dtype].itemsize for item in weights)
 
 
 def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -300,9 +319,11 @@ def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: in
 
     That makes 3 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.02, 16 of 2 1.08; at 2048 64 of 4 1.01
     and 32 of 8 1.03; at 5120 128 of 5 1.01 and 256 of 3 1.15; at 8192 256 of 4 1.02 and 128 of 8 1.04; at 16,384 256 of
-    8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03.
+    8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03. RMS norm of 2048 rows of 4096 takes 0.98 with 64 of 8,
+    with 128 of 4 1.03.
     """
-    wanted = 4 if vectors_per_row <= 1024 else 4.5
+    plain = not problem.norm.centered and problem.norm.activation is None and DTYPES[problem.x.dtype].itemsize == 2
+    wanted = 4.5 if vectors_per_row > 1024 or (plain and 256 <= vectors_per_row <= 512) else 4
     if vectors_per_row < 32 or problem.residual is not None:
         wanted = 3  # 100 columns of float32: 8 threads of 4
     return max(1.0, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
