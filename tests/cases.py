@@ -261,6 +261,7 @@ def kinds_of(chosen: Plan) -> set[str]:
     kinds = {chosen.strategy} if chosen.strategy == "row_split" else set()
     for item in chosen.launches:
         if item.kernel not in ("row_block_forward", "row_block_backward"):
+            kinds |= {item.kernel} & {"row_weight_gradients"}
             continue
         constants, arguments = dict(item.constants), dict(item.arguments)
         kind = f"{'cluster' if item.cluster > 1 else constants['STAGE']}{' peeled' if constants['PEELED'] else ''}"

@@ -12,10 +12,11 @@ which one takes from a tenth of a second to two. Covered is:
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   pointwise_*, channel_* along points and along channels, and column_sums: for every dtype and architecture.
+   pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for every dtype and
+   architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
-for channel_grid_*, which may read what the plan was given.
+for channel_grid_* and row_weight_gradients, which may read what the plan was given.
 
 The kernels are not listed here but asked of ``plan``.
 """
@@ -215,12 +216,16 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
 
 
 def sums_problems(dtype: str) -> Iterator[Problem]:
-    """Gradients of every type, of two vectors and of one, and those that a single group of blocks finishes."""
+    """Gradients of every type, of two vectors and of one, of few rows, and those that a single block finishes."""
     x = Matrix(dtype, (1024,), (1,))
     for kind in DTYPES:
         yield BackwardProblem((4096,), (1024,), x, x, None, x, None, None, kind, dtype)
     yield BackwardProblem((4096,), (1024,), x, x, None, None, None, None, dtype, None)
     yield BackwardProblem((1,), (1024,), x, x, None, x, Vector("float64"), None, None, "float16")
+    few = [(60, 1024, Norm(True, 0.0, "gelu")), (200, 1023, Norm(False)), (200, 4096, Norm()), (200, 12, Norm())]
+    for rows, columns, norm in few:
+        x, bias = Matrix(dtype, (columns,), (1,)), Vector(dtype) if norm.activation is not None else None
+        yield BackwardProblem((rows,), (columns,), x, x, None, x, Vector("float32"), bias, dtype, "float32", norm)
 
 
 def pointwise_problems(dtype: str) -> Iterator[AnyProblem]:
@@ -446,14 +451,15 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     assert {item.kernel for item in later} == {
         "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
         "channel_split_merge", "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward",
-        "channel_grid_forward", "channel_grid_backward"
+        "channel_grid_forward", "channel_grid_backward", "row_weight_gradients"
     }  # fmt: skip
     for item in later:
         ptx = ptx_of(item)
         assert any(map(touches_memory, ptx)), item.kernel
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
-        if item.kernel.startswith("channel_grid"):
-            # The second launch of its plan, as test_channel_plan_rules.py has it: what it was given is complete.
+        if item.kernel.startswith("channel_grid") or item.kernel == "row_weight_gradients":
+            # The second launch of its plan, before which nothing is written that it reads, as the rules of plans have
+            # it (test_channel_plan_rules.py, test_plan_rules.py).
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
 

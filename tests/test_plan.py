@@ -175,12 +175,13 @@ def test_older_gpus_get_neither_clusters_nor_rows_ahead(device: Device) -> None:
 @pytest.mark.parametrize("columns", [1024, 4097, 65536, 1_000_000])
 @pytest.mark.parametrize("rows", [1, 2, 4096])
 def test_tensors_move_16_bytes_at_a_time(rows: int, columns: int, dtype: str) -> None:
-    """Odd rows too, but for float32 forward, which is as fast number by number."""
+    """Odd rows too, but for float32 forward, which is as fast number by number, and the weights' gradients of few."""
     forward = [plain_forward(rows, columns, dtype)] if columns % 2 == 0 or dtype != "float32" else []
     for problem in (*forward, plain_backward(rows, columns, dtype)):
         for item in plan(problem, DEVICES["sm_90"]).launches:
             width = dict(item.constants).get("VECTOR")
-            assert width is None or width * DTYPES[dtype].itemsize == 16
+            odd = item.kernel == "row_weight_gradients" and columns % 2 > 0
+            assert width is None or odd or width * DTYPES[dtype].itemsize == 16
 
 
 @pytest.mark.parametrize(

@@ -458,6 +458,13 @@ def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str,
     assert item.grid == -(-columns // constants["COLUMN_THREADS"])
 
 
+def _covers_weight_gradients(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    columns, rows = constants["COLUMN_LANES"], constants["ROW_LANES"]
+    assert item.block == (columns, rows) and columns * rows % 32 == 0
+    assert columns in (1, 2, 4, 8, 16, 32), "the lanes of a warp are added by shuffles"
+    assert item.grid == -(-arguments["columns"] // (columns * constants["VECTOR"]))
+
+
 _COVERS = {
     "row_block_forward": _covers_row_block,
     "row_block_backward": _covers_row_block,
@@ -467,6 +474,7 @@ _COVERS = {
     "row_split_gradient_sums": _covers_row_split,
     "row_split_backward": _covers_row_split_backward,
     "row_split_merge": _covers_merge,
+    "row_weight_gradients": _covers_weight_gradients,
     "column_sums": _covers_column_sums,
 }
 
@@ -700,7 +708,10 @@ def test_launches_of_every_kernel_may_overlap() -> None:
         chosen = plan(problem, DEVICES["sm_90"])
         _launches_may_overlap(problem, DEVICES["sm_90"], chosen)
         later |= {item.kernel for item in chosen.launches[1:]}
-    assert later == {"column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward"}
+    assert later == {
+        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
+        "row_weight_gradients"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

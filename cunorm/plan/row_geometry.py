@@ -196,6 +196,9 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     if problem.rows <= device.multiprocessors:
         # There is no next row: 64 of 4096 bfloat16 numbers take 10.4 us, fetched ahead 10.9.
         geometry = replace(geometry, stage="direct", rows_ahead=1)
+    elif _are_better_direct(geometry, problem, device):
+        rows = max(1, 128 // geometry.threads_per_row)
+        geometry = RowBlock(width, geometry.vectors, geometry.threads_per_row, rows)
     elif _turns(geometry, problem, device) <= 3:
         # 512 rows of 4096 bfloat16 numbers take 13.9 us, with two rows ahead 14.8; 1024 take as long.
         geometry = replace(geometry, rows_ahead=1)
@@ -283,6 +286,19 @@ def _turns(geometry: RowBlock, problem: Problem, device: Device) -> float:
     return -(-problem.rows // geometry.rows_per_block) / blocks
 
 
+def _are_better_direct(geometry: RowBlock, problem: BackwardProblem, device: Device) -> bool:
+    """Whether all blocks had better run at once, each with its own rows: where they keep no sums, and are few.
+
+    512 rows of 1024 bfloat16 numbers take 7.2 us, fetched ahead 7.7; 256 of 4096 8.0 and 8.3, but 512 of 4096 10.9 and
+    10.8.
+    """
+    if problem.dweight is not None or problem.dbias is not None or problem.channels is not None:
+        return False
+    few = problem.rows * geometry.threads_per_row <= 512 * device.multiprocessors
+    threads = max(128, geometry.threads_per_row)
+    return few and fits_registers(problem, device, geometry.width, geometry.vectors, threads, direct=True)
+
+
 def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:
     """When weights come where rows are fetched ahead: staged, but early where that takes few registers.
 
@@ -319,14 +335,16 @@ def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: in
 
     That makes 3 to 8 of them: at 256 columns of bfloat16 8 threads of 4 take 1.02, 16 of 2 1.08; at 2048 64 of 4 1.01
     and 32 of 8 1.03; at 5120 128 of 5 1.01 and 256 of 3 1.15; at 8192 256 of 4 1.02 and 128 of 8 1.04; at 16,384 256 of
-    8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03. RMS norm of 2048 rows of 4096 takes 0.98 with 64 of 8,
-    with 128 of 4 1.03.
+    8 1.06 and 512 of 4 1.10, but with a residual 1.05 and 1.03. RMS norm has registers for more, which few rows need:
+    2048 of 4096 take 0.97 with 64 of 8, with 128 of 4 1.03, 4096 of 2048 0.91 and 0.95; but 65,536 of 2048 1.03 and
+    1.00.
     """
+    for_all = _vectors_for_all_threads(problem, device, vectors_per_row)
     plain = not problem.norm.centered and problem.norm.activation is None and DTYPES[problem.x.dtype].itemsize == 2
-    wanted = 4.5 if vectors_per_row > 1024 or (plain and 256 <= vectors_per_row <= 512) else 4
+    wanted = 4.5 if vectors_per_row > 1024 or (plain and vectors_per_row >= 256 and for_all <= 8) else 4
     if vectors_per_row < 32 or problem.residual is not None:
         wanted = 3  # 100 columns of float32: 8 threads of 4
-    return max(1.0, min(wanted, 2 * _vectors_for_all_threads(problem, device, vectors_per_row)))
+    return max(1.0, min(wanted, 2 * for_all))
 
 
 def _vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> float:

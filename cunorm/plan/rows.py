@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cunorm.plan import row_block, row_geometry, row_grid
+from dataclasses import replace
+
+from cunorm.plan import row_block, row_geometry, row_grid, weight_gradients
 from cunorm.plan.launches import Builder, Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import BackwardProblem, ForwardProblem
@@ -24,4 +26,18 @@ def plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock |
     """As `plan_forward`."""
     if geometry is None:
         geometry = row_geometry.backward_geometry(problem, device)
+        several = geometry is not None and geometry.partial_sums(problem, device) > 1
+        if several and weight_gradients.are_better_apart(problem, device):
+            return _plan_apart(problem, device, builder)
     return None if geometry is None else row_block.plan_backward(problem, geometry, device, builder)
+
+
+def _plan_apart(problem: BackwardProblem, device: Device, builder: Builder) -> str:
+    """dx, if it is wanted, and then dweight and dbias from what was read."""
+    rows, strategy = replace(problem, dweight=None, dbias=None), "row_block"
+    if problem.dx is not None:
+        geometry = row_geometry.backward_geometry(rows, device)
+        assert geometry is not None, "without sums there are registers where there are with them"
+        strategy = row_block.plan_backward(rows, geometry, device, builder)
+    weight_gradients.launch_weight_gradients(builder, problem, device)
+    return strategy
