@@ -193,7 +193,9 @@ def test_statistics_are_kept_in_one_tensor(device: str, unpack: str) -> None:
     assert len(saved) == 3 and torch.equal(saved[2], torch.stack((mean, rstd)))
     expected = cunorm.layer_norm_backward(dy, x.detach(), weight.detach(), mean, rstd)
     for gradient, direct in zip(torch.autograd.grad(y, leaves, dy), expected):
-        assert torch.equal(gradient, direct)
+        # An x that lies in another way has another plan, whose sums may be added in another order.
+        difference = 1e-6 if unpack == "transposed" else 0
+        torch.testing.assert_close(gradient, direct, rtol=difference, atol=difference)
 
 
 @pytest.mark.parametrize("device", DEVICES)

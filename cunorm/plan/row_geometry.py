@@ -243,8 +243,12 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     of 5 1.20; 1000 64 of 2 1.04, 32 of 4 1.23.
     """
     vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
-    few = problem.rows < 8 * device.multiprocessors
-    wanted = 3 if itemsize > 2 else 2 if vectors_per_row <= 512 or few else 4 if vectors_per_row < 704 else 3
+    few, moderate = (problem.rows < turns * device.multiprocessors for turns in (8, 48))
+    wanted = 3.0
+    if itemsize == 2 and (vectors_per_row <= 512 or few):
+        wanted = 2.0
+    elif itemsize == 2 and vectors_per_row < 704:
+        wanted = 2.2 if moderate else 4.0  # 4096 rows of 5120: 256 threads of 3 43.4 us, 128 of 5 46.0
     threads, vectors = _spread(vectors_per_row, wanted)
     if itemsize == 2 and (vectors_per_row <= 512 or vectors_per_row > 1024) and vectors > 3 and threads < _MOST_THREADS:
         threads, vectors = 2 * threads, -(-vectors_per_row // (2 * threads))
@@ -255,11 +259,14 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     if itemsize == 2 and vectors <= 3 and threads <= 256:
         # With 384 threads a multiprocessor and two rows ahead 131,072 rows of 1024 bfloat16 numbers take 1.04, 4096 of
         # them 1.41; with 512 and one row 1.07 and 1.61. At 4096 columns two rows a block take 1.07 and 1.31.
-        block_threads = 128 if threads <= 128 else 512
+        block_threads, all_threads = (128, 384) if threads <= 128 else (512, 512)
+        if threads == 128 and vectors_per_row == 3 * threads and moderate and problem.norm.centered:
+            # 4096 rows of 3072 take 30.8 us so, by three blocks of one row 32.5; but of 2560 27.2 and 27.0.
+            block_threads, all_threads = 256, 512
         rows = _rows_per_block(problem, device, block_threads // threads, threads)
         while rows > 1 and not fits_registers(problem, device, width, vectors, threads * rows):
             rows //= 2
-        share = max(1, (384 if threads <= 128 else 512) // (threads * rows))
+        share = max(1, all_threads // (threads * rows))
         return RowBlock(width, vectors, threads, rows, 1, stage, blocks_per_multiprocessor=share, rows_ahead=2)
     if itemsize == 2 and problem.dresidual_out is None and device.capability == 90:
         if (threads, vectors) == (256, 4):
@@ -310,7 +317,10 @@ def _backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Devi
     if geometry.rows_per_block > 1 or (geometry.threads_per_row == _MOST_THREADS and device.capability == 90):
         early = replace(geometry, weights="early")
         few = geometry.vectors <= (3 if problem.norm.centered else 4)
-        if few and fits_early(early, problem, device):
+        # 4096 rows of 4608 (3 vectors of 256 threads, not of all) take 43.7 us early, staged 40.4.
+        partial = geometry.vectors > 2 and geometry.capacity != problem.columns
+        partial = partial and 128 <= geometry.threads_per_row < _MOST_THREADS
+        if few and not partial and fits_early(early, problem, device):
             return "early"
     return "staged" if geometry.rows_per_block < 32 else "late"
 

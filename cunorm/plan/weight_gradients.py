@@ -9,12 +9,12 @@ from cunorm.problem import DTYPES, BackwardProblem
 __all__ = ["are_better_apart", "launch_weight_gradients"]
 
 # For each multiprocessor: with more rows blocks take too long to go down them; with more bytes x and dy are better not
-# read twice. What lies on both sides, on an H200: bfloat16, 1024 rows of 4096 take 15.2 us so and 17.6 with partial
-# sums, of 8192 29.3 and 27.4; 2048 rows of 1024 13.3 and 12.0; float32, 512 rows of 1024 7.8 and 9.6, of 8192 27.8 and
-# 23.2. Under the exact gelu, which is then computed three times, 512 rows of 4096 take 17.0 and 17.5, 1024 25.8 and
-# 24.2.
-_MOST_ROWS, _MOST_ACTIVATED_ROWS = 8, 4
-_MOST_BYTES = 192 << 10
+# read twice, the sooner where there is one sum instead of two. What lies on both sides, on an H200: bfloat16 layer
+# norm, 1024 rows of 4096 take 15.5 us so and 17.7 with partial sums, of 8192 29.3 and 27.4; 2048 rows of 1024 13.3 and
+# 12.0; RMS norm, 512 rows of 4096 11.4 and 12.1, 1024 16.8 and 15.7. Under the exact gelu, which is then computed three
+# times, 256 rows of 4096 take 11.3 and 15.3, 512 18.3 and 17.4.
+_MOST_ROWS, _MOST_ACTIVATED_ROWS = 8, 3
+_MOST_BYTES, _MOST_BYTES_OF_ONE_SUM = 192 << 10, 120 << 10
 _STEPS = 4
 
 
@@ -24,11 +24,13 @@ def are_better_apart(problem: BackwardProblem, device: Device) -> bool:
     On an H200 8 rows of 8192 bfloat16 numbers take 6.2 us so, with partial sums 10.0; 64 of 4096 6.2 and 9.9, 64 of
     32,768 11.9 and 20.4; 512 of 4096 10.8 and 13.8.
     """
-    if problem.channels is not None or (problem.dweight is None and problem.dbias is None):
+    sums = (problem.dweight is not None) + (problem.dbias is not None)
+    if problem.channels is not None or sums == 0:
         return False
     most_rows = _MOST_ROWS if problem.norm.activation is None else _MOST_ACTIVATED_ROWS
+    most_bytes = _MOST_BYTES if sums > 1 else _MOST_BYTES_OF_ONE_SUM
     read = 2 * problem.rows * problem.columns * DTYPES[problem.x.dtype].itemsize
-    return problem.rows <= most_rows * device.multiprocessors and read <= _MOST_BYTES * device.multiprocessors
+    return problem.rows <= most_rows * device.multiprocessors and read <= most_bytes * device.multiprocessors
 
 
 def launch_weight_gradients(builder: Builder, problem: BackwardProblem, device: Device) -> None:
@@ -62,11 +64,14 @@ def _lanes(problem: BackwardProblem, device: Device, width: int) -> tuple[int, i
     Each row of a block is 64 bytes at least, and up to four times as many where a thread else had fewer than STEPS
     rows: 64 rows of 4096 bfloat16 numbers take 6.6 us with 4 lanes, with 16 6.2; 256 of them 8.2, with 8 lanes 8.4.
     """
-    least = min(32, 64 // (width * DTYPES[problem.x.dtype].itemsize))
-    threads = 256
-    wanted = 1 << max(0, threads * _STEPS // problem.rows).bit_length() - 1 if problem.rows < threads * _STEPS else 1
-    lanes = max(least, min(wanted, 4 * least, 32))
-    if lanes == least < 32 and problem.columns > device.multiprocessors * lanes * width:
-        # More than a block a multiprocessor: 512 rows of 8192 take 17.0 us so, with wider blocks 16.3.
+    least, threads = min(32, 64 // (width * DTYPES[problem.x.dtype].itemsize)), 256
+    lanes = least
+    while lanes < min(32, 4 * least) and problem.rows * lanes < threads * _STEPS:
+        lanes *= 2
+    blocks = problem.columns // (lanes * width)
+    if lanes == least < 32 and blocks > device.multiprocessors:
+        # 512 rows of 8192 take 17.0 us by more blocks than multiprocessors, by wider ones 16.3.
         lanes, threads = 2 * lanes, 2 * threads
+    elif lanes == least and blocks <= device.multiprocessors // 8:
+        threads *= 2  # 1024 rows of 256: 8.1 us, with 256 threads a block 8.3
     return lanes, threads // lanes
