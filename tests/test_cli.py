@@ -105,7 +105,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
         cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device)
         monkeypatch.setattr(launch, "cupy", lambda: cupy)
         monkeypatch.setattr(
-            "cunorm.explanation.compile_resources",
+            "cunorm.explanation.launches.compile_resources",
             lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0),
         )
         return cupy
@@ -466,7 +466,7 @@ def test_explain_says_where_the_plan_is_from(
     monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
     monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 4e12)
     monkeypatch.setattr(
-        "cunorm.explanation.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
+        "cunorm.explanation.launches.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
     )
 
     def chosen(shape: str, *more: str) -> str:

@@ -67,7 +67,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_compiler(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Kernels that take 64 registers and 100 bytes of shared memory, known at once."""
     taken = SimpleNamespace(registers=64, spill_bytes=0, shared_bytes=100)
-    monkeypatch.setattr("cunorm.explanation.compile_resources", lambda *_: taken)
+    monkeypatch.setattr("cunorm.explanation.launches.compile_resources", lambda *_: taken)
 
 
 def like(shape: tuple[int, ...], dtype: str = "float16") -> Any:
@@ -377,7 +377,7 @@ def test_times_are_taken(
     )
     monkeypatch.setattr(gpus, "cuda_devices", lambda: (["this"], ""))
     monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 1e12)
-    monkeypatch.setattr("cunorm.explanation._seen", seen_on_gpu)
+    monkeypatch.setattr("cunorm.explanation.seen", seen_on_gpu)
     monkeypatch.setattr("cunorm.gpus._LEAST_FLUSHED_BYTES", 0)
     execute.forget_prepared()
     x = np.zeros(math.prod(shape) + 1, np.float32)[1:].reshape(shape)
@@ -509,7 +509,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> No
     def absent(*_: Any) -> Any:
         raise RuntimeError("CuPy is not installed")
 
-    monkeypatch.setattr("cunorm.explanation.compile_resources", absent)
+    monkeypatch.setattr("cunorm.explanation.launches.compile_resources", absent)
     found = cunorm.explain(like((4, 4096)))
     assert found.launches[0].registers is None and found.launches[0].waves is None
     assert found.compiler == "CuPy is not installed" and "unknown (needs CuPy's NVRTC)" in str(found)

@@ -34,7 +34,7 @@ def plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock |
 
 def _plan_apart(problem: BackwardProblem, device: Device, builder: Builder) -> str:
     """dx, if it is wanted, and then dweight and dbias from what was read."""
-    rows, strategy = replace(problem, dweight=None, dbias=None), "row_block"
+    rows, strategy = replace(problem, dweight=None, dbias=None), "row_weight_gradients"
     if problem.dx is not None:
         geometry = row_geometry.backward_geometry(rows, device)
         assert geometry is not None, "without sums there are registers where there are with them"
