@@ -465,9 +465,8 @@ def test_explain_says_where_the_plan_is_from(
 ) -> None:
     monkeypatch.setattr(gpus, "cuda_devices", lambda: ([GPU], ""))
     monkeypatch.setattr(gpus, "measured_copy_rate", lambda *_: 4e12)
-    monkeypatch.setattr(
-        "cunorm.explanation.launches.compile_resources", lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
-    )
+    taken = SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0)
+    monkeypatch.setattr("cunorm.explanation.launches.compile_resources", lambda *_: taken)
 
     def chosen(shape: str, *more: str) -> str:
         tuning_file.forget()

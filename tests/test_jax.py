@@ -569,7 +569,7 @@ def test_what_was_traced_is_not_forgotten_with_prepared_calls(gpus: Gpus) -> Non
 
 @pytest.mark.gpu
 def test_calls_captured_into_a_cuda_graph() -> None:
-    """XLA captures runs of several calls; the second and later runs replay them. The backward pass has a workspace."""
+    """XLA captures runs of several calls; later runs replay them. Backward of many rows has a workspace."""
     weight = to_jax(data(2, (4096,), outliers=False), "cuda")
 
     def model(x: Any, weight: Any) -> Any:
@@ -579,8 +579,8 @@ def test_calls_captured_into_a_cuda_graph() -> None:
 
     step = jax.jit(jax.grad(model, (0, 1)))
     expect = jax.jit(jax.grad(model, (0, 1)))
-    for seed in range(4):
-        array = data(seed, (512, 4096), outliers=False)
+    for seed, rows in enumerate((512, 512, 512, 1200, 1200, 1200)):
+        array = data(seed, (rows, 4096), outliers=False)
         results = step(to_jax(array, "cuda"), weight)
         expected = expect(to_jax(array, "cpu"), to_jax(np.asarray(weight), "cpu"))
         for result, value in zip(results, expected):
