@@ -24,6 +24,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# What asserts for tests says what it found, as they do.
+pytest.register_assert_rewrite("cases", "channel_cases", "jax_cases", "keras_cases", "plan_rules", "torch_cases")
+
 NO_GPU = "needs an NVIDIA GPU"
 
 

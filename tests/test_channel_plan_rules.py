@@ -1,4 +1,4 @@
-"""What every plan of an instance, group or batch norm keeps, as test_plan_rules.py says it of the norms of rows.
+"""What every plan of an instance, group or batch norm keeps, as plan_rules.py says it of the norms of rows.
 
 Slabs that a plan may choose are held to the same rules as those it does choose; plans by rows to the rules of rows.
 """
@@ -9,18 +9,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import plan_rules
 import pytest
-import test_plan_rules
 from hypothesis import example, given
 from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_of
-from test_plan_rules import (
+from plan_rules import (
     Constants,
-    _assert_access_to_weights,
-    _compute_bytes,
-    _every_field_of_the_kernel,
-    _launches_may_overlap,
-    _scratch_is_written_before_it_is_read,
-    _scratch_memory,
+    assert_access_to_weights,
+    compute_bytes,
+    every_field_of_the_kernel,
+    launches_may_overlap,
+    scratch_is_written_before_it_is_read,
+    scratch_memory,
 )
 
 from cunorm import kernels
@@ -83,7 +83,7 @@ def _scratch_numbers(constants: Constants) -> int:
 
 def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     """What a kernel declares itself: at least, since a compiler may align it."""
-    constants, size = dict(item.constants), _compute_bytes(problem)
+    constants, size = dict(item.constants), compute_bytes(problem)
     if "merge" in item.kernel or item.kernel == "column_sums":
         return 0
     kept: Constants = dict(constants)
@@ -102,7 +102,7 @@ def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     return (2 * scratch + 2 * channels * (2 + exchanged) + 2 * sets) * size
 
 
-def _within_the_limits_of_cuda(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+def within_the_limits_of_cuda(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
     for item in chosen.launches:
         threads = item.block[0] * item.block[1]
         assert 1 <= item.grid <= 2**31 - 1
@@ -198,9 +198,9 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
     assert constants["VECTORS"] <= constants["SLOTS"] <= constants["VECTORS"] * (2 if slabs > groups else 1)
     _assert_parts(problem, item, constants, blocks, arguments["points_per_block"])
     # Behind the slots is what the owner of the most sets collects of all blocks.
-    collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * _compute_bytes(problem)
+    collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * compute_bytes(problem)
     slots = _slot_bytes(problem, constants)
-    assert slots % _compute_bytes(problem) == 0 and item.shared_bytes == slots + collected
+    assert slots % compute_bytes(problem) == 0 and item.shared_bytes == slots + collected
 
 
 def _assert_parts(problem: ChannelProblem, item: Launch, constants: Constants, blocks: int, per_block: int) -> None:
@@ -240,7 +240,7 @@ def _covers_merge(problem: ChannelProblem, item: Launch, constants: Constants, a
 # ---- Every access is aligned.
 
 
-def _every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+def every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     if problem.samples * problem.channels * problem.points == 0:  # nothing is walked
         return
@@ -268,14 +268,14 @@ def _every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Dev
             continue
         for name, operand in (("WEIGHT", problem.weight), ("BIAS", problem.bias)):
             if f"{name}_ACCESS" in constants:
-                _assert_access_to_weights(constants, name, operand, width if along and plane == 1 else 1)
+                assert_access_to_weights(constants, name, operand, width if along and plane == 1 else 1)
 
 
 # ---- Scratch memory, and results.
 
 
-def _scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
-    size, sizes = _compute_bytes(problem), {scratch.name: scratch.bytes for scratch in chosen.scratch}
+def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+    size, sizes = compute_bytes(problem), {scratch.name: scratch.bytes for scratch in chosen.scratch}
     every_channel = problem.samples * problem.channels
     for item in chosen.launches:
         if item.kernel.startswith("channel_grid"):
@@ -300,7 +300,7 @@ def _scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, de
 def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> None:
     """Words for two turns of every block, and of the answers to every group, all cleared by the launch before."""
     sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
-    constants, arguments, size = dict(item.constants), dict(item.arguments), _compute_bytes(problem)
+    constants, arguments, size = dict(item.constants), dict(item.arguments), compute_bytes(problem)
     blocks: Any = arguments["blocks_per_slab"]
     words = 2 * (item.grid + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
     assert sizes[str(arguments["words"])] == 8 * words
@@ -315,13 +315,13 @@ def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> Non
             assert sizes[str(arguments[name])] == problem.samples * blocks * problem.channels * size
 
 
-def _the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+def the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
     """A third of what must move at most, beside a few numbers of each channel of each sample."""
     small = 80 * problem.samples * problem.channels + 4096
     assert chosen.workspace_bytes <= problem.bytes_moved // 3 + small
 
 
-def _every_result_is_written(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
+def every_result_is_written(problem: ChannelProblem, device: Device, chosen: Plan) -> None:
     """Each output that is wanted and not empty is a field of one last launch."""
     written = {
         str(value)
@@ -353,17 +353,17 @@ def _every_result_is_written(problem: ChannelProblem, device: Device, chosen: Pl
 # ---- Who keeps them.
 
 RULES: list[Callable[[Any, Device, Plan], None]] = [
-    _within_the_limits_of_cuda,
+    within_the_limits_of_cuda,
     _planning_twice_gives_the_same,
-    _every_field_of_the_kernel,
+    every_field_of_the_kernel,
     _points_and_channels_are_covered,
-    _every_access_is_aligned_and_contiguous,
-    _scratch_memory,
-    _scratch_is_written_before_it_is_read,
-    _scratch_buffers_hold_what_the_kernels_put_there,
-    _the_workspace_is_modest,
-    _every_result_is_written,
-    _launches_may_overlap,
+    every_access_is_aligned_and_contiguous,
+    scratch_memory,
+    scratch_is_written_before_it_is_read,
+    scratch_buffers_hold_what_the_kernels_put_there,
+    the_workspace_is_modest,
+    every_result_is_written,
+    launches_may_overlap,
 ]
 
 
@@ -392,7 +392,7 @@ def test_every_plan_keeps(rule: Callable[[Any, Device, Plan], None], problem: Ch
         rule(problem, device, chosen)
 
 
-@pytest.mark.parametrize("rule", test_plan_rules.RULES, ids=lambda rule: rule.__name__.strip("_"))
+@pytest.mark.parametrize("rule", plan_rules.RULES, ids=lambda rule: rule.__name__)
 @many
 @given(problem=channel_problems(), device=devices)
 def test_every_plan_by_rows_keeps_the_rules_of_rows(
@@ -439,7 +439,7 @@ def test_every_slab_keeps_the_same_rules(
                 chosen = plan_of(slab, problem)
                 for rule in RULES:
                     # Words between blocks are many beside a slab of few numbers, which is left to other kernels.
-                    if rule is not _the_workspace_is_modest or isinstance(slab, Slab):
+                    if rule is not the_workspace_is_modest or isinstance(slab, Slab):
                         rule(problem, DEVICES[device], chosen)
                 item = next(item for item in chosen.launches if item.kernel != "column_sums")
                 declared = _static_shared_bytes(item, problem)

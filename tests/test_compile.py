@@ -459,7 +459,7 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
         if item.kernel.startswith("channel_grid") or item.kernel == "row_weight_gradients":
             # The second launch of its plan, before which nothing is written that it reads, as the rules of plans have
-            # it (test_channel_plan_rules.py, test_plan_rules.py).
+            # it (test_channel_plan_rules.py, plan_rules.py).
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
 

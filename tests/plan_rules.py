@@ -1,0 +1,579 @@
+"""What every plan of rows keeps: the limits of every device, and that its numbers fit together. RULES are all of it.
+
+What a launch computes is not looked at here (the emulator does that), only that every row and column is taken once,
+every access is aligned, every buffer is large enough.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from plan_cases import (
+    Problem,
+)
+
+from cunorm import kernels, launch
+from cunorm.plan import Device, Launch, Plan
+from cunorm.problem import (
+    DTYPES,
+    AnyProblem,
+    BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ForwardProblem,
+    Matrix,
+    Vector,
+)
+
+OPERANDS = {
+    ForwardProblem: {"x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd"},
+    BackwardProblem: {"dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
+    ChannelForward: {"x", "weight", "bias", "y", "mean", "rstd", "running_mean", "running_var"},
+    ChannelBackward: {"dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
+}
+TILES_PER_CHUNK = 64  # kernels/row_split_statistics.cu relies on it
+Constants = dict[str, Any]
+
+
+# ---- Limits, arguments and scratch memory.
+
+
+def compute_bytes(problem: AnyProblem) -> int:
+    """The bytes of a number that sums are kept in."""
+    return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+
+
+def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) -> None:
+    for item in chosen.launches:
+        assert 1 <= item.grid <= 2**31 - 1
+        threads = item.block[0] * item.block[1]
+        assert threads % 32 == 0 and 32 <= threads <= 1024
+        assert item.shared_bytes >= 0
+        shared_bytes = item.shared_bytes + _static_shared_bytes(item, problem)
+        assert shared_bytes <= device.shared_bytes
+        # From 16 blocks on a cluster needs a kernel's consent, which the driver's side gives; more there are not.
+        assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
+        assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
+        assert item.cluster == 1 or device.capability >= 90
+        if item.cooperative:
+            # One block a multiprocessor, which has room for any.
+            assert item.grid <= device.multiprocessors
+            assert threads <= device.threads_per_multiprocessor
+
+
+def _static_shared_bytes(item: Launch, problem: Problem) -> int:
+    """What a kernel that also has dynamic shared memory declares itself."""
+    constants: Constants = dict(item.constants)
+    size = compute_bytes(problem)
+    if item.kernel == "row_grid_forward":
+        return 2 * 2 * constants["THREADS"] // 32 * size
+    if not item.kernel.startswith("row_block"):
+        assert item.shared_bytes == 0
+        return 0
+    scratch = 2 * 2 * -(-constants["THREADS_PER_ROW"] // 32) * constants["ROWS_PER_BLOCK"] * size
+    exchange = 2 * item.cluster * 3 * size + 2 * 8
+    return int(scratch + exchange)
+
+
+def every_field_of_the_kernel(problem: AnyProblem, device: Device, chosen: Plan) -> None:
+    buffers = OPERANDS[type(problem)] | {scratch.name for scratch in chosen.scratch}
+    for item in chosen.launches:
+        fields = kernels.argument_fields(item.kernel)
+        assert sorted(name for name, _, _ in fields) == sorted(name for name, _ in item.arguments)
+        for code, value in launch.argument_values(item):
+            if code == "P":
+                assert value is None or value in buffers
+            else:
+                assert isinstance(value, float if code == "d" else int) and -(2**63) <= value < 2**63
+
+
+def scratch_memory(problem: AnyProblem, device: Device, chosen: Plan) -> None:
+    assert len({scratch.name for scratch in chosen.scratch}) == len(chosen.scratch)
+    end = 0
+    for scratch in sorted(chosen.scratch, key=lambda scratch: (scratch.offset, scratch.bytes)):
+        assert scratch.offset % 256 == 0 and scratch.offset >= end
+        end = scratch.offset + scratch.bytes
+    assert end <= chosen.workspace_bytes < end + 256 * (len(chosen.scratch) + 1)
+
+
+# Bytes that each kernel takes of each buffer between kernels, from its arguments, its groups of blocks and the size of
+# a sum.
+_SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
+    "partials": lambda a, groups, size: a["rows"] * a["columns"] * size,
+    "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
+    "column sums": lambda a, groups, size: a["columns"] * size,
+    "a row a group of blocks": lambda a, groups, size: (
+        (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
+    ),
+    "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
+    "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
+    "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
+    "two a row": lambda a, groups, size: 2 * a["rows"] * size,
+    "one a row": lambda a, groups, size: a["rows"] * size,
+    "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
+}
+_SCRATCH = {
+    "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
+    "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
+    "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
+    **dict.fromkeys(
+        ["row_split_statistics", "row_split_merge"],
+        dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
+        | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    ),
+    "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    "row_split_gradient_sums": {"sums": "two a chunk"},
+    "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a row"},
+}
+
+
+def _channel_sums(arguments: dict[str, Any]) -> int:
+    """Sums over channels, or over parts of one where a block has no whole one: of each row, each."""
+    _, channels_per_row, positions, _, _ = arguments["channels"]
+    return int(arguments["rows"]) * channels_per_row * -(-positions // min(positions, arguments["columns_per_block"]))
+
+
+def scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: Device, chosen: Plan) -> None:
+    sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
+    itemsize = compute_bytes(problem)
+    for item in chosen.launches:
+        arguments = dict(item.arguments)
+        for name, value in item.arguments:
+            if isinstance(value, str) and value in sizes and arguments.get("splits") != 0:
+                size = _SIZES[_SCRATCH[item.kernel][name]](arguments, item.grid // item.cluster, itemsize)
+                assert size == sizes[value], (item.kernel, name)
+
+
+def scratch_is_written_before_it_is_read(problem: AnyProblem, device: Device, chosen: Plan) -> None:
+    names = {scratch.name for scratch in chosen.scratch}
+    written: set[str] = set()
+    for item in chosen.launches:
+        arguments = dict(item.arguments)
+        read = _constant_fields(item.kernel)
+        if arguments.get("rows") == 0 or arguments.get("splits") == 0:  # of nothing, nothing is read
+            read = set()
+        assert not {arguments[field] for field in read} & names - written, item.kernel
+        written |= {str(arguments[field]) for field, _ in _declarations(item.kernel) if field not in read}
+
+
+def _declarations(kernel: str) -> list[tuple[str, str]]:
+    """The pointers of a kernel's ``struct Arguments``: name and type."""
+    match = re.search(r"struct Arguments \{.*?\n\};", kernels.kernel_source(kernel, {}), re.DOTALL)
+    assert match is not None
+    return [(name, kind) for kind, name in re.findall(r"^  ([\w ]+\*) (\w+);", match[0], re.M)]
+
+
+def _constant_fields(kernel: str) -> set[str]:
+    return {field for field, kind in _declarations(kernel) if kind.startswith("const ")}
+
+
+def the_workspace_is_modest(problem: Problem, device: Device, chosen: Plan) -> None:
+    """Scratch memory is a third of what must move at most, beside what is small.
+
+    That is a quarter of a megabyte a multiprocessor (partial sums of what its blocks hold), one row of partial sums,
+    and where rows are not contiguous what is known of each row: five numbers of 8 bytes.
+    """
+    small = device.multiprocessors * 2**18 + 16 * problem.columns + 40 * problem.rows + 2048
+    assert chosen.workspace_bytes <= problem.bytes_moved // 3 + small
+
+
+# ---- Every access is aligned.
+
+
+def _address(matrix: Matrix, problem: Problem, row: int, column: int) -> int:
+    """Bytes from a 16-byte boundary to x[row, column], for the least aligned pointer that ``matrix`` allows."""
+    offset = 0
+    for index, sizes, strides in (
+        (row, problem.row_sizes, matrix.row_strides),
+        (column, problem.column_sizes, matrix.column_strides),
+    ):
+        for size, stride in zip(reversed(sizes), reversed(strides)):
+            offset += index % size * stride
+            index //= size
+    return matrix.alignment + offset * DTYPES[matrix.dtype].itemsize
+
+
+def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, chosen: Plan) -> None:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    for item in chosen.launches:
+        constants: Constants = dict(item.constants)
+        if "VECTOR" not in constants:
+            continue
+        width = constants["VECTOR"]
+        assert width * itemsize <= 16
+        if constants.get("PEELED"):
+            _assert_peeled_vectors_are_aligned(problem, item, constants)
+        else:
+            _assert_vectors_are_aligned(problem, width)
+        for name, operand in (("WEIGHT", problem.weight), ("BIAS", problem.bias)):
+            if f"{name}_ACCESS" in constants:
+                assert_access_to_weights(constants, name, operand, width)
+        if item.kernel.startswith("row_block"):
+            _assert_shared_memory_is_aligned(problem, item, constants)
+        if item.kernel == "row_grid_forward":
+            _assert_slots_are_aligned(problem, item, constants)
+
+
+def _some(count: int) -> set[int]:
+    return {number for number in (0, 1, 2, 3, 5, 7, count // 2, count - 2, count - 1) if 0 <= number < count}
+
+
+def _assert_vectors_are_aligned(problem: Problem, width: int) -> None:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    assert problem.columns % width == 0
+    for matrix in problem.matrices:
+        for row in _some(problem.rows):
+            for vector in _some(problem.columns // width):
+                lanes = [_address(matrix, problem, row, vector * width + lane) for lane in range(width)]
+                assert lanes[0] % (width * itemsize) == 0
+                assert lanes == [lanes[0] + lane * itemsize for lane in range(width)]
+
+
+def _aligned_to(problem: Problem) -> Matrix:
+    """What the vectors of peeled rows are aligned to: the result, if there is one."""
+    if isinstance(problem, ForwardProblem):
+        return problem.y
+    return problem.dx or problem.x
+
+
+def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    assert constants["VECTOR"] * itemsize == 16 and not constants.get("FULL")
+    # Columns are contiguous, and pointers aligned to their numbers: a head reaches a multiple of 16 bytes.
+    for matrix in problem.matrices:
+        assert matrix.alignment >= itemsize and (matrix.column_strides[0] == 1 or problem.columns == 1)
+    groups, arguments = item.grid // item.cluster, dict(item.arguments)
+    shared_row = item.cluster > 1 or item.cooperative
+    assert arguments["columns_per_block"] * itemsize % 16 == 0 or not shared_row
+    for row in _some(problem.rows):
+        begins = {_address(matrix, problem, row, 0) % 16 for matrix in problem.matrices}
+        if item.cooperative or constants["STAGE"] != "direct":
+            # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
+            assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+        step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
+        if row + step < problem.rows and item.kernel.startswith("row_block"):
+            # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
+            aligned = _aligned_to(problem)
+            assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
+
+
+def assert_access_to_weights(constants: Constants, name: str, operand: Vector | None, width: int) -> None:
+    assert constants[f"HAS_{name}"] == (operand is not None)
+    if operand is None:
+        return
+    access, itemsize = constants[f"{name}_ACCESS"], DTYPES[operand.dtype].itemsize
+    assert constants[f"{name}_TYPE"] == DTYPES[operand.dtype].cuda
+    assert access in (2, 4, 8, 16) and access % itemsize == 0
+    step = min(access // itemsize, width)  # as load_widened takes them
+    assert width % step == 0
+    if not constants.get("PEELED"):  # those of peeled rows come as load_widened_anywhere takes them
+        for first in range(0, 4 * width, step):
+            assert (operand.alignment + first * itemsize) % (step * itemsize) == 0
+
+
+def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
+    """Tensors lie behind each other in it, then weight and bias: as kernels/row_stage.cuh and row_affine.cuh say."""
+    itemsize, width = DTYPES[problem.x.dtype].itemsize, constants["VECTOR"]
+    stage, threads = constants["STAGE"], math.prod(item.block)
+    slots = threads * constants["VECTORS"] * width
+    needed = 0
+    if stage != "direct":
+        more = constants["HAS_RESIDUAL"] if item.kernel.endswith("forward") else constants["HAS_DRESIDUAL"]
+        tensors = (1 if item.kernel.endswith("forward") else 2) + more
+        if stage == "run":
+            tensors += 1 + more if item.kernel.endswith("forward") else constants["WANTS_DX"]
+            slots += 2 * (16 // itemsize)
+        # A tensor's slots begin where the first one's do.
+        assert slots * itemsize % 16 == 0
+        needed = tensors * constants["ROWS_AHEAD"] * slots * itemsize
+    assert constants["ROWS_AHEAD"] == 1 or stage == "ahead"
+    if stage == "run":
+        assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
+        assert item.cluster == 1 and not constants["PEELED"] and constants["WEIGHTS"] != "staged"
+        # Whole pieces of 16 bytes, from the one that the run begins in to the one that it ends in.
+        pieces = -(-(16 // itemsize - 1 + constants["ROWS_PER_BLOCK"] * problem.columns) // (16 // itemsize))
+        assert pieces * 16 <= slots * itemsize
+    if stage == "ahead":
+        # One copy is 4, 8 or 16 bytes.
+        assert width * itemsize in (4, 8, 16)
+    if constants["WEIGHTS"] == "staged":
+        # Those of a row, or backward, and where rows begin in different ways, of each.
+        shared = item.kernel.endswith("forward") and not constants["PEELED"]
+        staged = constants["VECTORS"] * (constants["THREADS_PER_ROW"] if shared else threads)
+        for operand in (problem.weight, problem.bias):
+            if operand is not None:
+                assert needed % 16 == 0
+                needed += -(-staged // 8) * 8 * width * DTYPES[operand.dtype].itemsize
+    if item.kernel.endswith("backward") and problem.channels is not None:
+        # For each channel's sums two sets of entries, of two numbers each.
+        if constants["WEIGHTS_OF"] == "vector" and (problem.dweight or problem.dbias):
+            needed += 4 * threads * constants["VECTORS"] * compute_bytes(problem) // _lanes_and_steps(constants)
+    elif item.kernel.endswith("backward"):
+        # At the end the sums of half the rows, when they are added up, or of a peeled one, when they are put in order.
+        rows = max(constants["PEELED"], constants["ROWS_PER_BLOCK"] // 2)
+        sums = rows * width * (dict(item.arguments)["columns_per_block"] // width + 1)
+        needed = max(needed, sums * compute_bytes(problem))
+    assert needed <= item.shared_bytes <= needed + 64, "shared memory is not what the kernel uses"
+
+
+def _lanes_and_steps(constants: Constants) -> int:
+    """How many vectors make one entry of a channel."""
+    return int(constants["SEGMENT"] * constants["STEPS"])
+
+
+def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
+    """Every vector is copied in 16 bytes, to slots behind each other; then come the numbers of an exchange."""
+    assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16
+    slots = constants["THREADS"] * constants["ROWS_AHEAD"] * constants["RESIDENT"]
+    numbers = 3 * dict(item.arguments)["blocks_per_row"] * compute_bytes(problem)
+    assert item.shared_bytes == (1 + constants["HAS_RESIDUAL"]) * slots * 16 + numbers
+
+
+# ---- Every row and every column is taken, once.
+
+
+def rows_and_columns_are_covered(problem: Problem, device: Device, chosen: Plan) -> None:
+    for item in chosen.launches:
+        arguments: dict[str, Any] = dict(item.arguments)
+        _COVERS[item.kernel](item, dict(item.constants), arguments, device)
+        if item.kernel != "column_sums":
+            assert (arguments["rows"], arguments["columns"]) == (problem.rows, problem.columns)
+
+
+def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, rows, width = constants["THREADS_PER_ROW"], constants["ROWS_PER_BLOCK"], constants["VECTOR"]
+    assert item.block == (threads, rows) and item.cluster == constants["BLOCKS_PER_ROW"]
+    # Part of a warp shares by shuffles of powers of two; sums of several rows are added up by halves.
+    assert threads % 32 == 0 or threads in (1, 2, 4, 8, 16)
+    assert rows & (rows - 1) == 0
+    if item.cluster > 1:
+        assert rows == 1 and threads >= item.cluster, "a thread tells each of the other blocks"
+    first, columns, per_block = 0, arguments["columns"], arguments["columns_per_block"]
+    assert min(per_block, columns) > (constants["VECTORS"] - 1) * threads * width, "a thread's last vector has no use"
+    for _ in range(item.cluster):
+        part = min(per_block, columns - first)
+        assert part > 0, "a block of a row has nothing to do"
+        _assert_a_part_is_covered(part, constants)
+        first += part
+    assert first == columns
+    # Groups of rows: one each, or where blocks are persistent as many groups as run together. Peeled rows need a step
+    # of whole vectors, for which there may have to be a few more.
+    groups, all_groups = item.grid // item.cluster, -(-arguments["rows"] // rows)
+    if item.kernel == "row_block_backward" or groups != all_groups:
+        together = device.groups(item.cluster) * max(1, device.threads_per_multiprocessor // (threads * rows))
+        assert 1 <= groups <= min(all_groups, max(together, width if constants["PEELED"] else 1))
+
+
+def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
+    """Each of the columns of a block's part of a row is in exactly one thread, as kernels/row_stage.cuh lays them."""
+    threads, width, peeled = constants["THREADS_PER_ROW"], constants["VECTOR"], constants["PEELED"]
+    held = threads * constants["VECTORS"]
+    piece = width if peeled else 0
+    # How far the row begins behind a multiple of 16 bytes.
+    for shift in (0, 1, width - 1) if peeled else (0,):
+        head = piece + (width - shift) % width if peeled else 0
+        vectors = max(0, columns - head - piece) // width if peeled else columns // width
+        index = np.arange(held)
+        if constants["FULL"]:
+            assert vectors == held and not peeled
+        index = index[index < vectors]
+        edges = np.arange(min(threads, columns - vectors * width) if peeled else 0)
+        edges = np.where(edges < head, edges, edges + vectors * width)
+        taken = np.concatenate([(head + index[:, None] * width + np.arange(width)).reshape(-1), edges])
+        assert np.array_equal(np.sort(taken), np.arange(columns))
+        if peeled and vectors:
+            # What lies in another way is read from the piece that a vector begins in to the one after it.
+            last = head + (vectors - 1) * width
+            assert head - (width - 1) >= 0 and last + 2 * width <= columns
+
+
+def _covers_row_grid(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width, peeled = constants["THREADS"], constants["VECTOR"], constants["PEELED"]
+    blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
+    assert item.cooperative and item.block == (threads, 1) and item.grid % blocks == 0
+    assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
+    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
+    assert threads >= 4 * width, "an edge has a thread"
+    vectors = max(1, -(-(per_block - 2 * width * peeled) // (width * threads)))
+    resident, held = constants["RESIDENT"], constants["HELD"]
+    assert resident >= 1 and resident + held <= vectors
+    assert constants["STREAMED"] == (resident + held < vectors)
+    assert constants["ROWS_AHEAD"] == 1 or resident == vectors
+    assert constants["PREFETCHED"] <= min(resident, threads)
+
+
+def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    lanes, tile = constants["ROW_LANES"], _tile(item, constants)
+    chunk, splits = arguments["columns_per_split"], arguments["splits"]
+    assert chunk % tile == 0 and 1 <= chunk // tile <= TILES_PER_CHUNK
+    assert splits * chunk >= arguments["columns"] > (splits - 1) * chunk
+    assert item.grid == splits * -(-arguments["rows"] // lanes)
+
+
+def _covers_row_split_backward(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    lanes, tile, tiles = constants["ROW_LANES"], _tile(item, constants), arguments["tiles"]
+    assert tiles * tile >= arguments["columns"] > (tiles - 1) * tile
+    assert arguments["rows_per_group"] % lanes == 0 and item.grid % tiles == 0
+    groups = item.grid // tiles
+    assert groups * arguments["rows_per_group"] >= arguments["rows"] > (groups - 1) * arguments["rows_per_group"]
+
+
+def _tile(item: Launch, constants: Constants) -> int:
+    """Columns of a tile, as kernels/tile.cuh has them."""
+    threads, lanes = constants["THREADS"], constants["ROW_LANES"]
+    assert item.block == (threads, 1) and threads % 32 == 0
+    assert lanes in (1, 2, 4, 8, 16, 32)
+    return int(threads // lanes * constants["VECTOR"] * constants["UNROLL"])
+
+
+def _covers_merge(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    assert item.block == (32, constants["ROWS_PER_BLOCK"])
+    assert item.grid == -(-arguments["rows"] // constants["ROWS_PER_BLOCK"])
+    chunk, splits = arguments["columns_per_split"], arguments["splits"]
+    assert splits * chunk >= arguments["columns"]
+    assert splits == 0 or arguments["columns"] > (splits - 1) * chunk
+
+
+def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    assert item.block == (constants["COLUMN_THREADS"], constants["ROW_THREADS"])
+    assert arguments["second_columns"] in (0, arguments["columns"])
+    columns = arguments["columns"] + arguments["second_columns"]
+    assert item.grid == -(-columns // constants["COLUMN_THREADS"])
+
+
+def _covers_weight_gradients(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    columns, rows = constants["COLUMN_LANES"], constants["ROW_LANES"]
+    assert item.block == (columns, rows) and columns * rows % 32 == 0
+    assert columns in (1, 2, 4, 8, 16, 32), "the lanes of a warp are added by shuffles"
+    assert item.grid == -(-arguments["columns"] // (columns * constants["VECTOR"]))
+
+
+_COVERS = {
+    "row_block_forward": _covers_row_block,
+    "row_block_backward": _covers_row_block,
+    "row_grid_forward": _covers_row_grid,
+    "row_split_statistics": _covers_row_split,
+    "row_split_forward": _covers_row_split,
+    "row_split_gradient_sums": _covers_row_split,
+    "row_split_backward": _covers_row_split_backward,
+    "row_split_merge": _covers_merge,
+    "row_weight_gradients": _covers_weight_gradients,
+    "column_sums": _covers_column_sums,
+}
+
+
+# ---- Every number has its channel's weight.
+
+
+def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: Plan) -> None:
+    """As kernels/row_channels.cuh and row_block_backward.cu count them."""
+    for item in chosen.launches:
+        constants, arguments = dict(item.constants), dict(item.arguments)
+        if problem.channels is None or "WEIGHTS_OF" not in constants:
+            assert constants.get("WEIGHTS_OF", "columns") == "columns" and not arguments.get("channels")
+            continue
+        width: Any = constants["VECTOR"]
+        per_block: Any = arguments["columns_per_block"]
+        rows_per_sample, channels_per_row, positions, factor, shift = _integers(arguments["channels"])
+        assert (rows_per_sample, channels_per_row, positions) == (*_sizes_of(problem),)
+        assert channels_per_row * positions == problem.columns < 2**31 and problem.rows < 2**31
+        assert constants["CHANNEL_NUMBERS"] == 5 and 0 < factor < 2**32
+        for quotient in _some(channels_per_row + 1):
+            for column in (quotient * positions - 1, quotient * positions, quotient * positions + 1):
+                if 0 <= column <= problem.columns:
+                    assert column * factor >> shift == column // positions and column * factor < 2**64
+        if constants["WEIGHTS_OF"] == "part":
+            assert channels_per_row == 1 or positions % per_block == 0
+        elif constants["WEIGHTS_OF"] == "vector":
+            assert positions % width == 0 and per_block % width == 0 and not constants["PEELED"]
+        else:
+            assert constants["WEIGHTS_OF"] == "numbers" and not isinstance(problem, BackwardProblem)
+        if isinstance(problem, BackwardProblem) and constants["WEIGHTS_OF"] == "vector":
+            assert per_block % positions == 0
+            _assert_entries_lie_in_channels(constants, positions)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _sizes_of(problem: Problem) -> tuple[int, int, int]:
+    assert problem.channels is not None
+    return problem.channels.rows_per_sample, problem.channels.channels_per_row, problem.channels.positions
+
+
+def _assert_entries_lie_in_channels(constants: Constants, positions: int) -> None:
+    """What SEGMENT threads have of STEPS vectors lies in one channel, and a channel's entries lie side by side."""
+    threads, width = constants["THREADS_PER_ROW"], constants["VECTOR"]
+    segment, steps, lanes = constants["SEGMENT"], constants["STEPS"], constants["LANES"]
+    assert threads % segment == 0 and min(32, threads) % segment == 0 and constants["VECTORS"] % steps == 0
+    assert lanes & (lanes - 1) == 0 and lanes <= min(32, threads)
+    step, thread = np.divmod(np.arange(threads * constants["VECTORS"]), threads)
+    entry = step // steps * (threads // segment) + thread // segment
+    channel = np.arange(entry.size) * width // positions
+    assert positions % (segment * steps * width) == 0
+    assert np.array_equal(entry // (positions // (segment * steps * width)), channel)
+    assert lanes <= positions // (segment * steps * width)
+
+
+# ---- Every result is written.
+
+
+def every_result_is_written(problem: Problem, device: Device, chosen: Plan) -> None:
+    """Each output that is wanted and not empty is a field of some launch, and its type is right."""
+    written = {
+        str(value): (item, field)
+        for item in chosen.launches
+        for field, value in item.arguments
+        if isinstance(value, str) and field not in _constant_fields(item.kernel)
+    }
+    filled = bool(problem.rows and problem.columns)
+    if isinstance(problem, ForwardProblem):
+        wanted = {"y"} if filled else set()
+        wanted |= {"residual_out"} if filled and problem.residual_out is not None else set()
+        if problem.stats and problem.rows:
+            wanted |= {"rstd", "mean"} if problem.norm.centered else {"rstd"}
+        assert written.keys() >= wanted
+        return
+    wanted = {"dx"} if problem.dx is not None and filled else set()
+    kinds = {"sums": "SUM_TYPE", "second_sums": "SECOND_SUM_TYPE"}
+    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
+        if dtype is not None and problem.columns:
+            wanted.add(name)
+            item, field = written[name]
+            assert sum(value == name for launched in chosen.launches for _, value in launched.arguments) == 1
+            kind = kinds[field] if item.kernel == "column_sums" else f"{field.upper()}_TYPE"
+            assert dict(item.constants)[kind] == DTYPES[dtype].cuda
+            assert item.kernel == "column_sums" or field == name
+    assert written.keys() >= wanted
+    assert not (written.keys() & {"dweight", "dbias"}) - wanted
+
+
+def launches_may_overlap(problem: AnyProblem, device: Device, chosen: Plan) -> None:
+    """Each launch may begin before the one before it has ended: it waits itself, or reads what is not there yet.
+
+    That the wait comes first is seen in what the compiler makes of it (test_compile.py).
+    """
+    for place, item in enumerate(chosen.launches):
+        text = kernels.kernel_source(item.kernel, {})
+        assert place == 0 or "wait_for_earlier_launches();" in text, f"{item.kernel} does not wait"
+        assert item is chosen.launches[-1] or "let_next_launch_begin();" in text, f"nothing overlaps {item.kernel}"
+
+
+RULES = [
+    within_the_limits_of_cuda,
+    every_field_of_the_kernel,
+    scratch_memory,
+    scratch_buffers_hold_what_the_kernels_put_there,
+    scratch_is_written_before_it_is_read,
+    the_workspace_is_modest,
+    every_access_is_aligned_and_contiguous,
+    rows_and_columns_are_covered,
+    weights_are_those_of_the_channels,
+    every_result_is_written,
+    launches_may_overlap,
+]
