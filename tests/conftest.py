@@ -25,7 +25,8 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # What asserts for tests says what it found, as they do.
-pytest.register_assert_rewrite("cases", "channel_cases", "jax_cases", "keras_cases", "plan_rules", "torch_cases")
+_HELPERS = ("cases", "channel_cases", "emulator_cases", "jax_cases", "keras_cases", "plan_rules", "torch_cases")
+pytest.register_assert_rewrite(*_HELPERS)
 
 NO_GPU = "needs an NVIDIA GPU"
 
@@ -124,3 +125,16 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert kernels.replaced == {}
     assert {kernel: kernels.kernel_text(kernel) for kernel in SHIPPED} == SHIPPED
+
+
+@pytest.fixture(scope="module")
+def tiny_models() -> Iterator[None]:
+    """PyTorch with one thread, since tensors are tiny; and on a GPU convolutions of float32, not of TF32's ten bits."""
+    import torch
+
+    threads, allowed = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -1,4 +1,4 @@
-"""Calls of every op that the tests of torch.compile, torch.export, torch.func and torch.library share."""
+"""Calls of every op, and what else the tests of torch.compile, torch.export, torch.func and torch.library share."""
 
 from __future__ import annotations
 
@@ -109,3 +109,15 @@ class Norm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = cunorm.layer_norm(x, self.weight, self.bias, activation="silu")
         return y
+
+
+def graphs_of(model: torch.nn.Module, **options: Any) -> tuple[Any, list[set[str]]]:
+    """A compiled model, and for each graph of it what it calls; nothing is compiled, which takes seconds."""
+    torch.compiler.reset()
+    graphs: list[set[str]] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append({str(node.target) for node in module.graph.nodes})
+        return module
+
+    return torch.compile(model, backend=backend, **options), graphs
