@@ -15,7 +15,7 @@ from diffusers.models import activations as diffusers_activations
 from diffusers.models import normalization as diffusers_norms
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch_cases import graphs_of
+from torch_cases import DEVICES, graphs_of
 from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
@@ -32,9 +32,6 @@ from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
 
 from cunorm.adapters import torch as layers
 from cunorm.adapters.torch import replace, replace_norms
-
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

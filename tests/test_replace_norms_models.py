@@ -13,19 +13,13 @@ import torch.nn.functional as F
 import transformers
 from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import nn
-from torch_cases import graphs_of
+from torch_cases import DEVICES, graphs_of
 
 from cunorm.adapters.torch import replace_norms
 from cunorm.bench import models
 from cunorm.bench.suites import MODELS
 
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-
-
 pytestmark = pytest.mark.usefixtures("tiny_models")
-
-
-# ---- Whole models.
 
 
 def t5() -> nn.Module:
