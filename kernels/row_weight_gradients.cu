@@ -23,7 +23,7 @@ struct Arguments {
   DWEIGHT_TYPE* dweight;  // [columns]
   DBIAS_TYPE* dbias;      // [columns]
   long long rows;
-  long long columns;  // a multiple of VECTOR
+  long long columns;   // a multiple of VECTOR
   long long x_stride;  // elements from one row to the next
   long long dy_stride;
 };
