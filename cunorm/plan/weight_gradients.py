@@ -65,17 +65,16 @@ def launch_weight_gradients(builder: Builder, problem: BackwardProblem, device: 
 def _lanes(problem: BackwardProblem, device: Device, width: int) -> tuple[int, int]:
     """Threads of a block along columns and along rows.
 
-    Each row of a block is 64 bytes at least, and up to four times as many where a thread else had fewer than STEPS
-    rows: 64 rows of 4096 bfloat16 numbers take 6.6 us with 4 lanes, with 16 6.2; 256 of them 8.2, with 8 lanes 8.4.
+    Each row of a block is 64 bytes, or twice as many where a thread else had fewer than STEPS rows: 64 rows of 4096
+    bfloat16 numbers take 6.6 us with 4 lanes, with 8 6.2, 256 of them 8.2 and 8.4. Blocks are twice as large where
+    there are more of them than multiprocessors: 64 rows of 16,384 take 8.5 us so, else 9.6, 512 of 8192 16.3 and 17.0;
+    and where there are few, but of the same width: 1024 of 256 8.1 and 8.3.
     """
     least, threads = min(32, 64 // (width * DTYPES[problem.x.dtype].itemsize)), 256
-    lanes = least
-    while lanes < min(32, 4 * least) and problem.rows * lanes < threads * _STEPS:
-        lanes *= 2
+    lanes = least if problem.rows * least >= threads * _STEPS else min(32, 2 * least)
     blocks = problem.columns // (lanes * width)
-    if lanes == least < 32 and blocks > device.multiprocessors:
-        # 512 rows of 8192 take 17.0 us by more blocks than multiprocessors, by wider ones 16.3.
-        lanes, threads = 2 * lanes, 2 * threads
-    elif lanes == least and blocks <= device.multiprocessors // 8:
-        threads *= 2  # 1024 rows of 256: 8.1 us, with 256 threads a block 8.3
+    if blocks > device.multiprocessors and lanes < 32:
+        return 2 * lanes, threads // lanes
+    if blocks <= device.multiprocessors // 8 and lanes == least:
+        threads *= 2
     return lanes, threads // lanes
