@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "ACTIVATIONS",
@@ -163,6 +163,11 @@ class ForwardProblem(_RowProblem):
         return _present(self.x, self.residual)
 
     @property
+    def parameters(self) -> tuple[Vector, ...]:
+        """The weight and the bias, if they are there."""
+        return _present(self.weight, self.bias)
+
+    @property
     def bytes_moved(self) -> int:
         """The bytes that must move: x and residual read once, y and residual_out written once."""
         return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
@@ -212,6 +217,11 @@ class BackwardProblem(_RowProblem):
     @property
     def matrices_read(self) -> tuple[Matrix, ...]:
         return _present(self.x, self.dy, self.dresidual_out)
+
+    @property
+    def parameters(self) -> tuple[Vector, ...]:
+        """The weight and the bias, if they are there."""
+        return _present(self.weight, self.bias)
 
     @property
     def bytes_moved(self) -> int:
@@ -457,8 +467,11 @@ ChannelProblem = ChannelForward | ChannelBackward
 AnyProblem = Problem | PointwiseProblem | ChannelProblem
 
 
-def _present(*matrices: Matrix | None) -> tuple[Matrix, ...]:
-    return tuple(matrix for matrix in matrices if matrix is not None)
+_T = TypeVar("_T")
+
+
+def _present(*items: _T | None) -> tuple[_T, ...]:
+    return tuple(item for item in items if item is not None)
 
 
 def _alignment(pointer: int) -> int:

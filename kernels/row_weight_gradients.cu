@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(COLUMN_LANES * ROW_LANES, 1)
     }
   }
 
-  // Add over the row lanes of a warp, then over the warps.
+  // Add over the row lanes of a warp, then over the warps: each sum in one thread, where lane_sum would give every
+  // thread all of its column's.
   __shared__ Compute scratch[2][WARPS][BLOCK_COLUMNS];
   const int thread = threadIdx.y * COLUMN_LANES + threadIdx.x;
   const auto share = [&](Compute(&values)[VECTOR], Compute(&all)[WARPS][BLOCK_COLUMNS]) {

@@ -25,8 +25,7 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # What asserts for tests says what it found, as they do.
-_HELPERS = ("cases", "channel_cases", "emulator_cases", "jax_cases", "keras_cases", "plan_rules", "torch_cases")
-pytest.register_assert_rewrite(*_HELPERS)
+pytest.register_assert_rewrite("plan_rules", *(file.stem for file in Path(__file__).parent.glob("*cases.py")))
 
 NO_GPU = "needs an NVIDIA GPU"
 

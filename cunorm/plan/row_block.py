@@ -61,7 +61,7 @@ class RowBlock:
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged":
             staged = self.staged_elements(problem)
-            total += sum(staged * DTYPES[item.dtype].itemsize for item in (problem.weight, problem.bias) if item)
+            total += sum(staged * DTYPES[item.dtype].itemsize for item in problem.parameters)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
             total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
         elif isinstance(problem, BackwardProblem):

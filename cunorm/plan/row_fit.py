@@ -98,8 +98,7 @@ def fits_registers(
 
 def fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     """Whether there are registers for the weights of all vectors too."""
-    vectors = [vector for vector in (problem.weight, problem.bias) if vector]
-    words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in vectors) // 4
+    words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in problem.parameters) // 4
     registers, more = _registers(problem, geometry.width)
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if isinstance(problem, ForwardProblem):

@@ -88,10 +88,9 @@ def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -
     bfloat16 numbers take 1.03 so, late 1.17; 8192 of 1024 1.05 and 1.13, 512 of 8192 1.06 and 1.12, 32,768 of 4096 1.03
     and 1.04, 1024 of 4096 float32 numbers 0.98 and 1.14. But 512 of 1024, a vector a thread, 1.06 and 1.03 (RMS norm
     1.00, early 0.98). With a residual, which hides it as well, they come late (float16 numbers would spill), but where
-    one block has all registers: 1024 of 32,768 take 1.10 staged, late 1.31.
+    one block has all registers: 4096 of 32,768 take 1.04 staged, late 1.20, by two blocks late 1.05.
     """
-    weights = [vector for vector in (problem.weight, problem.bias) if vector]
-    if not weights or device.capability < 80 or _are_better_late(geometry, problem, device):
+    if not problem.parameters or device.capability < 80 or _are_better_late(geometry, problem, device):
         return geometry
     if geometry.vectors == 1:
         early = not problem.norm.centered and fits_early(geometry, problem, device)
@@ -104,9 +103,9 @@ def _with_weights(geometry: RowBlock, problem: ForwardProblem, device: Device) -
     if _are_wide(problem):
         # They come through the cache, again for every block, and must leave it a third of the memory: 1024 rows of 4096
         # bfloat16 numbers with float32 weight and bias take 1.22 staged by five blocks, late 1.15. 4096 rows without a
-        # bias take 1.04 by nine blocks of 64 threads, late 1.08.
+        # bias take 1.05 by eight blocks of 64 threads, late 1.08.
         room = device.shared_bytes * 5 // 8 // staged.shared_bytes(problem)
-        if len(weights) == 1 and staged.threads < 128 and 2 * room >= staged.min_blocks:
+        if len(problem.parameters) == 1 and staged.threads < 128 and 2 * room >= staged.min_blocks:
             staged = replace(staged, min_blocks=min(staged.min_blocks, room))
     return staged if staged.min_blocks <= room else geometry
 
@@ -127,7 +126,7 @@ def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device
     if centered and vectors > 5 and geometry.capacity != problem.columns:
         return True
     # With the registers that `crowded` leaves, more vectors would spill 8 to 32 bytes.
-    both = problem.weight is not None and problem.bias is not None
+    both = len(problem.parameters) == 2
     if activation is not None or (_are_wide(problem) and (both or device.capability != 90)):
         return vectors > (3 if activation == "gelu" else 4)
     return centered and not both and vectors > 5
@@ -135,8 +134,7 @@ def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device
 
 def _are_wide(problem: ForwardProblem) -> bool:
     """Whether a weight or bias has larger elements than x."""
-    weights = [vector for vector in (problem.weight, problem.bias) if vector]
-    return any(DTYPES[item.dtype].itemsize > DTYPES[problem.x.dtype].itemsize for item in weights)
+    return any(DTYPES[item.dtype].itemsize > DTYPES[problem.x.dtype].itemsize for item in problem.parameters)
 
 
 def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:

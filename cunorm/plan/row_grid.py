@@ -112,16 +112,15 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     least_bytes = _LEAST_BYTES_OF_FEW if few else _LEAST_ROW_BYTES
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < least_bytes:
         return False
-    vectors = [vector for vector in (problem.weight, problem.bias) if vector is not None]
-    if any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in vectors):
+    if any(DTYPES[item.dtype].itemsize > max(4, itemsize) for item in problem.parameters):
         return False
     whole = vector_width(problem) * itemsize == 16
     if not are_rows(problem) or not (whole or lie_alike(problem)):
         return False
-    if whole and vectors and problem.channels is None and problem.rows > _MOST_ROWS_WITH_WEIGHTS:
+    if whole and problem.parameters and problem.channels is None and problem.rows > _MOST_ROWS_WITH_WEIGHTS:
         return False
     columns = problem.columns if problem.channels is None else problem.channels.channels_per_row
-    weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in vectors)
+    weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in problem.parameters)
     if whole and problem.rows > 1 and weight_bytes > _MOST_WEIGHT_BYTES:
         return False
     vectors_of_a_thread = _slots(problem, device) + _held(problem)

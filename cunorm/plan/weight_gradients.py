@@ -21,15 +21,15 @@ _STEPS = 4
 def are_better_apart(problem: BackwardProblem, device: Device) -> bool:
     """Whether this is faster than partial sums of every block of rows: where there are few rows.
 
-    On an H200 8 rows of 8192 bfloat16 numbers take 6.2 us so, with partial sums 10.0; 64 of 4096 6.2 and 9.9, 64 of
-    32,768 11.9 and 20.4; 512 of 4096 10.8 and 13.8.
+    On an H200 8 rows of 8192 bfloat16 numbers take 6.3 us so, with partial sums 9.8; 64 of 4096 6.2 and 9.9, 64 of
+    32,768 12.2 and 20.0; 512 of 4096 10.9 and 14.0.
     """
     sums = (problem.dweight is not None) + (problem.dbias is not None)
     if problem.channels is not None or sums == 0:
         return False
     row_bytes = problem.columns * DTYPES[problem.x.dtype].itemsize
     if problem.rows > max(row_bytes, device.multiprocessors):
-        # Few blocks with long ways: 1024 rows of 128 take 8.4 us, with partial sums 7.4, 512 of 256 6.5 and 7.4.
+        # Few blocks with long ways: 1024 rows of 128 take 8.6 us, with partial sums 7.3, 512 of 256 6.8 and 7.4.
         return False
     most_rows = _MOST_ROWS if problem.norm.activation is None else _MOST_ACTIVATED_ROWS
     most_bytes = _MOST_BYTES if sums > 1 else _MOST_BYTES_OF_ONE_SUM
@@ -66,15 +66,14 @@ def _lanes(problem: BackwardProblem, device: Device, width: int) -> tuple[int, i
     """Threads of a block along columns and along rows.
 
     Each row of a block is 64 bytes, or twice as many where a thread else had fewer than STEPS rows: 64 rows of 4096
-    bfloat16 numbers take 6.6 us with 4 lanes, with 8 6.2, 256 of them 8.2 and 8.4. Blocks are twice as large where
-    there are more of them than multiprocessors: 64 rows of 16,384 take 8.5 us so, else 9.6, 512 of 8192 16.3 and 17.0;
-    and where there are few, but of the same width: 1024 of 256 8.1 and 8.3.
+    bfloat16 numbers take 6.4 us with 4 lanes, with 8 6.2, 256 of them 8.2 and 8.4. Blocks are twice as wide where there
+    are more of them than multiprocessors, with as many rows of threads if these have STEPS rows each: 64 rows of 16,384
+    take 8.5 us with 16 lanes of 16, with 8 of 32 9.6 and with 16 of 32 9.4, but 512 of 8192 16.3 with 8 of 64, with 4
+    of 64 17.0 and with 8 of 32 18.8.
     """
     least, threads = min(32, 64 // (width * DTYPES[problem.x.dtype].itemsize)), 256
     lanes = least if problem.rows * least >= threads * _STEPS else min(32, 2 * least)
-    blocks = problem.columns // (lanes * width)
-    if blocks > device.multiprocessors and lanes < 32:
-        return 2 * lanes, threads // lanes
-    if blocks <= device.multiprocessors // 8 and lanes == least:
-        threads *= 2
+    if problem.columns // (lanes * width) > device.multiprocessors and lanes < 32:
+        lanes *= 2
+        threads *= 2 if problem.rows * lanes >= 2 * threads * _STEPS else 1
     return lanes, threads // lanes
