@@ -1,37 +1,235 @@
 // How the blocks of channel_grid_* share slabs: they all run at the same time, a group of blocks_per_slab of them for
 // every groups-th slab, each with a part of its points.
 //
-// While a group works on one slab, the beginning of its next one comes in, as much as there are slots for; the rest
-// follows as slots are finished.
+// A thread sums its vectors of a slab from the first to the last and finishes them from the last to the first. While a
+// group works on one slab, the next ones come in: as much of them as there are free slots, and the rest as slots are
+// finished.
+//
+// Where there are more vectors than slots, the first HELD stay, and the rest pass through the STREAMED other slots: up
+// for the sums, and down again from the last that are still there. So what comes again is what was read last, which the
+// L2 cache has longest.
+constexpr int STREAMED = SLOTS - HELD;
+static_assert(STREAMED == 0 || STREAMED >= AT_A_TIME, "what is taken at a time must be there");
 
-// Where the threads of a block have come to in the slabs that are still to come in.
-struct Ahead {
-  long long slab;
-  int vector;
-  int slot;
-  Chunk part;
-  Walk walk;
+// The slot of a thread's i-th vector. From one slab to the next the order of the slots is MIRRORED: so those that
+// become free first are those that are filled first.
+__device__ __forceinline__ int slot_of_vector(int i, bool mirrored) {
+  int slot = i;
+  if constexpr (STREAMED > 0) {
+    if (i >= SLOTS) slot = HELD + static_cast<unsigned>(i - HELD) % STREAMED;
+  }
+  return mirrored ? SLOTS - 1 - slot : slot;
+}
+
+// A tensor that is read.
+struct Source {
+  const X_TYPE* memory;
+  long long sample_stride;
+  long long channel_stride;
+  const long long (&point_strides)[POINT_DIMS];
+  Slots slots;
+};
+
+// A block's part of a slab, on its way into the slots.
+template <int SOURCES>
+struct Arriving {
+  bool mirrored;  // its slots
+  int count;      // vectors that this thread has of it
+  int next;       // the vector that is to come
+  Path paths[SOURCES];
+};
+
+// What brings in a thread's vectors: each in a group of copies. A block has the same points of every slab, so that the
+// ways over them, which take divisions, are found once.
+template <int SOURCES>
+struct Intake {
+  const Source (&sources)[SOURCES];
+  const long long (&sizes)[POINT_DIMS];
+  int vectors;
+  int free;     // slots that no slab needs
+  Walk first;   // from the first vector on
+  Walk middle;  // from where the way goes down: the last that passes through again, or has a free slot
+
+  __device__ __forceinline__ Intake(const Source (&of)[SOURCES], const long long (&point_sizes)[POINT_DIMS], Chunk part,
+                                    int count)
+      : sources(of), sizes(point_sizes), vectors(count), free(max(0, SLOTS - count)) {
+    part.there = true;
+    first = walk_over(part, sizes);
+    middle = walk_over(part, sizes, STREAMED > 0 ? vectors - STREAMED - 1 : max(0, free - 1));
+  }
+
+  __device__ __forceinline__ void go_to(Arriving<SOURCES>& arriving, const Chunk& part, const Walk& walk) const {
+    arriving.next = first.left - walk.left;
+#pragma unroll
+    for (int k = 0; k < SOURCES; ++k) {
+      const Source& source = sources[k];
+      arriving.paths[k] = path_of(walk, part, source.sample_stride, source.channel_stride, source.point_strides);
+    }
+  }
+  __device__ __forceinline__ Arriving<SOURCES> begin(const Chunk& part, bool mirrored, const Walk& walk) const {
+    Arriving<SOURCES> arriving = {mirrored, part.there ? first.left : 0};
+    go_to(arriving, part, walk);
+    return arriving;
+  }
+
+  // The next vector: of the way up, or down.
+  template <bool UP>
+  __device__ __forceinline__ void fill(Arriving<SOURCES>& arriving, int slot) const {
+    if (arriving.next < arriving.count) {
+#pragma unroll
+      for (int k = 0; k < SOURCES; ++k) {
+        sources[k].slots.fill(slot, sources[k].memory + arriving.paths[k].offset(sources[k].point_strides));
+      }
+    }
+    copy_async_commit();
+    step<UP>(arriving);
+  }
+  template <bool UP>
+  __device__ __forceinline__ void step(Arriving<SOURCES>& arriving) const {
+    arriving.next += UP ? 1 : -1;
+#pragma unroll
+    for (int k = 0; k < SOURCES; ++k) {
+      if constexpr (UP) {
+        arriving.paths[k].advance(sizes);
+      } else {
+        arriving.paths[k].retreat(sizes);
+      }
+    }
+  }
+
+  // So many vectors, from the first on.
+  __device__ __forceinline__ void fill_first(Arriving<SOURCES>& arriving, int several) const {
+#pragma unroll 1
+    for (int i = 0; i < several; ++i) fill<true>(arriving, slot_of_vector(i, arriving.mirrored));
+  }
+
+  // To be called when the i-th vector was summed.
+  __device__ __forceinline__ void release(Arriving<SOURCES>& arriving, int i) const {
+    if (STREAMED > 0 && i >= HELD && i + STREAMED < vectors) {
+      fill<true>(arriving, slot_of_vector(i, arriving.mirrored));
+    } else {
+      copy_async_commit();
+    }
+  }
+
+  // Calls finish(i), then fill_again(i), for the vectors of a part from i down to `end`, which is not one of them.
+  template <typename Finish, typename FillAgain>
+  __device__ __forceinline__ void finish_down(int i, int end, const Finish& finish,
+                                              const FillAgain& fill_again) const {
+#pragma unroll 1
+    for (; i > end; i -= 2) {
+      if (STREAMED > 0 && i >= HELD) copy_async_wait<(STREAMED > 2 ? STREAMED - 2 : 0)>();
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (i - j > end) finish(i - j);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (i - j > end) fill_again(i - j);
+      }
+    }
+  }
+
+  // Finishes a part, and fills its slots again: with what is to pass through once more, with what the next slab still
+  // lacks, and where there is room with the beginning of the one after that, whose part is part_after. Returns that.
+  template <typename Finish>
+  __device__ __forceinline__ Arriving<SOURCES> finish_part(const Chunk& part, Arriving<SOURCES>& arriving,
+                                                           Arriving<SOURCES>& ahead, const Chunk& part_after,
+                                                           const Finish& finish) const {
+    const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
+    if constexpr (STREAMED > 0) {
+      go_to(arriving, part, middle);
+      finish_down(vectors - 1, SLOTS - 1, finish, [&](int i) { fill<false>(arriving, slot_of(i)); });
+    }
+    finish_down(min(vectors, SLOTS) - 1, free - 1, finish, [&](int i) { fill<true>(ahead, slot_of(i)); });
+    if (STREAMED > 0 || free == 0) return begin(part_after, arriving.mirrored, first);
+    Arriving<SOURCES> after = begin(part_after, arriving.mirrored, middle), down = after;
+    finish_down(free - 1, -1, finish, [&](int i) { fill<false>(down, slot_of(i)); });
+    step<true>(after);
+    return after;
+  }
+};
+
+// One of all slabs: some channels of a sample.
+struct Slab {
+  unsigned sample;
+  unsigned tile;  // of the sample's channels
 };
 
 struct Group {
   long long first_slab;
   long long step;  // from one of its slabs to the next
-  long long slabs;
   int blocks;
   int rank;
+  unsigned samples;
+  unsigned tiles;  // of a sample's channels
+  long long channels;
+  Chunk first;  // the block's part of the first slab
 
-  __device__ __forceinline__ Chunk part(long long slab, long long channels, long long points,
-                                        long long points_per_block) const {
-    Chunk part = chunk_at(static_cast<unsigned>(slab), rank, channels, points, points_per_block);
-    part.there = part.there && slab < slabs;
+  __device__ __forceinline__ bool has(const Slab& slab) const { return slab.sample < samples; }
+  // By divisions.
+  __device__ __forceinline__ Slab slab_at(long long index) const {
+    const unsigned place = static_cast<unsigned>(index);
+    return {place / tiles, place % tiles};
+  }
+  // The slab that lies a `distance` behind. Without any, which would take as long as a few vectors in every turn.
+  __device__ __forceinline__ Slab behind(const Slab& slab, const Slab& distance) const {
+    Slab next = {slab.sample + distance.sample, slab.tile + distance.tile};
+    if (next.tile >= tiles) {
+      next.tile -= tiles;
+      ++next.sample;
+    }
+    return next;
+  }
+  // The block's part of a slab. Of all slabs it has the same points.
+  __device__ __forceinline__ Chunk part(const Slab& slab) const {
+    Chunk part = first;
+    part.sample = slab.sample;
+    part.first_channel = static_cast<long long>(slab.tile) * TILE_CHANNELS;
+    part.channel = part.first_channel + channel_in_tile(0);
+    part.there = part.channel < channels && has(slab);
     return part;
   }
 };
 
-__device__ __forceinline__ Group group_of_block(long long slabs, long long blocks_per_slab) {
-  const int blocks = static_cast<int>(blocks_per_slab);
-  return {blockIdx.x / blocks, gridDim.x / blocks, slabs, blocks, static_cast<int>(blockIdx.x) % blocks};
+__device__ __forceinline__ Group group_of_block(long long slabs, long long blocks_per_slab, long long channels,
+                                                long long points, long long points_per_block) {
+  const unsigned tiles = static_cast<unsigned>((channels + TILE_CHANNELS - 1) / TILE_CHANNELS);
+  const int blocks = static_cast<int>(blocks_per_slab), rank = static_cast<int>(blockIdx.x) % blocks;
+  const unsigned group = blockIdx.x / blocks;
+  return {group, gridDim.x / blocks, blocks, rank, static_cast<unsigned>(slabs) / tiles, tiles, channels,
+          chunk_at(group, rank, channels, points, points_per_block)};
 }
+
+// ROWS numbers of each channel of a slab, on their way to shared memory. They are loaded before what comes in by
+// cp.async, and stored behind it: who waited for them in between would wait for all of that, 1 to 4 us.
+template <int ROWS>
+struct ChannelNumbers {
+  static constexpr int COUNT = (ROWS * TILE_CHANNELS + THREADS - 1) / THREADS;  // of a thread
+  Compute numbers[COUNT];
+
+  // What value(row, channel) gives.
+  template <typename Value>
+  __device__ __forceinline__ void load(const Group& group, const Slab& slab, const Value& value) {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+      const int i = thread_in_block() + k * THREADS;
+      const long long channel = static_cast<long long>(slab.tile) * TILE_CHANNELS + i % TILE_CHANNELS;
+      const bool there = i < ROWS * TILE_CHANNELS && channel < group.channels && group.has(slab);
+      numbers[k] = there ? value(i / TILE_CHANNELS, channel) : 0;
+    }
+  }
+
+  // To ROWS rows of TILE_CHANNELS numbers, for all threads to see.
+  __device__ __forceinline__ void store_in(Compute* shared) const {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+      const int i = thread_in_block() + k * THREADS;
+      if (i < ROWS * TILE_CHANNELS) shared[i] = numbers[k];
+    }
+    __syncthreads();
+  }
+};
 
 // What the blocks of a group tell each other: COUNT numbers for each of the slab's sets. Of set s, the block of rank s
 // % blocks is the owner: it collects what all have, and tells all what follows from that. Everything twice, so that a

@@ -1,7 +1,7 @@
 // Gradients of instance, group and batch norm for slabs that only several multiprocessors together can hold, without
 // clusters; what they are is in channel_slab_backward.cu. Moves x and dy once in and dx once out. How the blocks share
-// slabs is in channel_grid.cuh. Every part of a slab leaves what it has of dweight and dbias, which column_sums adds up
-// in a fixed order.
+// slabs is in channel_grid.cuh. Where a mean is of one channel, the owner of it has what the slab adds to dweight and
+// dbias; else every part of a slab leaves its own. column_sums adds them up in a fixed order, if there are several.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
@@ -24,14 +24,15 @@ struct Arguments {
   const Compute* mean;  // [sets]
   const Compute* rstd;
   X_TYPE* dx;
-  Compute* dweight;  // [samples][blocks_per_slab][channels]: parts of them
-  Compute* dbias;
+  DWEIGHT_TYPE* dweight;  // [samples][channels], or of several channels a mean [samples][blocks_per_slab][channels]
+  DBIAS_TYPE* dbias;
   long long* words;     // zeros; see SetExchange
   long long slabs;      // of all samples
   long long channels;   // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS; of CHANNELS_PER_SET
   long long points;     // a multiple of POINT_VECTOR
   long long blocks_per_slab;
   long long points_per_block;  // a multiple of POINT_VECTOR; the last block of a slab may have fewer, but has some
+  long long vectors;           // of a thread, of a slab
   long long point_sizes[POINT_DIMS];
   long long dy_sample_stride;
   long long dy_channel_stride;
@@ -44,95 +45,96 @@ struct Arguments {
   long long dx_point_strides[POINT_DIMS];
 };
 
+// Numbers of sets that are not those of their only channel.
+constexpr int OWN_SETS = CHANNELS_PER_SET > 1 ? NUMBERS * TILE_SETS : 1;
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_backward(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
-  __shared__ Compute own_sets[NUMBERS * TILE_SETS];  // times the weight
+  __shared__ Compute own_sets[OWN_SETS];  // times the weight
   __shared__ SetMeans sets[TILE_SETS];
+  __shared__ Compute own_numbers[4 * TILE_CHANNELS];  // weight, bias, mean and rstd
   // slots of dy, of x; then the numbers that are collected
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
   Compute* numbers = reinterpret_cast<Compute*>(staged + 2 * SLOTS * HOLDERS * VECTOR);
 
-  const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);
+  const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab, arguments.channels, arguments.points,
+                                     arguments.points_per_block);
+  const Slab first_slab = group.slab_at(group.first_slab), distance = group.slab_at(group.step);
   const SetExchange<NUMBERS> exchange = set_exchange_of<NUMBERS>(arguments.words, group);
-  const auto part_of = [&](long long slab) {
-    return group.part(slab, arguments.channels, arguments.points, arguments.points_per_block);
+  const auto numbers_of = [&](const Slab& slab) {
+    ChannelNumbers<4> numbers;
+    numbers.load(group, slab, [&](int row, long long channel) {
+      if (row == 0) return HAS_WEIGHT ? static_cast<Compute>(widen(arguments.weight[channel])) : 1;
+      if (row == 1) return HAS_BIAS ? static_cast<Compute>(widen(arguments.bias[channel])) : 0;
+      const long long set = (slab.sample * arguments.channels + channel) / CHANNELS_PER_SET;
+      return row == 2 ? arguments.mean[set] : arguments.rstd[set];
+    });
+    return numbers;
   };
-  Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * HOLDERS * VECTOR, 0};
+  const ChannelNumbers<4> first_numbers = numbers_of(first_slab);
 
-  // What comes in next.
-  Ahead ahead = {group.first_slab, 0, 0};
-  const X_TYPE *ahead_dy = nullptr, *ahead_x = nullptr;
-  const auto begin_ahead = [&] {
-    ahead.part = part_of(ahead.slab);
-    ahead.walk = walk_over(ahead.part, arguments.point_sizes);
-    ahead.vector = 0;
-    ahead_dy = arguments.dy + ahead.part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
-    ahead_x = arguments.x + ahead.part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
-  };
-  const auto fill_next = [&] {
-    if (ahead.vector == VECTORS) {
-      ahead.slab += group.step;
-      begin_ahead();
-    }
-    if (ahead.walk.left > 0) {
-      Slots{dy_slots.memory, 0}.fill(ahead.slot, ahead_dy + ahead.walk.offset(arguments.dy_point_strides));
-      Slots{x_slots.memory, 0}.fill(ahead.slot, ahead_x + ahead.walk.offset(arguments.x_point_strides));
-    }
-    copy_async_commit();
-    ahead.walk.advance(arguments.point_sizes);
-    ++ahead.vector;
-    ahead.slot = ahead.slot + 1 < SLOTS ? ahead.slot + 1 : 0;
-  };
-  begin_ahead();
-#pragma unroll 1
-  for (int i = 0; i < SLOTS; ++i) fill_next();
+  const Slots dy_slots = {staged}, x_slots = {staged + SLOTS * HOLDERS * VECTOR};
+  const Source sources[2] = {{arguments.dy, arguments.dy_sample_stride, arguments.dy_channel_stride,
+                              arguments.dy_point_strides, dy_slots},
+                             {arguments.x, arguments.x_sample_stride, arguments.x_channel_stride,
+                              arguments.x_point_strides, x_slots}};
+  const int vectors = static_cast<int>(arguments.vectors);
+  const Intake<2> intake(sources, arguments.point_sizes, group.first, vectors);
+  const Walk last = walk_over(group.first, arguments.point_sizes, vectors - 1);
+  Slab slab = first_slab, next_slab = group.behind(slab, distance);
+  Arriving<2> arriving = intake.begin(group.part(slab), false, intake.first);
+  intake.fill_first(arriving, min(vectors, SLOTS));
+  Arriving<2> ahead = intake.begin(group.part(next_slab), true, intake.first);
+  intake.fill_first(ahead, intake.free);
+  first_numbers.store_in(own_numbers);
   wait_for_earlier_launches();
 
   const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
-  int turn = 0;
-  for (long long slab = group.first_slab; slab < group.slabs; slab += group.step, ++turn) {
-    const Chunk part = part_of(slab);
-    Walk walk = walk_over(part, arguments.point_sizes);
-    const int count = walk.left;
-    Own thread = {};
-    thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
+  for (int turn = 0; group.has(slab); ++turn) {
+    const Chunk part = group.part(slab);
+    Own thread;
+    thread.load_rows(own_numbers);
 
     // The sums of the part, by channels, then by sets.
-    sum_part(dy_slots, x_slots, thread, count, scratch, own);
-    for (int i = thread_in_block(); i < NUMBERS * TILE_CHANNELS; i += THREADS) {
-      const long long channel = part.first_channel + i % TILE_CHANNELS;
-      if (channel >= arguments.channels) continue;
-      const long long place = (part.sample * group.blocks + group.rank) * arguments.channels + channel;
-      if (WANTS_DBIAS && i < TILE_CHANNELS) arguments.dbias[place] = own[i];
-      if (WANTS_DWEIGHT && i >= TILE_CHANNELS) arguments.dweight[place] = own[i];
-    }
-#pragma unroll
-    for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-      const int set = first + thread_in_block() / SET_LANES;
-      const bool there = set < TILE_SETS;
-      double of_set[2] = {0, 0};
-      for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
-        const int channel = set * CHANNELS_PER_SET + i;
-        if (part.first_channel + channel >= arguments.channels) continue;
-        const double weight = HAS_WEIGHT ? widen(arguments.weight[part.first_channel + channel]) : 1;
-        of_set[0] += weight * own[channel];
-        of_set[1] += weight * own[TILE_CHANNELS + channel];
+    const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
+    const auto release = [&](int i) { intake.release(arriving, i); };
+    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, scratch, own);
+    if constexpr (CHANNELS_PER_SET > 1) {
+      for (int i = thread_in_block(); i < NUMBERS * TILE_CHANNELS; i += THREADS) {
+        const long long channel = part.first_channel + i % TILE_CHANNELS;
+        if (channel >= arguments.channels) continue;
+        const long long place = (part.sample * group.blocks + group.rank) * arguments.channels + channel;
+        if (WANTS_DBIAS && i < TILE_CHANNELS) arguments.dbias[place] = own[i];
+        if (WANTS_DWEIGHT && i >= TILE_CHANNELS) arguments.dweight[place] = own[i];
       }
-      total_over<SET_LANES>(of_set, nullptr);
-      if (!there || lane > 0) continue;
-      own_sets[set] = static_cast<Compute>(of_set[0]);
-      own_sets[TILE_SETS + set] = static_cast<Compute>(of_set[1]);
+#pragma unroll
+      for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+        const int set = first + thread_in_block() / SET_LANES;
+        const bool there = set < TILE_SETS;
+        double of_set[2] = {0, 0};
+        for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
+          const int channel = set * CHANNELS_PER_SET + i;
+          if (part.first_channel + channel >= arguments.channels) continue;
+          const double weight = HAS_WEIGHT ? widen(arguments.weight[part.first_channel + channel]) : 1;
+          of_set[0] += weight * own[channel];
+          of_set[1] += weight * own[TILE_CHANNELS + channel];
+        }
+        total_over<SET_LANES>(of_set, nullptr);
+        if (!there || lane > 0) continue;
+        own_sets[set] = static_cast<Compute>(of_set[0]);
+        own_sets[TILE_SETS + set] = static_cast<Compute>(of_set[1]);
+      }
+      __syncthreads();
     }
-    __syncthreads();
 
     // Those of the slab.
-    exchange.publish(own_sets, turn);
+    exchange.publish(CHANNELS_PER_SET > 1 ? own_sets : own, turn);
     exchange.collect(numbers, turn);
     for (int first = 0; first < exchange.owned(); first += THREADS / SET_LANES) {
-      const int owned = first + thread_in_block() / SET_LANES;
+      const int owned = first + thread_in_block() / SET_LANES, set = exchange.owned_set(owned);
       const bool there = owned < exchange.owned();
       double of_set[2] = {0, 0};
       for (int block = lane; there && block < group.blocks; block += SET_LANES) {
@@ -141,8 +143,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
       }
       total_over<SET_LANES>(of_set, nullptr);
       if (!there || lane > 0) continue;
-      exchange.answer(exchange.owned_set(owned),
-                      {static_cast<Compute>(of_set[0] / set_count), static_cast<Compute>(of_set[1] / set_count)}, turn);
+      const long long channel = part.first_channel + set;
+      if (CHANNELS_PER_SET == 1 && channel < arguments.channels) {
+        const long long place = part.sample * arguments.channels + channel;
+        if constexpr (WANTS_DBIAS) narrow(of_set[0], arguments.dbias[place]);
+        if constexpr (WANTS_DWEIGHT) narrow(of_set[1], arguments.dweight[place]);
+        if constexpr (HAS_WEIGHT) {
+          const double weight = widen(arguments.weight[channel]);
+          of_set[0] *= weight;
+          of_set[1] *= weight;
+        }
+      }
+      exchange.answer(set, {static_cast<Compute>(of_set[0] / set_count), static_cast<Compute>(of_set[1] / set_count)},
+                      turn);
     }
     for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {
       Compute* fields = reinterpret_cast<Compute*>(sets + i % TILE_SETS);
@@ -150,22 +163,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     }
     __syncthreads();
 
-    // Finish and store; and fill again what was stored.
+    // Finish and store.
+    const ChannelNumbers<4> next_numbers = numbers_of(next_slab);
     const Finish finish(sets, thread);
-    X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
-#pragma unroll 1
-    for (int first = 0; first < VECTORS; first += 2) {
-#pragma unroll
-      for (int i = first; i < first + 2; ++i) {
-        if (i < count) {
-          store_global(dx + walk.offset(arguments.dx_point_strides),
-                       finish.of(dy_slots.get(i), x_slots.get(i), thread));
-        }
-        walk.advance(arguments.point_sizes);
+    Path path = path_of(last, part, arguments.dx_sample_stride, arguments.dx_channel_stride,
+                        arguments.dx_point_strides);
+    const Slab slab_after = group.behind(next_slab, distance);
+    const Arriving<2> after = intake.finish_part(part, arriving, ahead, group.part(slab_after), [&](int i) {
+      if (i < arriving.count) {
+        const int slot = slot_of(i);
+        store_global(arguments.dx + path.offset(arguments.dx_point_strides),
+                     finish.of(dy_slots.get(slot), x_slots.get(slot), thread));
       }
-      fill_next();
-      if (first + 1 < VECTORS) fill_next();
-    }
-    dy_slots.first = x_slots.first = (dy_slots.first + VECTORS) % SLOTS;
+      path.retreat(arguments.point_sizes);
+    });
+    next_numbers.store_in(own_numbers);
+    slab = next_slab;
+    next_slab = slab_after;
+    arriving = ahead;
+    ahead = after;
   }
 }

@@ -31,6 +31,8 @@ struct Arguments {
   long long points;     // a multiple of POINT_VECTOR
   long long blocks_per_slab;
   long long points_per_block;  // a multiple of POINT_VECTOR; the last block of a slab may have fewer, but has some
+  long long vectors;           // of a thread, of a slab
+  long long pivot;             // of them; not more than HELD, where there are more than SLOTS
   long long point_sizes[POINT_DIMS];
   long long x_sample_stride;
   long long x_channel_stride;
@@ -48,58 +50,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];
   __shared__ SetStatistics sets[TILE_SETS];
+  __shared__ Compute affine[2 * TILE_CHANNELS];  // weight and bias
   // slots; then the numbers that are collected
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
   Compute* numbers = reinterpret_cast<Compute*>(staged + SLOTS * HOLDERS * VECTOR);
 
-  const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab);
+  const Group group = group_of_block(arguments.slabs, arguments.blocks_per_slab, arguments.channels, arguments.points,
+                                     arguments.points_per_block);
+  const Slab first_slab = group.slab_at(group.first_slab), distance = group.slab_at(group.step);
   const SetExchange<NUMBERS> exchange = set_exchange_of<NUMBERS>(arguments.words, group);
-  const auto part_of = [&](long long slab) {
-    return group.part(slab, arguments.channels, arguments.points, arguments.points_per_block);
+  const auto affine_of = [&](const Slab& slab) {
+    ChannelNumbers<2> numbers;
+    numbers.load(group, slab, [&](int row, long long channel) {
+      if (row == 0) return HAS_WEIGHT ? static_cast<Compute>(widen(arguments.weight[channel])) : 1;
+      return HAS_BIAS ? static_cast<Compute>(widen(arguments.bias[channel])) : 0;
+    });
+    return numbers;
   };
+  const ChannelNumbers<2> first_affine = affine_of(first_slab);
 
-  // What comes in next.
-  Ahead ahead = {group.first_slab, 0, 0};
-  const X_TYPE* ahead_x = nullptr;
-  const auto begin_ahead = [&] {
-    ahead.part = part_of(ahead.slab);
-    ahead.walk = walk_over(ahead.part, arguments.point_sizes);
-    ahead.vector = 0;
-    ahead_x = arguments.x + ahead.part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
-  };
-  const auto fill_next = [&] {
-    if (ahead.vector == VECTORS) {
-      ahead.slab += group.step;
-      begin_ahead();
-    }
-    if (ahead.walk.left > 0) {
-      Slots{staged, 0}.fill(ahead.slot, ahead_x + ahead.walk.offset(arguments.x_point_strides));
-    }
-    copy_async_commit();
-    ahead.walk.advance(arguments.point_sizes);
-    ++ahead.vector;
-    ahead.slot = ahead.slot + 1 < SLOTS ? ahead.slot + 1 : 0;
-  };
-  begin_ahead();
-#pragma unroll 1
-  for (int i = 0; i < SLOTS; ++i) fill_next();
+  const Slots slots = {staged};
+  const Source sources[1] = {
+      {arguments.x, arguments.x_sample_stride, arguments.x_channel_stride, arguments.x_point_strides, slots}};
+  const int vectors = static_cast<int>(arguments.vectors), pivot = static_cast<int>(arguments.pivot);
+  const Intake<1> intake(sources, arguments.point_sizes, group.first, vectors);
+  const Walk last = walk_over(group.first, arguments.point_sizes, vectors - 1);
+  Slab slab = first_slab, next_slab = group.behind(slab, distance);
+  Arriving<1> arriving = intake.begin(group.part(slab), false, intake.first);
+  intake.fill_first(arriving, min(vectors, SLOTS));
+  Arriving<1> ahead = intake.begin(group.part(next_slab), true, intake.first);
+  intake.fill_first(ahead, intake.free);
+  first_affine.store_in(affine);
   wait_for_earlier_launches();
 
-  Slots slots = {staged, 0};
   const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
-  int turn = 0;
-  for (long long slab = group.first_slab; slab < group.slabs; slab += group.step, ++turn) {
-    const Chunk part = part_of(slab);
-    Walk walk = walk_over(part, arguments.point_sizes);
-    const int count = walk.left;
-    Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
-    if (part.there) {
-      load_own_affine(part, arguments.weight, arguments.bias, weight, bias);
+  for (int turn = 0; group.has(slab); ++turn) {
+    const Chunk part = group.part(slab);
+    Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      weight[j] = affine[channel_in_tile(j)];
+      bias[j] = affine[TILE_CHANNELS + channel_in_tile(j)];
     }
-
     // Statistics of the part, by channels, then by sets.
-    sum_part(part, slots, count, scratch, own);
+    const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
+    const auto release = [&](int i) { intake.release(arriving, i); };
+    sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, scratch, own);
     const Compute* of_part = own;
     if constexpr (CHANNELS_PER_SET > 1) {
 #pragma unroll
@@ -159,19 +156,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     }
     __syncthreads();
 
-    // Finish and store; and fill again what was stored.
+    // Finish and store.
+    const ChannelNumbers<2> next_affine = affine_of(next_slab);
     const Finish finish(sets, weight, bias);
-    X_TYPE* y = arguments.y + part.offset(arguments.y_sample_stride, arguments.y_channel_stride);
-#pragma unroll 1
-    for (int first = 0; first < VECTORS; first += 2) {
-#pragma unroll
-      for (int i = first; i < first + 2; ++i) {
-        if (i < count) store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
-        walk.advance(arguments.point_sizes);
+    Path path = path_of(last, part, arguments.y_sample_stride, arguments.y_channel_stride,
+                        arguments.y_point_strides);
+    const Slab slab_after = group.behind(next_slab, distance);
+    const Arriving<1> after = intake.finish_part(part, arriving, ahead, group.part(slab_after), [&](int i) {
+      if (i < arriving.count) {
+        store_global(arguments.y + path.offset(arguments.y_point_strides), finish.of(slots.get(slot_of(i))));
       }
-      fill_next();
-      if (first + 1 < VECTORS) fill_next();
-    }
-    slots.first = (slots.first + VECTORS) % SLOTS;
+      path.retreat(arguments.point_sizes);
+    });
+    next_affine.store_in(affine);
+    slab = next_slab;
+    next_slab = slab_after;
+    arriving = ahead;
+    ahead = after;
   }
 }

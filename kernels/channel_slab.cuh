@@ -2,53 +2,52 @@
 // blocks may have a part each.
 //
 // A thread's vectors lie in shared memory, in slots that no other thread looks at: a slot is filled by cp.async, read
-// where it is summed, and read again where it is finished. Its VECTORS vectors of one part begin at slot `first` of
-// SLOTS; where there are more slots than vectors, those of its next part are on their way.
+// where it is summed, and read again where it is finished. Of channel_slab_* each of VECTORS vectors has its own;
+// channel_grid.cuh says which slots vectors have there.
 constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
-// Vectors of a thread that give the pivot.
-constexpr int PIVOT = (VECTORS + 3) / 4;
 
 struct Slots {
   X_TYPE* memory;
-  int first;
 
-  // That of the thread's i-th vector.
-  __device__ __forceinline__ X_TYPE* at(int i) const {
-    int slot = first + i;
-    if (SLOTS > VECTORS && slot >= SLOTS) slot -= SLOTS;
-    return memory + (slot * HOLDERS + thread_in_block()) * VECTOR;
-  }
+  __device__ __forceinline__ X_TYPE* at(int slot) const { return memory + (slot * HOLDERS + thread_in_block()) * VECTOR; }
 
-  __device__ __forceinline__ void fill(int i, const X_TYPE* source) const {
+  __device__ __forceinline__ void fill(int slot, const X_TYPE* source) const {
     if constexpr (VECTOR * sizeof(X_TYPE) >= 4) {
-      copy_async<VECTOR>(at(i), source);
+      copy_async<VECTOR>(at(slot), source);
     } else {
-      store(at(i), load<X_TYPE, VECTOR>(source));
+      store(at(slot), load<X_TYPE, VECTOR>(source));
     }
   }
 
-  __device__ __forceinline__ Vector<X_TYPE, VECTOR> get(int i) const { return load<X_TYPE, VECTOR>(at(i)); }
+  __device__ __forceinline__ Vector<X_TYPE, VECTOR> get(int slot) const { return load<X_TYPE, VECTOR>(at(slot)); }
 };
 
-// Calls use(i) for those of the thread's `count` vectors from FIRST to LAST that there are, when they have arrived: a
-// few at a time, so that the reads of the next need not wait for the work on the last. Every slot is filled in a group
-// of copies of its own. An empty group is added for each that was waited for, so that there are always as many behind
-// it.
+// Calls use(i) for those of the thread's `count` vectors from `first` to `last` that there are, when they have arrived:
+// a few at a time, so that the reads of the next need not wait for the work on the last. Then release(i), which must
+// commit a group of copies, be it an empty one: every slot was filled in a group of its own, and BEHIND - 1 groups are
+// to be behind that of a vector when it is used.
 constexpr int AT_A_TIME = 4;
 
-template <int FIRST, int LAST, typename Use>
-__device__ __forceinline__ void as_they_arrive(int count, const Use& use) {
-  constexpr int WHOLE = (LAST - FIRST) / AT_A_TIME * AT_A_TIME, REST = LAST - FIRST - WHOLE;
-  const auto take = [&](int first, auto size) {
-    copy_async_wait<(SLOTS > size.value ? SLOTS - size.value : 0)>();
+template <int BEHIND, typename Use, typename Release>
+__device__ __forceinline__ void as_they_arrive(int first, int last, int count, const Use& use, const Release& release) {
+#pragma unroll 1
+  for (; first < last; first += AT_A_TIME) {
+    copy_async_wait<(BEHIND > AT_A_TIME ? BEHIND - AT_A_TIME : 0)>();
 #pragma unroll
-    for (int i = first; i < first + size.value; ++i) {
-      if (i < count) use(i);
+    for (int i = first; i < first + AT_A_TIME; ++i) {
+      if (i < min(count, last)) use(i);
     }
 #pragma unroll
-    for (int i = 0; i < size.value; ++i) copy_async_commit();
-  };
-#pragma unroll 1
-  for (int first = FIRST; first < FIRST + WHOLE; first += AT_A_TIME) take(first, Known<AT_A_TIME>());
-  if constexpr (REST > 0) take(FIRST + WHOLE, Known<REST>());
+    for (int i = first; i < first + AT_A_TIME; ++i) {
+      if (i < last) release(i);
+    }
+  }
+}
+
+// The same for all from `first` to `vectors`. Where there are more of these than slots, HELD slots keep theirs, and the
+// rest pass through the others.
+template <typename Use, typename Release>
+__device__ __forceinline__ void take_part(int first, int vectors, int count, const Use& use, const Release& release) {
+  as_they_arrive<SLOTS>(first, min(vectors, SLOTS), count, use, release);
+  if constexpr (HELD < SLOTS) as_they_arrive<SLOTS - HELD>(SLOTS, vectors, count, use, release);
 }

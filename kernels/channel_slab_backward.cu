@@ -59,7 +59,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
-  const Slots dy_slots = {staged, 0}, x_slots = {staged + SLOTS * HOLDERS * VECTOR, 0};
+  const Slots dy_slots = {staged}, x_slots = {staged + SLOTS * HOLDERS * VECTOR};
   Walk walk = begin;
 #pragma unroll 2
   for (int i = 0; i < VECTORS; ++i) {
@@ -74,7 +74,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   Own thread = {};
   thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
 
-  sum_part(dy_slots, x_slots, thread, count, scratch, own);
+  sum_part(dy_slots, x_slots, thread, VECTORS, count, [](int i) { return i; }, [](int) { copy_async_commit(); },
+           scratch, own);
   const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
 

@@ -53,7 +53,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
-  const Slots slots = {staged, 0};
+  const Slots slots = {staged};
   Walk walk = begin;
 #pragma unroll 4
   for (int i = 0; i < VECTORS; ++i) {
@@ -68,7 +68,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   // Statistics of the part, then of the sets.
-  sum_part(part, slots, count, scratch, own);
+  constexpr int PIVOT = (VECTORS + 3) / 4;
+  sum_part(part, slots, VECTORS, PIVOT, count, [](int i) { return i; }, [](int) { copy_async_commit(); }, scratch, own);
   const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
   const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);

@@ -2,7 +2,8 @@
 // channel_grid_forward.
 //
 // The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel:
-// PIVOT of VECTORS vectors a thread, so little cancels in the squared deviations whatever the data are.
+// `pivot` of `vectors` vectors a thread, no small share of them, so little cancels in the squared deviations whatever
+// the data are. They are among the HELD ones.
 
 // What the parts of a slab have of each channel: mean, its remainder, and the sum of squared deviations from it.
 constexpr int NUMBERS = 3;
@@ -20,23 +21,27 @@ __device__ __forceinline__ SetStatistics set_statistics_of(const Moments& moment
           reciprocal_sqrt(static_cast<Compute>(moments.variance + eps))};
 }
 
-// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see.
-__device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, int count, Compute* scratch,
+// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see. Of the thread's `vectors`
+// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
+template <typename SlotOf, typename Release>
+__device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, int vectors, int pivot, int count,
+                                         const SlotOf& slot_of, const Release& release, Compute* scratch,
                                          Compute* own) {
   Compute pivots[CHANNEL_VECTOR] = {};
-  as_they_arrive<0, PIVOT>(count, [&](int i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(i);
+  const auto add_to_pivots = [&](int i) {
+    const Vector<X_TYPE, VECTOR> values = slots.get(slot_of(i));
     add_vector(pivots, [&](int j, Compute (&parts)[CHANNEL_VECTOR]) { parts[channel_of(j)] += widen(values, j); });
-  });
+  };
+  as_they_arrive<SLOTS>(0, pivot, count, add_to_pivots, [](int) { copy_async_commit(); });
   sum_over_points(pivots, scratch);
-  const long long pivot_points = min(part.points(), static_cast<long long>(PIVOT) * POINT_LANES * POINT_VECTOR);
+  const long long pivot_points = min(part.points(), static_cast<long long>(pivot) * POINT_LANES * POINT_VECTOR);
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(pivot_points);
 
   // The sums of the differences from the pivots, then those of their squares.
   Compute sums[2 * CHANNEL_VECTOR] = {};
   const auto add = [&](int i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(i);
+    const Vector<X_TYPE, VECTOR> values = slots.get(slot_of(i));
     add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
       const Compute difference = widen(values, j) - pivots[channel];
@@ -45,10 +50,10 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
     });
   };
 #pragma unroll 4
-  for (int i = 0; i < PIVOT; ++i) {
+  for (int i = 0; i < pivot; ++i) {
     if (i < count) add(i);
   }
-  as_they_arrive<PIVOT, VECTORS>(count, add);
+  take_part(pivot, vectors, count, add, release);
   __syncthreads();  // the scratch was read
   sum_over_points(sums, scratch);
 

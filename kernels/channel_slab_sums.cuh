@@ -24,24 +24,40 @@ struct Own {
     }
   }
 
+  // From rows of TILE_CHANNELS numbers each.
+  __device__ __forceinline__ void load_rows(const Compute* rows) {
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      const Compute* of_channel = rows + channel_in_tile(j);
+      weight[j] = of_channel[0];
+      bias[j] = of_channel[TILE_CHANNELS];
+      mean[j] = of_channel[2 * TILE_CHANNELS];
+      rstd[j] = of_channel[3 * TILE_CHANNELS];
+    }
+  }
+
   __device__ __forceinline__ Gradient gradient(Compute x, Compute dy, int channel) const {
     return gradient_of(x, dy, mean[channel], rstd[channel], weight[channel], bias[channel]);
   }
 };
 
-// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see.
-__device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_slots, const Own& thread, int count,
-                                         Compute* scratch, Compute* own) {
+// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see. Of the thread's `vectors`
+// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
+template <typename SlotOf, typename Release>
+__device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_slots, const Own& thread, int vectors,
+                                         int count, const SlotOf& slot_of, const Release& release, Compute* scratch,
+                                         Compute* own) {
   Compute sums[NUMBERS * CHANNEL_VECTOR] = {};
-  as_they_arrive<0, VECTORS>(count, [&](int i) {
-    const Vector<X_TYPE, VECTOR> dy = dy_slots.get(i), x = x_slots.get(i);
+  const auto add = [&](int i) {
+    const Vector<X_TYPE, VECTOR> dy = dy_slots.get(slot_of(i)), x = x_slots.get(slot_of(i));
     add_vector(sums, [&](int j, Compute (&parts)[NUMBERS * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
       const Gradient gradient = thread.gradient(widen(x, j), widen(dy, j), channel);
       parts[channel] += gradient.dz;
       parts[CHANNEL_VECTOR + channel] += gradient.dz * gradient.xhat;
     });
-  });
+  };
+  take_part(0, vectors, count, add, release);
   sum_over_points(sums, scratch);
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {

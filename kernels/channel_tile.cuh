@@ -219,6 +219,18 @@ struct Walk {
       }
     }
   }
+
+  __device__ __forceinline__ void retreat(const long long (&sizes)[POINT_DIMS]) {
+    ++left;
+#pragma unroll
+    for (int i = WALKED_DIMS - 1; i >= 0; --i) {
+      digits[i] -= steps[i];
+      if (i > 0 && digits[i] < 0) {
+        digits[i] += sizes[i];
+        --digits[i - 1];
+      }
+    }
+  }
 };
 
 __device__ __forceinline__ void to_digits(long long number, const long long (&sizes)[POINT_DIMS],
@@ -231,16 +243,53 @@ __device__ __forceinline__ void to_digits(long long number, const long long (&si
   digits[0] = number;
 }
 
-__device__ __forceinline__ Walk walk_over(const Chunk& chunk, const long long (&sizes)[POINT_DIMS]) {
+// From a thread's i-th vector on, which need not be there.
+__device__ __forceinline__ Walk walk_over(const Chunk& chunk, const long long (&sizes)[POINT_DIMS], int i = 0) {
   constexpr int STEP = POINT_LANES * POINT_VECTOR;
   const long long first = chunk.first_point + point_lane() * POINT_VECTOR, rest = chunk.end_point - first;
   Walk walk;
   // Threads that hold nothing have none, but go along: the sums need every lane.
   const bool holds = chunk.there && thread_in_block() < HOLDERS && rest > 0;
-  walk.left = holds ? static_cast<int>((rest + STEP - 1) / STEP) : 0;
-  to_digits(first / PLANE, sizes, walk.digits);
+  walk.left = (holds ? static_cast<int>((rest + STEP - 1) / STEP) : 0) - i;
+  to_digits((first + static_cast<long long>(i) * STEP) / PLANE, sizes, walk.digits);
   to_digits(STEP / PLANE, sizes, walk.steps);
   return walk;
+}
+
+// A thread's way over its vectors of a chunk in one tensor, up or down. Points of one dimension need no digits.
+struct Path {
+  long long place;  // in the tensor: of the vector, or where points have several dimensions of the chunk
+  long long step;
+  Walk walk;
+
+  __device__ __forceinline__ long long offset(const long long (&strides)[POINT_DIMS]) const {
+    return WALKED_DIMS == 1 ? place : place + walk.offset(strides);
+  }
+  __device__ __forceinline__ void advance(const long long (&sizes)[POINT_DIMS]) {
+    if constexpr (WALKED_DIMS == 1) {
+      place += step;
+    } else {
+      walk.advance(sizes);
+    }
+  }
+  __device__ __forceinline__ void retreat(const long long (&sizes)[POINT_DIMS]) {
+    if constexpr (WALKED_DIMS == 1) {
+      place -= step;
+    } else {
+      walk.retreat(sizes);
+    }
+  }
+};
+
+// That of a walk, over the same points of a chunk in a tensor with these strides.
+__device__ __forceinline__ Path path_of(const Walk& walk, const Chunk& chunk, long long sample_stride,
+                                        long long channel_stride, const long long (&point_strides)[POINT_DIMS]) {
+  Path path = {chunk.offset(sample_stride, channel_stride), 0, walk};
+  if constexpr (WALKED_DIMS == 1) {
+    path.place += walk.offset(point_strides);
+    path.step = walk.steps[0] * point_strides[0];
+  }
+  return path;
 }
 
 // Calls take(whole) for each UNROLL vectors of the way, along which it goes: whole but for the last, of which some may

@@ -48,10 +48,11 @@ def by_slabs(blocks: int, lanes: int | None) -> Choose:
     return choose
 
 
-def by_grids(lanes: int, turns: int, resident: int, ahead: int | None) -> Choose:
+def by_grids(lanes: int, turns: int, resident: int, ahead: int | None, streamed: tuple[int, int] | None) -> Choose:
     """The plan with slabs of so many lanes of channels, over which blocks take so many turns.
 
-    ``ahead`` are the slots for the next turn; without it there are as many as there can be.
+    ``ahead`` are the slots for the next turn; without it there are as many as there can be. ``streamed`` are as few
+    slots as that, less than there are vectors, and how many of them hold theirs.
     """
 
     def choose(problem: ChannelProblem, device: Device) -> Plan:
@@ -60,8 +61,14 @@ def by_grids(lanes: int, turns: int, resident: int, ahead: int | None) -> Choose
             for grid in channel_grid.candidates(problem, device)
             if (grid.tiles.channel_lanes, grid.turns(problem), grid.tiles.min_blocks) == (lanes, turns, resident)
         )
+        if streamed is not None:
+            slots, held = streamed
+            assert held < slots < grid.vectors
+            return plan_of(replace(grid, slots=slots, held=held), problem)
         assert ahead is None or grid.vectors + ahead < grid.slots
-        return plan_of(grid if ahead is None else replace(grid, slots=grid.vectors + ahead), problem)
+        if ahead is not None:
+            grid = replace(grid, slots=grid.vectors + ahead, held=grid.vectors + ahead)
+        return plan_of(grid, problem)
 
     return choose
 
@@ -74,9 +81,11 @@ def slabs(blocks: int, lanes: int | None = None) -> EmulatorRunner:
     return EmulatorRunner(SMALL_DEVICE, by_slabs(blocks, lanes))
 
 
-def grids(lanes: int, turns: int, resident: int = 2, ahead: int | None = None) -> EmulatorRunner:
+def grids(
+    lanes: int, turns: int, resident: int = 2, ahead: int | None = None, streamed: tuple[int, int] | None = None
+) -> EmulatorRunner:
     device = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
-    return EmulatorRunner(device, by_grids(lanes, turns, resident, ahead))
+    return EmulatorRunner(device, by_grids(lanes, turns, resident, ahead, streamed))
 
 
 # ---- Every norm, by every family of kernels.
@@ -119,7 +128,7 @@ ASKED: list[Asked] = [
     (
         Shape("group_norm", (2, 7, 7, 40), "NHWC", 4),
         {"dtype": "bfloat16", "activation": "gelu_tanh", "parameter_dtype": "float32"},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 5), "4 blocks": slabs(4, 5), "all blocks": grids(5, 1)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 5), "4 blocks": slabs(4, 5)},
     ),
     (
         Shape("group_norm", (2, 8, 7, 8), "NCHW", 2),
@@ -151,7 +160,7 @@ ASKED: list[Asked] = [
     (
         Shape("batch_norm", (5, 6, 9), "NCW"),
         {"dtype": "float64", "running_dtype": "float64", "affine": "none"},
-        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 2), "all blocks": grids(2, 2)},
+        {**PLANNED, **SPLIT, "2 blocks": slabs(2, 2)},
     ),
     (
         Shape("batch_norm", (2, 5, 5, 16), "NHWC"),
@@ -169,12 +178,28 @@ ASKED: list[Asked] = [
     (
         Shape("instance_norm", (2, 5, 3001), "NCW"),
         {"affine": "none"},
-        {"passes": PASSES, "4 blocks": slabs(4, 4), "all blocks": grids(4, 2, ahead=3)},
+        {
+            "passes": PASSES,
+            "4 blocks": slabs(4, 4),
+            "all blocks": grids(4, 2, ahead=3),
+            "all blocks, few slots": grids(4, 2, streamed=(5, 1)),
+        },
     ),
     (
         Shape("instance_norm", (1, 3001, 5), "NWC"),
         {"affine": "none"},
         {"passes": PASSES, "4 blocks": slabs(4, 5), "all blocks": grids(3, 2, ahead=1)},
+    ),
+    # Slabs that pass through slots: of points in two dimensions, in one turn and in several.
+    (
+        Shape("batch_norm", (12, 30, 23, 40), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "activation": "relu"},
+        {"1 turn, few slots": grids(32, 1, streamed=(6, 2)), "2 turns, few slots": grids(16, 2, streamed=(5, 1))},
+    ),
+    (
+        Shape("group_norm", (3, 30, 50, 128), "NHWC", 8),
+        {"dtype": "bfloat16", "activation": "silu"},
+        {"1 turn, few slots": grids(16, 1, streamed=(12, 5)), "3 turns, few slots": grids(16, 3, streamed=(6, 2))},
     ),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),

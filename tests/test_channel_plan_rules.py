@@ -32,6 +32,7 @@ from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
 
 TILES_PER_CHUNK = 64  # kernels/channel_split_statistics.cu relies on it
+VECTORS_PER_PIVOT = 64  # so does kernels/channel_slab_statistics.cuh on this
 MOST_STATIC_BYTES = 48 * 1024
 RESERVED_BYTES = 1024  # of shared memory, for each block
 
@@ -90,7 +91,8 @@ def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     scratch = _scratch_numbers(kept)
     if item.kernel.startswith("channel_grid"):
         numbers = _numbers(item)
-        return (2 * scratch + numbers * _tile_channels(kept) + 2 * numbers * _sets(kept)) * size
+        staged = 2 if item.kernel == "channel_grid_forward" else 4
+        return (2 * scratch + (numbers + staged) * _tile_channels(kept) + 2 * numbers * _sets(kept)) * size
     if not item.kernel.startswith("channel_slab"):
         sums = {"channel_split_statistics": 3, "channel_split_gradient_sums": 2}.get(item.kernel, 0)
         return sums * scratch * size
@@ -144,7 +146,8 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
             _covers_slab(problem, item, constants, arguments)
         elif item.kernel.startswith("channel_grid"):
             _covers_grid(problem, item, constants, arguments)
-            parts *= arguments["blocks_per_slab"]
+            # Where a set has several channels, no block knows the sums of one.
+            parts *= arguments["blocks_per_slab"] if problem.channels_per_set > 1 else 1
         elif item.kernel.endswith("merge"):
             _covers_merge(problem, item, constants, arguments)
         else:
@@ -185,8 +188,8 @@ def _covers_pass(problem: ChannelProblem, item: Launch, constants: Constants, ar
 def _covers_slab(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
     blocks = constants["BLOCKS_PER_ROW"]
     assert item.cluster == blocks and item.grid == _tiles(problem, constants) * blocks
-    assert constants["SLOTS"] == constants["VECTORS"]
-    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"])
+    assert constants["HELD"] == constants["SLOTS"] == constants["VECTORS"]
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"], constants["VECTORS"])
     assert item.shared_bytes == _slot_bytes(problem, constants)
 
 
@@ -195,21 +198,31 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
     assert slabs == _tiles(problem, constants) < 2**32
     groups = item.grid // blocks
     assert item.grid == groups * blocks and blocks >= 2 and 1 <= groups <= slabs, "a group has nothing to do"
-    assert constants["VECTORS"] <= constants["SLOTS"] <= constants["VECTORS"] * (2 if slabs > groups else 1)
-    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"])
+    vectors, slots, held = arguments["vectors"], constants["SLOTS"], constants["HELD"]
+    if vectors > slots:
+        # As many pass through as are taken at a time (AT_A_TIME of kernels/channel_slab.cuh).
+        assert 1 <= held <= slots - 4
+    else:
+        assert held == slots <= vectors * (2 if slabs > groups else 1)
+    if item.kernel == "channel_grid_forward":
+        assert 1 <= arguments["pivot"] <= min(held, vectors)
+        assert vectors <= VECTORS_PER_PIVOT * arguments["pivot"], "too much may cancel"
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"], vectors)
     # Behind the slots is what the owner of the most sets collects of all blocks.
     collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * compute_bytes(problem)
     slots = _slot_bytes(problem, constants)
     assert slots % compute_bytes(problem) == 0 and item.shared_bytes == slots + collected
 
 
-def _assert_parts(problem: ChannelProblem, item: Launch, constants: Constants, blocks: int, per_block: int) -> None:
+def _assert_parts(
+    problem: ChannelProblem, item: Launch, constants: Constants, blocks: int, per_block: int, vectors: int
+) -> None:
     """Each block of a slab has some of its points, which its threads' vectors just hold."""
     _assert_lanes(item, constants)
     step = _point_lanes(constants) * _points_of_vector(constants)
     assert per_block % _points_of_vector(constants) == 0
     assert (blocks - 1) * per_block < problem.points <= blocks * per_block, "a block has nothing to do"
-    assert (constants["VECTORS"] - 1) * step < per_block <= constants["VECTORS"] * step
+    assert (vectors - 1) * step < per_block <= vectors * step
     assert constants["CHANNELS_PER_SET"] == problem.channels_per_set
     assert _tile_channels(constants) % problem.channels_per_set == 0, "a set lies in two slabs"
     assert constants["SET_LANES"] in (1, 2, 4, 8, 16, 32)
@@ -311,8 +324,12 @@ def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> Non
     assert cleared["columns"] * size == 8 * words
     assert dict(clearing.constants)["SUM_TYPE"] == DTYPES[DTYPES[problem.x.dtype].compute].cuda
     for name in ("dweight", "dbias"):
-        if arguments.get(name):
-            assert sizes[str(arguments[name])] == problem.samples * blocks * problem.channels * size
+        # Sums of each sample, and where a set has several channels of each block; a single row is the result itself.
+        rows = problem.samples * (blocks if problem.channels_per_set > 1 else 1)
+        if rows == 1:
+            assert arguments.get(name) in (name, 0, None)
+        elif arguments.get(name):
+            assert sizes[str(arguments[name])] == rows * problem.channels * size
 
 
 def the_workspace_is_modest(problem: ChannelProblem, device: Device, chosen: Plan) -> None:

@@ -265,6 +265,8 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((64, 2048, 49), None, True, None),
     ((64, 2048, 49), None, False, "silu"),
     ((700, 24, 169), None, False, None),
+    # So many points that no grid takes them: a thread would have too many of a slab.
+    ((1, 8, 512**3), 1, True, None),
 ]
 
 

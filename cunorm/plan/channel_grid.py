@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
     Tiles,
@@ -26,6 +26,11 @@ __all__ = ["Grid", "candidates", "plan_backward", "plan_forward"]
 
 _THREADS = 512
 _MOST_SLOTS = 64
+# Slots that pass vectors through where they cannot all be held, by the number of tensors that are read.
+_STREAMED = {1: 8, 2: 4}
+# channel_slab_statistics.cuh relies on it: what cancels in a squared deviation is bounded by that. The pivot is of
+# vectors that are held.
+_VECTORS_PER_PIVOT = 64
 # What the runtime keeps of shared memory for each block.
 _RESERVED_BYTES = 1024
 _MOST_STATIC_BYTES = 48 * 1024
@@ -41,9 +46,20 @@ class Grid:
     points_per_block: int
     vectors: int  # of a thread, of a slab
     slots: int  # for them and for those of the next slab
+    held: int  # slots whose vectors stay; the others too, where there are no more vectors than slots
 
     def turns(self, problem: ChannelProblem) -> int:
         return -(-self.tiles.count(problem) // self.groups)
+
+    @property
+    def rereads(self) -> int:
+        """Vectors that come again to be finished."""
+        return max(0, self.vectors - self.slots)
+
+    @property
+    def pivot(self) -> int:
+        """Vectors that give the pivot, forward."""
+        return min(self.held, -(-self.vectors // 4))
 
     def numbers(self, problem: ChannelProblem) -> int:
         """Numbers that a block has for each set of channels."""
@@ -72,15 +88,15 @@ class Grid:
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
         numbers = self.numbers(problem)
-        of_sets = (2 * numbers) * self.sets(problem)
-        return static_bytes(problem, self.tiles, numbers * self.tiles.channels + of_sets)
+        of_channels = numbers + (2 if isinstance(problem, ChannelForward) else 4)
+        return static_bytes(problem, self.tiles, of_channels * self.tiles.channels + 2 * numbers * self.sets(problem))
 
     def constants(self, problem: ChannelProblem) -> Constants:
         parts = max(self.blocks_per_slab, problem.channels_per_set)
         own: Constants = {
             "UNROLL": 1,
-            "VECTORS": self.vectors,
             "SLOTS": self.slots,
+            "HELD": self.held,
             "CHANNELS_PER_SET": problem.channels_per_set,
             "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
         }
@@ -92,6 +108,7 @@ class Grid:
             "slabs": self.tiles.count(problem),
             "blocks_per_slab": self.blocks_per_slab,
             "points_per_block": self.points_per_block,
+            "vectors": self.vectors,
         }
 
 
@@ -112,13 +129,15 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
     if problem.points == 0 or problem.samples * problem.channels == 0 or device.capability < 80:
         return
     read = 1 if isinstance(problem, ChannelForward) else 2
-    # In double ptxas would spill registers: backward for the derivative of an activation, forward where a whole block
-    # sums one channel over points of several dimensions.
-    double = problem.x.dtype == "float64"
+    # Where ptxas would spill registers: in double backward for the derivative of an activation, forward along points of
+    # several dimensions; of sixteen bits backward for the derivative of a gelu, along channels.
+    double, gelu = problem.x.dtype == "float64", problem.activation in ("gelu", "gelu_tanh")
     if double and read == 2 and problem.activation is not None:
         return
     for tiles in _tiles(problem):
-        if double and read == 1 and tiles.channel_lanes == 1 and len(problem.point_sizes) > 1:
+        if double and read == 1 and not tiles.along_channels and len(problem.point_sizes) > 1:
+            continue
+        if gelu and read == 2 and tiles.along_channels and tiles.width == 8:
             continue
         resident = tiles.min_blocks
         multiprocessors = device.multiprocessors * resident
@@ -134,13 +153,16 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             per_block = -(-point_vectors // blocks)
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
-            grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, vectors)
+            grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, vectors, vectors)
             slot_bytes = read * tiles.holders * tiles.width * DTYPES[problem.x.dtype].itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
             slots = min(free // slot_bytes, _MOST_SLOTS, 2 * vectors if turns > 1 else vectors)
-            if slots < vectors or grid.static_bytes(problem) > _MOST_STATIC_BYTES:
+            if grid.static_bytes(problem) > _MOST_STATIC_BYTES:
                 continue
-            yield Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, slots)
+            if slots >= vectors:
+                yield replace(grid, slots=slots, held=slots)
+            elif slots >= 2 * _STREAMED[read] and vectors <= _VECTORS_PER_PIVOT * (slots - _STREAMED[read]):
+                yield replace(grid, slots=slots, held=slots - _STREAMED[read])
 
 
 def _launch_words(problem: ChannelProblem, grid: Grid, builder: Builder) -> str:
@@ -163,6 +185,7 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
             **running_arguments(problem),
             **grid.arguments(problem, words),
+            "pivot": grid.pivot,
             **pass_arguments(problem, x=problem.x, y=problem.y),
             "eps": problem.eps,
         },
@@ -175,17 +198,18 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
 def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str:
     assert problem.dx is not None
     words = _launch_words(problem, grid, builder)
-    rows = problem.samples * grid.blocks_per_slab
+    rows = problem.samples * (1 if problem.channels_per_set == 1 else grid.blocks_per_slab)
+    compute = DTYPES[problem.x.dtype].compute
     targets: dict[str, Value] = {}
     constants: Constants = {}
     sums = []
     for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
-        constants[f"WANTS_{name.upper()}"] = int(dtype is not None)
-        targets[name] = 0
-        if dtype is not None:
+        targets[name], stored = (name if dtype else 0), dtype or compute
+        if dtype is not None and rows > 1:
             partials = builder.reserve(f"{name}_sums", rows * problem.channels, compute_itemsize(problem))
-            targets[name] = partials
+            targets[name], stored = partials, compute
             sums.append((partials, name, dtype))
+        constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[stored].cuda}
     builder.launch(
         "channel_grid_backward",
         grid.constants(problem) | affine_constants(problem, grid.tiles) | constants,

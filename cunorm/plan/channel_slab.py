@@ -65,6 +65,7 @@ class Slab:
             "UNROLL": 1,
             "VECTORS": self.vectors,
             "SLOTS": self.vectors,
+            "HELD": self.vectors,
             "BLOCKS_PER_ROW": self.blocks_per_slab,
             "CHANNELS_PER_SET": problem.channels_per_set,
             "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
