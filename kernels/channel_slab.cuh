@@ -9,7 +9,9 @@ constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
 struct Slots {
   X_TYPE* memory;
 
-  __device__ __forceinline__ X_TYPE* at(int slot) const { return memory + (slot * HOLDERS + thread_in_block()) * VECTOR; }
+  __device__ __forceinline__ X_TYPE* at(int slot) const {
+    return memory + (slot * HOLDERS + thread_in_block()) * VECTOR;
+  }
 
   __device__ __forceinline__ void fill(int slot, const X_TYPE* source) const {
     if constexpr (VECTOR * sizeof(X_TYPE) >= 4) {

@@ -101,7 +101,11 @@ def explained_launches(chosen: Plan, problem: AnyProblem, device: Device) -> tup
         layout = _layout(item, area, itemsize)
         constants = dict(item.constants)
         through = 0
-        if item.kernel.startswith(("channel_slab", "channel_grid")) or constants.get("STAGE") == "ahead":
+        if item.kernel.startswith("channel_grid"):
+            vectors = layout["vectors"]
+            read += read * max(0, vectors - int(constants["SLOTS"])) // vectors
+            through = read
+        elif item.kernel.startswith("channel_slab") or constants.get("STAGE") == "ahead":
             through = read
         elif constants.get("STAGE") == "run":
             through = read + written
@@ -167,6 +171,8 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     rows = constants.get("ROWS_PER_BLOCK") or lanes * (width if along else 1) // plane * constants.get("STEPS", 1)
     if constants.get("RUN"):
         rows, columns = 1, columns * rows
+    if item.kernel.startswith("channel_grid"):
+        vectors = given["vectors"]
     if item.kernel == "row_grid_forward":
         vectors = max(1, _times(columns - 2 * width * constants["PEELED"], width * threads))
     share = min(rows, area[0]), min(columns, area[1])
