@@ -98,6 +98,8 @@ CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # all blocks share the slabs
     (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # along the channels
     (Shape("group_norm", (4, 100, 100, 128), "NHWC", 8), "float32"),  # several channels a set, in turns
+    (Shape("instance_norm", (2, 400_001, 24), "NWC"), "float32"),  # slabs that stream, in turns
+    (Shape("batch_norm", (2, 4, 1500, 1502), "NCHW"), "float32"),  # the same backward, along points of two dimensions
     (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4, "strided"), "float16"),  # groups that no slab holds: chunks
     (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),

@@ -267,7 +267,8 @@ def test_nothing_is_synchronized_and_nothing_new_allocated() -> None:
 
 
 CHANNEL_SHAPES = [(8, 64, 16, 16), (2, 32, 300, 301), (64, 96, 7, 7), (2, 6, 1000, 2000)]
-# For plans with clusters, with many chunks, with slabs for all blocks, and with more channels than a block takes.
+# For plans with clusters, with many chunks, with slabs for all blocks, with those that stream, and with more channels
+# than a block takes.
 LARGER = [
     Shape("instance_norm", (2, 32, 24, 24, 24), "NCDHW"),
     Shape("instance_norm", (2, 24, 24, 24, 32), "NDHWC"),
@@ -286,6 +287,9 @@ LARGER = [
     Shape("batch_norm", (4, 7, 7, 2048), "NHWC"),
     Shape("batch_norm", (300, 72, 7, 7), "NCHW"),
     Shape("batch_norm", (700, 24, 13, 13), "NCHW"),
+    Shape("batch_norm", (2, 600, 500, 24), "NHWC"),
+    Shape("instance_norm", (3, 500, 700, 24), "NHWC"),
+    Shape("instance_norm", (2, 3, 2000, 2000), "NCHW"),
 ]
 
 

@@ -161,8 +161,14 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
                 continue
             if slots >= vectors:
                 yield replace(grid, slots=slots, held=slots)
-            elif slots >= 2 * _STREAMED[read] and vectors <= _VECTORS_PER_PIVOT * (slots - _STREAMED[read]):
+            elif _streams(grid, problem, slots, slots - _STREAMED[read]):
                 yield replace(grid, slots=slots, held=slots - _STREAMED[read])
+
+
+def _streams(grid: Grid, problem: ChannelProblem, slots: int, held: int) -> bool:
+    """Whether a slab may pass through so many slots, of which some are held: shorter vectors were not measured so."""
+    whole = grid.tiles.width * DTYPES[problem.x.dtype].itemsize == 16
+    return whole and 2 * held >= slots and grid.vectors <= _VECTORS_PER_PIVOT * held
 
 
 def _launch_words(problem: ChannelProblem, grid: Grid, builder: Builder) -> str:
