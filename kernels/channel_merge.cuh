@@ -42,6 +42,6 @@ __device__ __forceinline__ Moments merged(double count, double pivot, double* sc
     sums[1] += deviation + points * difference * difference;
   });
   total_over<LANES>(sums, scratch);
-  const double shift = sums[0] / count;
-  return {pivot + shift, sums[1] / count - shift * shift};
+  const double share = 1 / count, shift = sums[0] * share;
+  return {pivot + shift, sums[1] * share - shift * shift};
 }

@@ -35,8 +35,9 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   as_they_arrive<SLOTS>(0, pivot, count, add_to_pivots, [](int) { copy_async_commit(); });
   sum_over_points(pivots, scratch);
   const long long pivot_points = min(part.points(), static_cast<long long>(pivot) * POINT_LANES * POINT_VECTOR);
+  const Compute pivot_share = 1 / static_cast<Compute>(pivot_points);
 #pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(pivot_points);
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] *= pivot_share;
 
   // The sums of the differences from the pivots, then those of their squares.
   Compute sums[2 * CHANNEL_VECTOR] = {};
@@ -57,12 +58,12 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   __syncthreads();  // the scratch was read
   sum_over_points(sums, scratch);
 
-  const Compute points = static_cast<Compute>(part.points());
+  const Compute share = 1 / static_cast<Compute>(part.points());
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
     Compute* numbers = own + channel_in_tile(j);
-    const Compute shift = sums[j] / points;
+    const Compute shift = sums[j] * share;
     numbers[0] = pivots[j];
     numbers[TILE_CHANNELS] = shift;
     numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];

@@ -62,24 +62,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     slopes[j] = GIVEN ? 0 : -arguments.means[arguments.sets + set] * rstd[j];
   }
 
-  Walk walk = walk_over(chunk, arguments.point_sizes);
+  Walk walk = walk_over(chunk, arguments.point_sizes), behind = walk;
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
-    long long targets[UNROLL];
-    bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = whole.value || walk.left > 0;
-      if (there[i]) {
+      if (whole.value || walk.left > 0) {
         dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
         x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
       }
-      targets[i] = walk.offset(arguments.dx_point_strides);
       walk.advance(arguments.point_sizes);
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (!there[i]) continue;
+      if (!whole.value && behind.left <= 0) continue;
       Compute results[VECTOR];
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
@@ -88,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
                                               weight[own], bias[own]);
         results[j] = gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
       }
-      store_global(dx + targets[i], rounded<X_TYPE>(results));
+      store_global(dx + behind.offset(arguments.dx_point_strides), rounded<X_TYPE>(results));
+      behind.advance(arguments.point_sizes);
     }
   });
 }

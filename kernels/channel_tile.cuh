@@ -32,14 +32,10 @@ __device__ __forceinline__ bool tells_of(int j) {
 // The sums of COUNT numbers over the threads that hold the same channels. Scratch: SUM_SCRATCH values for each number
 // of a channel.
 //
-// Along the channels a thread has so many numbers that all threads share the work of adding them up: first by warps,
-// where lanes fit into a warp evenly, else by halves as long as there are many rows; then by SUM_ROWS rows of shared
-// memory, for each number SUM_SHARES threads.
-constexpr bool SUMS_BY_WARPS = CHANNEL_LANES <= 32 && 32 % CHANNEL_LANES == 0;
-
-constexpr int folded(int rows) { return rows > 40 ? folded((rows + 1) / 2) : rows; }
-
-constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : folded(POINT_LANES);
+// Along the channels a thread has so many numbers that all threads share the work of adding them up: first each warp,
+// where it has channels more than once, then a thread for each number, over SUM_ROWS rows of shared memory.
+constexpr bool SUMS_BY_WARPS = CHANNEL_LANES < 32;
+constexpr int SUM_ROWS = SUMS_BY_WARPS ? THREADS / 32 : POINT_LANES;
 // Of planes, vectors have numbers of up to so many channels, and channels numbers in up to so many vectors.
 constexpr int CHANNELS_PER_VECTOR = (VECTOR - 2) / PLANE + 2;
 constexpr int VECTORS_PER_PLANE = (PLANE - 2) / VECTOR + 2;
@@ -86,54 +82,43 @@ __device__ __forceinline__ void sum_over_planes(Compute (&values)[COUNT], Comput
   for (int i = 0; i < COUNT; ++i) values[i] = sums[i / VECTOR * TILE_CHANNELS + channel_in_tile(i % VECTOR)];
 }
 
+// Adds over the threads of a warp that are a multiple of LANES apart; the first LANES threads get the sums.
+template <int LANES, int COUNT>
+__device__ __forceinline__ void warp_sum_apart(Compute (&values)[COUNT]) {
+  if constexpr (LANES < 32) {
+    warp_sum_apart<2 * LANES>(values);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const Compute other = __shfl_down_sync(0xffffffffu, values[i], LANES);
+      if (32 % LANES == 0 || threadIdx.x % 32 + LANES < 32) values[i] += other;
+    }
+  }
+}
+
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
   if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
   if constexpr (PLANE > 1) return sum_over_planes(values, scratch);
   constexpr int NUMBERS = COUNT * CHANNEL_LANES;
-  constexpr int SUM_SHARES = SUM_ROWS > 16 && THREADS >= 2 * NUMBERS ? (THREADS >= 4 * NUMBERS ? 4 : 2) : 1;
-  const int row = threadIdx.x / (SUMS_BY_WARPS ? 32 : CHANNEL_LANES);
-  const auto number = [&](int in_row, int i) -> Compute& {
-    return scratch[in_row * NUMBERS + i * CHANNEL_LANES + channel_lane()];
-  };
-  if constexpr (SUMS_BY_WARPS) warp_sum<32, CHANNEL_LANES>(values);
-  if constexpr (!SUMS_BY_WARPS) {
-    // The last SUM_ROWS of the rows give their numbers to those before them.
+  if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(values);
+  const int row = SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane();
+  if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
 #pragma unroll
-    for (int rows = POINT_LANES; rows > SUM_ROWS; rows -= min(SUM_ROWS, rows - SUM_ROWS)) {
-      const int kept = rows - min(SUM_ROWS, rows - SUM_ROWS);
-      if (row >= kept && row < rows) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) number(row - kept, i) = values[i];
-      }
-      __syncthreads();
-      if (row < rows - kept) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) values[i] += number(row, i);
-      }
-      __syncthreads();
-    }
-  }
-  if (SUMS_BY_WARPS ? threadIdx.x % 32 < CHANNEL_LANES : row < SUM_ROWS) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) number(row, i) = values[i];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < SUM_SHARES * NUMBERS; i += THREADS) {
-    Compute sum = scratch[i];
-#pragma unroll 8
-    for (int place = i + SUM_SHARES * NUMBERS; place < SUM_ROWS * NUMBERS; place += SUM_SHARES * NUMBERS) {
-      sum += scratch[place];
-    }
-    scratch[i] = sum;
+    for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    values[i] = number(0, i);
+  for (int first = 0; first < NUMBERS; first += THREADS) {
+    const int number = first + threadIdx.x;
+    if (number >= NUMBERS) break;
+    Compute sum = scratch[number];
 #pragma unroll
-    for (int share = 1; share < SUM_SHARES; ++share) values[i] += number(share, i);
+    for (int other = 1; other < SUM_ROWS; ++other) sum += scratch[other * NUMBERS + number];
+    scratch[number] = sum;
   }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
 }
 
 // Adds what one vector has to a thread's sums: add(j, sums) does so for its j-th element. Along the points, a vector is

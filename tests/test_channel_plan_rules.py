@@ -76,9 +76,7 @@ def _scratch_numbers(constants: Constants) -> int:
         return int(((constants["VECTOR"] - 2) // plane + 2) * _holders(constants) + _tile_channels(constants))
     if not constants["ALONG_CHANNELS"]:
         return int(lanes * -(-point_lanes // 32))
-    rows = constants["THREADS"] // 32 if 32 % lanes == 0 else point_lanes
-    while rows > 40:
-        rows = (rows + 1) // 2
+    rows = constants["THREADS"] // 32 if lanes < 32 else point_lanes
     return int(lanes * rows * constants["VECTOR"])
 
 

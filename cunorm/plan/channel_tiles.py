@@ -163,9 +163,7 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
 def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
     """Shared memory that a kernel declares: for sums over the points of a tile, and so many numbers."""
     lanes, plane = tiles.channel_lanes, tiles.direction.plane
-    rows = tiles.threads // 32 if 32 % lanes == 0 else tiles.point_lanes
-    while 32 % lanes and rows > 40:
-        rows = (rows + 1) // 2
+    rows = tiles.threads // 32 if lanes < 32 else tiles.point_lanes
     scratch = lanes * (rows * tiles.width if tiles.along_channels else -(-tiles.point_lanes // 32))
     if plane > 1:
         scratch = ((tiles.width - 2) // plane + 2) * tiles.holders + tiles.channels
