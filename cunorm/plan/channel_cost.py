@@ -1,8 +1,8 @@
 """The time that the ways to compute a channel norm are expected to take, in microseconds, to choose one of them.
 
 What counts is which way comes out first. The constants were fitted, and some then rounded or changed by hand, to times
-on an H200 of about twenty problems of the three norms, forward and backward, by up to a hundred ways each. Of the
-slabs, those that come out first took 8 % more than the best that were measured, on average; of grids that stream, 1 %.
+on an H200 of some fifty problems of the three norms, forward and backward, by up to a hundred ways each. Of the slabs,
+those that come out first took 2 % more than the best that were measured, on average; of grids that stream, 1 %.
 """
 
 from __future__ import annotations
@@ -49,17 +49,6 @@ def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float,
     return elements * each * (1 if isinstance(problem, ChannelForward) else 1.6)
 
 
-def _halvings(tiles: Tiles) -> int:
-    """How often a block halves the rows of numbers that it adds up, where lanes do not fit into a warp evenly.
-
-    Once does not show. Twice does: 2 x 32 channels of 216 points of float16, which lie last, take 11.7 us forward and
-    9.4 backward with three lanes, with four 8.0 and 8.4.
-    """
-    if not tiles.along_channels or 32 % tiles.channel_lanes == 0:
-        return 0
-    return max(0, math.ceil(math.log2(tiles.point_lanes / 40)))
-
-
 def _activation(problem: ChannelProblem, forward: float, backward: float) -> float:
     """How much longer the numbers take under an activation."""
     if problem.activation is None:
@@ -68,27 +57,42 @@ def _activation(problem: ChannelProblem, forward: float, backward: float) -> flo
 
 
 def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
+    forward = isinstance(problem, ChannelForward)
     resident = max(1, slab.resident(problem, device))
     at_once = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab * resident
     grid = slab.grid(problem)
     waves = -(-grid // at_once)
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, slab.tiles)
-    stream /= min(1.0, 2.2 * grid / device.multiprocessors)
+    per_multiprocessor = -(-min(grid, at_once) // device.multiprocessors)
+
+    # Of small tensors the cache puts together what blocks have of a line.
+    waste = _waste(problem, slab.tiles)
+    stream = problem.bytes_moved / (_BYTES * device.multiprocessors)
+    stream *= 1 + (waste - 1) * min(1.0, problem.bytes_moved / 95e6)
+    # What the busiest multiprocessor moves, which it could do faster if the others had nothing to move.
+    own = waves * per_multiprocessor * slab.shared_bytes(problem) * (2 if forward else 1.5)
+    own *= math.sqrt(waste) / (3.5 * _BYTES)
+    memory = math.hypot(stream**2, own**2) ** 0.5
     if waves > 1:
-        stream *= 1 + 0.6 * (waves * at_once / grid - 1)
-    work = _work(problem, slab.vectors, slab.tiles, 0.02, 0.04)
-    latency = 1.8 + (0.95 + 0.06 * math.log2(slab.blocks_per_slab)) * (slab.blocks_per_slab > 1)
-    latency += work * max(0.66, slab.tiles.threads * resident / 512)
-    latency += max(0, _halvings(slab.tiles) - 1) * (3.6 if isinstance(problem, ChannelForward) else 1.0)
-    cost = 4.2 + stream + latency * (1 + (waves - 1) / float(resident**0.6))
-    return cost * _activation(problem, 1.05, 1.15)
+        memory *= 1 + 0.54 * (waves * at_once / grid - 1)
+
+    elements = slab.vectors * 16 // DTYPES[problem.x.dtype].itemsize
+    busy = slab.tiles.threads * min(resident, per_multiprocessor) / 512
+    latency = elements * (0.031 if slab.tiles.along_channels else 0.025) * max(0.64, busy) * (1 if forward else 1.47)
+    if slab.tiles.along_channels:
+        latency += 0.1 * busy * (2 + max(0, math.ceil(math.log2(32 / slab.tiles.channel_lanes))))
+    if slab.blocks_per_slab > 1:
+        latency += 0.67 + 0.29 * math.log2(slab.blocks_per_slab)
+    cost = (6.6 if forward else 5.5) + memory + latency * (1 + (waves - 1) / float(resident**0.6))
+    return cost * _activation(problem, 1.1, 1.35)
 
 
 def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     turns, resident = grid.turns(problem), grid.tiles.min_blocks
     busy = min(1.0, grid.groups * grid.blocks_per_slab / (device.multiprocessors * resident))
     waste = _waste(problem, grid.tiles) * _narrow(problem, grid.tiles.width) / busy
-    waste *= turns * grid.groups / grid.tiles.count(problem)
+    slabs = grid.tiles.count(problem)
+    waste *= turns * grid.groups / slabs
+    waste *= slabs * grid.tiles.channels / (problem.samples * problem.channels)  # the last may have fewer channels
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
     if grid.rereads:
         return _streaming_cost(grid, problem, device, stream, waste)

@@ -28,7 +28,7 @@ __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
 _MOST_VECTORS = 64
 # What the runtime keeps of shared memory for each block.
 _RESERVED_BYTES = 1024
-# Registers of a thread, about.
+# Registers that a thread may have: no kernel spills for it.
 _REGISTERS = 96
 # Static shared memory that a kernel may have.
 _MOST_STATIC_BYTES = 48 * 1024
@@ -75,8 +75,7 @@ class Slab:
     def resident(self, problem: ChannelProblem, device: Device) -> int:
         """How many blocks share a multiprocessor."""
         shared = self.shared_bytes(problem) + self.static_bytes(problem) + _RESERVED_BYTES
-        by_threads = min(device.threads_per_multiprocessor, 65536 // _REGISTERS) // self.tiles.threads
-        return min((device.shared_bytes + _RESERVED_BYTES) // shared, by_threads)
+        return min((device.shared_bytes + _RESERVED_BYTES) // shared, self.tiles.min_blocks)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
@@ -87,7 +86,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
         if way is None or (not way.along_channels and most_threads & most_threads - 1):
             continue
         for lanes, threads in tile_lanes(problem, way, most_threads):
-            tiles = Tiles(way, lanes, threads, 1)
+            by_threads = min(device.threads_per_multiprocessor, 65536 // _REGISTERS) // threads
+            tiles = Tiles(way, lanes, threads, by_threads)
             for blocks in (1, 2, 4, 8, 16):
                 if not device.groups(blocks):
                     break
