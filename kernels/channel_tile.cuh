@@ -218,12 +218,13 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ void to_digits(long long number, const long long (&sizes)[POINT_DIMS],
+__device__ __forceinline__ void to_digits(unsigned long long number, const long long (&sizes)[POINT_DIMS],
                                           long long (&digits)[WALKED_DIMS]) {
 #pragma unroll
   for (int i = WALKED_DIMS - 1; i > 0; --i) {
-    digits[i] = number % sizes[i];
-    number /= sizes[i];
+    const unsigned long long size = sizes[i], quotient = number / size;
+    digits[i] = number - quotient * size;
+    number = quotient;
   }
   digits[0] = number;
 }
