@@ -346,6 +346,18 @@ def test_slabs_know_what_their_kernels_declare(dtype: str) -> None:
     assert seen >= 8
 
 
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_slabs_have_the_registers_that_they_count_on(dtype: str, activation: str | None) -> None:
+    """Also those that are not chosen here, where as many blocks as can be share a multiprocessor."""
+    device = GPUS["sm_90"]
+    for problem in plain_channel_norm((8, 320, 64 * 64), dtype, 10, last=True, activation=activation):
+        slab = max(channel_slab.candidates(problem, device), key=lambda slab: slab.tiles.min_blocks)
+        assert slab.tiles.min_blocks >= 3
+        item = next(item for item in plan_of(slab, problem).launches if item.kernel.startswith("channel_slab_"))
+        assert complaint(item, compile_resources(item.kernel, dict(item.constants), device.arch), device) is None
+
+
 def _ways(items: Iterable[Launch]) -> set[tuple[object, ...]]:
     names = ("STAGE", "PEELED", "WEIGHTS", "FULL")
     return {
