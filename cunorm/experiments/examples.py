@@ -308,6 +308,7 @@ _GPU_CHANNELS = [
     ("batch_norm", (32, 56, 56, 64), "N...C", None),
     ("instance_norm", (2, 2, 1_500_001), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
+    ("batch_norm", (8, 300, 300, 9), "N...C", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
 _ASKED: list[dict[str, Any]] = [
