@@ -13,7 +13,7 @@ which one takes from a tenth of a second to two. Covered is:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for every dtype and
-   architecture, where of those that are alike two share them.
+   architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_* and row_weight_gradients, which may read what the plan was given.
@@ -283,17 +283,11 @@ def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     """The launches of a kernel, with each set of constants once."""
-
-    def of_kernel(items: Iterable[Launch]) -> dict[object, Launch]:
-        return {item.constants: item for item in items if item.kernel == kernel}
-
     rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
-    every = of_kernel(itertools.chain(launches(rows, arch), channel_launches(dtype, arch)))
-    families = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
-    others = list(of_kernel(launches((problem for of in families for problem in of(dtype)), arch)).items())
-    if arch in ALIKE and len(others) > 1:
-        others = others[ALIKE.index(arch) % 2 :: 2]
-    return list((every | dict(others)).values())
+    others = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
+    every = launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch)
+    every = itertools.chain(every, channel_launches(dtype, arch))
+    return list({item.constants: item for item in every if item.kernel == kernel}.values())
 
 
 # ---- The tests.
