@@ -55,6 +55,19 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE,
   return rounded<X_TYPE>(y);
 }
 
+// The same of numbers that have one weight and bias: an instruction less for each.
+template <int COUNT>
+__device__ __forceinline__ Vector<X_TYPE, COUNT> normalized_alike(const Vector<X_TYPE, COUNT>& x, Compute mean,
+                                                                  Compute remainder, Compute rstd, Compute weight,
+                                                                  Compute bias) {
+  const Compute scale = HAS_WEIGHT ? rstd * weight : rstd;
+  const Compute shift = HAS_BIAS ? bias - remainder * scale : -remainder * scale;
+  Compute y[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) y[i] = activate((widen(x, i) - mean) * scale + shift);
+  return rounded<X_TYPE>(y);
+}
+
 // One number's part in the gradients.
 struct Gradient {
   Compute xhat;

@@ -1,11 +1,11 @@
 // The weight and bias of row_block_*: a thread gets those of its vectors (see row_stage.cuh for what a place is).
 //
-// WEIGHTS names when they come to the registers, from memory through the cache. Those by channel (see row_channels.cuh)
-// are few, and come late.
+// WEIGHTS names when they come to the registers, from memory through the cache:
 // - late: when the sums of the row are known, so that they take no registers before;
 // - early: before that, so that their way from memory costs no time of its own;
 // - staged: late, but from shared memory, where they come once for all rows of a block, beside the first of them and
 //   without registers. A row that fills the cache drives them out of it, and each row would cost their bytes again.
+// Those by channel (see row_channels.cuh) are few. They come late, or staged: for each row, one channel to a thread.
 enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
 
@@ -74,21 +74,65 @@ struct Parameter {
   }
 };
 
+constexpr bool STAGES_CHANNELS = HAS_CHANNELS && weights_come == Weights::staged;
+constexpr int STAGED_CHANNEL_ELEMENTS = STAGES_CHANNELS ? 2 * BLOCK_THREADS * STAGED_NUMBERS : 0;
+
+// Weights by channel, of the rows that a block takes in turn. Where they are staged, a __syncthreads() must lie between
+// `put` and the first `get` of a turn, and one between that and the `put` of the turn after the next.
+struct ChannelTurns {
+  ChannelAffine<STAGES_CHANNELS> affine;
+  Compute* staged;  // STAGED_CHANNEL_ELEMENTS: [2][ROWS_PER_BLOCK][THREADS_PER_ROW][STAGED_NUMBERS]
+  unsigned first;   // of the row's channels, in the block's part
+  unsigned count;
+  Compute next_weight[1];  // of the thread's channel
+  Compute next_bias[1];
+
+  // Starts to load those of a row. Read directly, its numbers had better be under way, which the remainder in `first_of`
+  // would delay; ahead, those of the next row had better not, which these would come behind.
+  __device__ __forceinline__ void fetch(const Part& part, long long row) {
+    if (!STAGES_CHANNELS || row >= part.rows || threadIdx.x >= count) return;
+    const unsigned place = affine.channels.first_of(row) + first + threadIdx.x;
+    load_affine<1>(affine.weights + place, affine.biases + place, next_weight, next_bias);
+  }
+
+  // Puts what was fetched where all threads find it.
+  __device__ __forceinline__ void put(int turn) {
+    if constexpr (!STAGES_CHANNELS) return;
+    Compute* numbers = staged + (turn % 2 * ROWS_PER_BLOCK + threadIdx.y) * THREADS_PER_ROW * STAGED_NUMBERS;
+    if (threadIdx.x < count) {
+      Compute* own = numbers + threadIdx.x * STAGED_NUMBERS;
+      if constexpr (HAS_WEIGHT) own[0] = next_weight[0];
+      if constexpr (HAS_BIAS) own[STAGED_NUMBERS - 1] = next_bias[0];
+    }
+    affine.staged = numbers - static_cast<int>(first) * STAGED_NUMBERS;
+  }
+};
+
+template <typename Given>
+__device__ __forceinline__ ChannelTurns channel_turns_of(const Given& arguments, const Part& part, void* staged) {
+  ChannelTurns turns = {channel_affine_of<STAGES_CHANNELS>(arguments, part.first_column), static_cast<Compute*>(staged)};
+  if constexpr (STAGES_CHANNELS) {
+    turns.first = turns.affine.channels.of_column(0);
+    turns.count = turns.affine.channels.of_column(part.columns - 1) - turns.first + 1;
+  }
+  return turns;
+}
+
 struct Affine {
   Parameter<WEIGHT_ACCESS, WEIGHT_TYPE> weights;
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
-  ChannelAffine by_channel;
+  ChannelTurns by_channel;
 
   // To be called with the place of the first row; FORWARD before that is fetched: if it comes ahead, with its commit.
   __device__ __forceinline__ void stage(const Place& place) const {
-    if constexpr (weights_come != Weights::staged) return;
+    if constexpr (HAS_CHANNELS || weights_come != Weights::staged) return;
     if constexpr (HAS_WEIGHT) weights.stage(place);
     if constexpr (HAS_BIAS) biases.stage(place);
     if constexpr (FORWARD && ::stage == Stage::direct) copy_async_commit();
   }
   // To be called FORWARD by all threads in every step, when its row has arrived and before the first `get`.
   __device__ __forceinline__ void arrive(int turn) const {
-    if constexpr (weights_come != Weights::staged) return;
+    if constexpr (HAS_CHANNELS || weights_come != Weights::staged) return;
     if constexpr (::stage == Stage::direct) copy_async_wait<0>();
     if (STAGED_ROWS < ROWS_PER_BLOCK && turn == 0) __syncthreads();
   }
@@ -97,26 +141,22 @@ struct Affine {
     if constexpr (HAS_WEIGHT && weights_come == Weights::early) weights.fetch_early(place);
     if constexpr (HAS_BIAS && weights_come == Weights::early) biases.fetch_early(place);
   }
-  // To be called when a row begins.
-  __device__ __forceinline__ void go_to(long long row) {
-    if constexpr (HAS_CHANNELS) by_channel.go_to(row);
-  }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {
-    if constexpr (HAS_CHANNELS) return by_channel.get(place.column(i), weight, bias);
+    if constexpr (HAS_CHANNELS) return by_channel.affine.get(place.column(i), weight, bias);
     if constexpr (HAS_WEIGHT) weights.get(place, i, weight);
     if constexpr (HAS_BIAS) biases.get(place, i, bias);
     add_weight_offset(weight);
   }
   __device__ __forceinline__ void get_edge(const Place& place, Compute (&weight)[1], Compute (&bias)[1]) const {
-    if constexpr (HAS_CHANNELS) return by_channel.get(place.edge_column(), weight, bias);
+    if constexpr (HAS_CHANNELS) return by_channel.affine.get(place.edge_column(), weight, bias);
     if constexpr (HAS_WEIGHT) weight[0] = widen(weights.memory[place.edge_column()]);
     if constexpr (HAS_BIAS) bias[0] = widen(biases.memory[place.edge_column()]);
     add_weight_offset(weight);
   }
 };
 
-// `staged` is shared memory for both, 16-byte aligned.
+// `staged` is shared memory for both, 16-byte aligned, or for those by channel.
 template <typename Given>
 __device__ __forceinline__ Affine affine_of(const Given& arguments, const Part& part, void* staged) {
   WEIGHT_TYPE* staged_weights = static_cast<WEIGHT_TYPE*>(staged);
@@ -124,5 +164,5 @@ __device__ __forceinline__ Affine affine_of(const Given& arguments, const Part& 
       reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? STAGED_ELEMENTS : 0));
   return {{arguments.weight + part.first_column, staged_weights, {}},
           {arguments.bias + part.first_column, staged_biases, {}},
-          channel_affine_of(arguments, part.first_column)};
+          channel_turns_of(arguments, part, staged)};
 }

@@ -149,7 +149,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<2> exchange;
-  // x, dy, dresidual_out; dx where it is a run; weight, bias; entries of channels
+  // x, dy, dresidual_out; dx where it is a run; weight, bias, or those of channels and entries of theirs
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
@@ -195,6 +195,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     next_x_edge = edge_of(x, part, place_at(first));
     next_dy_edge = edge_of(dy, part, place_at(first));
   };
+  if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, first_place.row);
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; ++i) {
     fetch_rows(first_row + i * step, i);
@@ -210,8 +211,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
   constexpr bool SUMS_CHANNELS = weights_of == WeightsOf::vector && (WANTS_DWEIGHT || WANTS_DBIAS);
-  ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused), {0, 0}};
-  const Channels& channels = affine.by_channel.channels;
+  ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused) + STAGED_CHANNEL_ELEMENTS, {0, 0}};
+  const Channels& channels = affine.by_channel.affine.channels;
   const auto write_channel = [&](long long row, unsigned channel, Compute sum, Compute product) {
     const long long place = place_of_sum(channels, row, channel);
     if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[place]);
@@ -230,8 +231,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
-    affine.go_to(place.row);
-    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
+    affine.by_channel.affine.go_to(place.row);
+    if constexpr (stage != Stage::direct) {
+      affine.by_channel.put(turn);
+      affine.by_channel.fetch(part, place.row + step);
+    }
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     Compute mean, rstd;
@@ -251,6 +255,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     // Many peeled vectors leave no registers for addresses now: 15,873 columns of bfloat16 take 1.22 so, else 1.25.
     constexpr bool FETCHES_LATE = PEELED && VECTORS > 4;
     if constexpr (!FETCHES_LATE) fetch_next();
+    if constexpr (stage == Stage::direct) {
+      affine.by_channel.fetch(part, place.row);
+      affine.by_channel.put(turn);
+    }
+    if constexpr (STAGES_CHANNELS) __syncthreads();
+    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
 
     // Reduce along the row, and add to the column sums on the way.
     Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
@@ -307,7 +317,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (weights_of == WeightsOf::part) {
       if (threadIdx.x == 0 && place.there) write_channel(place.row, channels.of_column(0), sums[0], sums[1]);
       if constexpr (!WANTS_DX) continue;
-      const Compute factor = HAS_WEIGHT ? affine.by_channel.part_weight[0] : 1;
+      const Compute factor = HAS_WEIGHT ? affine.by_channel.affine.part_weight[0] : 1;
       sums[0] *= factor;
       sums[1] *= factor;
     }

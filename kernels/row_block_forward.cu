@@ -70,7 +70,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<3> exchange;
-  // x, residual; y, residual_out where they are runs; weight, bias
+  // x, residual; y, residual_out where they are runs; weight, bias, or those of channels
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
@@ -120,7 +120,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_of(y, part, first_row);
-    affine.go_to(place.row);
+    affine.by_channel.affine.go_to(place.row);
+    if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     wait_for_rows<ROWS_AHEAD - 1>();
@@ -148,7 +149,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     fetch_rows(first_row + ROWS_AHEAD * step, slot);
     fetch_edges(first_row + step);
     affine.fetch_early(place);
-    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
+    if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
@@ -159,6 +160,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         if (place.has(i)) add_values(values[i], sum);
       }
       if (place.has_edge()) add_values(edge, sum);
+      affine.by_channel.put(turn);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
       statistics.mean = mean_of(sum[0]);
 #pragma unroll
@@ -191,10 +193,18 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
-        put(y, part, place, i, normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias));
+        const auto finished = [&] {
+          const auto& [mean, remainder, variance] = statistics;
+          if constexpr (weights_of == WeightsOf::part || weights_of == WeightsOf::vector) {
+            return normalized_alike(values[i], mean, remainder, rstd, weight[0], bias[0]);
+          }
+          return normalized(values[i], mean, remainder, rstd, weight, bias);
+        };
+        put(y, part, place, i, finished());
       }
     }
     if (place.has_edge()) {
+      if constexpr (HAS_CHANNELS) affine.get_edge(place, edge_weight, edge_bias);
       put_edge(y, part, place, normalized(edge, statistics.mean, statistics.remainder, rstd, edge_weight, edge_bias));
     }
     if constexpr (stage == Stage::run) {

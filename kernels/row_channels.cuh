@@ -37,6 +37,11 @@ __device__ __forceinline__ Channels channels_of(const long long (&numbers)[COUNT
           static_cast<unsigned>(numbers[3]), static_cast<int>(numbers[4]),      static_cast<unsigned>(first_column)};
 }
 
+// What shared memory has of a channel, where it is STAGED: its weight, its bias, or both.
+constexpr int STAGED_NUMBERS = HAS_WEIGHT + HAS_BIAS;
+
+// Where they are STAGED, whoever uses this sees to it that those of a row are in shared memory.
+template <bool STAGED>
 struct ChannelAffine {
   Channels channels;
   const WEIGHT_TYPE* weights;  // of all channels
@@ -44,6 +49,7 @@ struct ChannelAffine {
   unsigned first_channel;  // of the row
   Compute part_weight[1];
   Compute part_bias[1];
+  const Compute* staged;  // STAGED_NUMBERS for each of the row's channels
 
   // To be called when a row begins.
   __device__ __forceinline__ void go_to(long long row) {
@@ -53,7 +59,13 @@ struct ChannelAffine {
 
   // The weight and bias of one of the row's channels.
   __device__ __forceinline__ void load_one(unsigned channel, Compute (&weight)[1], Compute (&bias)[1]) const {
-    load_affine<1>(weights + first_channel + channel, biases + first_channel + channel, weight, bias);
+    if constexpr (STAGED) {
+      const auto numbers = load<Compute, STAGED_NUMBERS == 2 ? 2 : 1>(staged + static_cast<int>(channel) * STAGED_NUMBERS);
+      if constexpr (HAS_WEIGHT) weight[0] = numbers.lane[0];
+      if constexpr (HAS_BIAS) bias[0] = numbers.lane[STAGED_NUMBERS - 1];
+    } else {
+      load_affine<1>(weights + first_channel + channel, biases + first_channel + channel, weight, bias);
+    }
   }
 
   // Those of COUNT columns of the block's part.
@@ -84,10 +96,10 @@ struct ChannelAffine {
   }
 };
 
-template <typename Given>
-__device__ __forceinline__ ChannelAffine channel_affine_of(const Given& arguments, long long first_column) {
+template <bool STAGED, typename Given>
+__device__ __forceinline__ ChannelAffine<STAGED> channel_affine_of(const Given& arguments, long long first_column) {
   if constexpr (HAS_CHANNELS) {
-    return {channels_of(arguments.channels, first_column), arguments.weight, arguments.bias, 0, {}, {}};
+    return {channels_of(arguments.channels, first_column), arguments.weight, arguments.bias, 0, {}, {}, nullptr};
   } else {
     return {};
   }

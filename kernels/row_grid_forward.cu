@@ -195,7 +195,7 @@ __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, 
 struct Affine {
   const WEIGHT_TYPE* weights;
   const BIAS_TYPE* biases;
-  ChannelAffine by_channel;
+  ChannelAffine<false> by_channel;
 
   // To be called when a row begins.
   __device__ __forceinline__ void go_to(long long row) {
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};
   const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first_column, arguments.residual_out_stride};
   Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column,
-                   channel_affine_of(arguments, part.first_column)};
+                   channel_affine_of<false>(arguments, part.first_column)};
   const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
                              static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
                              reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};

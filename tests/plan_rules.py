@@ -300,7 +300,12 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
     if stage == "ahead":
         # One copy is 4, 8 or 16 bytes.
         assert width * itemsize in (4, 8, 16)
-    if constants["WEIGHTS"] == "staged":
+    if constants["WEIGHTS"] == "staged" and problem.channels is not None:
+        # Those of two turns, in double where x is; a thread loads one channel's, and warps wait for each other.
+        assert needed % 16 == 0 and constants["WEIGHTS_OF"] in ("vector", "numbers") and problem.parameters
+        assert constants["THREADS_PER_ROW"] > 32 and _channels_of_a_block(problem, item) <= constants["THREADS_PER_ROW"]
+        needed += 2 * threads * len(problem.parameters) * compute_bytes(problem)
+    elif constants["WEIGHTS"] == "staged":
         # Those of a row, or backward, and where rows begin in different ways, of each.
         shared = item.kernel.endswith("forward") and not constants["PEELED"]
         staged = constants["VECTORS"] * (constants["THREADS_PER_ROW"] if shared else threads)
@@ -318,6 +323,14 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         sums = rows * width * (dict(item.arguments)["columns_per_block"] // width + 1)
         needed = max(needed, sums * compute_bytes(problem))
     assert needed <= item.shared_bytes <= needed + 64, "shared memory is not what the kernel uses"
+
+
+def _channels_of_a_block(problem: Problem, item: Launch) -> int:
+    """How many channels the block with the most of them has of a row."""
+    assert problem.channels is not None
+    columns, positions = dict(item.arguments)["columns_per_block"], problem.channels.positions
+    firsts = range(0, problem.columns, columns)
+    return max((min(first + columns, problem.columns) - 1) // positions - first // positions + 1 for first in firsts)
 
 
 def _lanes_and_steps(constants: Constants) -> int:

@@ -342,6 +342,54 @@ def test_rows_that_blocks_share(kind: str, activation: str | None) -> None:
     check(norm_of(*sizes, activation), laid_out(geometry))
 
 
+# ---- Weights of several channels that are staged.
+
+STAGED = {
+    "directly": ((5, 8, 4, 200, "float32"), RowBlock(4, 4, 64, weights="staged")),
+    "ahead": (
+        (9, 12, 4, 96, "float16"),
+        RowBlock(8, 1, 64, 1, 1, "ahead", weights="staged", blocks_per_multiprocessor=1),
+    ),
+    "two rows a block": (
+        (9, 8, 4, 128, "bfloat16"),
+        RowBlock(8, 1, 64, 2, 1, "ahead", weights="staged", blocks_per_multiprocessor=1, rows_ahead=2),
+    ),
+    "shared": (
+        (5, 8, 4, 128, "float32"),
+        RowBlock(4, 1, 64, 1, 2, "ahead", weights="staged", blocks_per_multiprocessor=1),
+    ),
+    "double": ((3, 6, 3, 64, "float64"), RowBlock(2, 2, 64, weights="staged")),
+}
+# Whose channels begin within a block's part, or within a vector.
+STAGED_FORWARD = {
+    "shared within a channel": ((3, 6, 3, 160, "float32"), RowBlock(4, 1, 64, 1, 2, weights="staged")),
+    "within vectors": ((3, 8, 4, 49, "float32"), RowBlock(4, 1, 64, weights="staged")),
+    "peeled": ((3, 6, 3, 101, "float16"), RowBlock(8, 1, 64, 1, 1, "ahead", True, "staged", 1)),
+}
+
+
+@pytest.mark.parametrize(("weight", "bias"), [("x's", "x's"), ("float32", None), (None, "x's")])
+@pytest.mark.parametrize("kind", [*STAGED, *STAGED_FORWARD])
+def test_weights_that_are_staged(kind: str, weight: str | None, bias: str | None) -> None:
+    sizes, geometry = (STAGED | STAGED_FORWARD)[kind]
+    norm = norm_of(*sizes, "silu", weight, bias)
+    check_forward(norm, laid_out(geometry))
+    if kind in STAGED:
+        check_backward(norm, laid_out(geometry))
+
+
+@pytest.mark.parametrize("kind", STAGED)
+def test_the_order_of_threads_does_not_matter_to_weights_that_are_staged(kind: str) -> None:
+    """Those of one turn would be written over, or read before they are there."""
+    sizes, geometry = STAGED[kind]
+    norm, dy = norm_of(*sizes, "silu"), data(1, sizes[:2] + sizes[3:4], sizes[4])
+    every = set()
+    for seed in range(3):
+        results = (*forward(norm, laid_out(geometry), seed), *backward(norm, dy, laid_out(geometry), seed=seed))
+        every.add(b"".join(array.tobytes() for array in results if array is not None))
+    assert len(every) == 1
+
+
 @pytest.mark.parametrize("geometry", [RowBlock(4, 4, 64), RowBlock(4, 8, 32, 4), RowBlock(4, 16, 16, 4)], ids=str)
 @pytest.mark.parametrize("points", [512, 256, 128, 8], ids=lambda points: f"{points} points")
 def test_threads_that_share_a_channel(geometry: RowBlock, points: int) -> None:

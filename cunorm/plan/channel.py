@@ -57,7 +57,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | No
     """
     rows = rows_of_channels.plan_rows(problem, device)
     slab = None
-    if rows is None or rows.strategy == "row_cluster":
+    if rows is None or _slabs_may_be_better(rows, problem, device):
         slab = _least(slab_cost, channel_slab.candidates(problem, device), problem, device)
     if rows is not None and slab is not None and _slab_is_better(slab, problem):
         return slab
@@ -84,14 +84,21 @@ def _least(
     return min(candidates, key=lambda way: cost(way, problem, device), default=None)
 
 
+def _slabs_may_be_better(rows: Plan, problem: ChannelProblem, device: Device) -> bool:
+    """Than rows, of which those of one block are as fast but for many groups backward under an activation."""
+    activated = isinstance(problem, ChannelBackward) and problem.activation is not None
+    several = activated and problem.channels_per_set > 1
+    return problem.sets > 2 * device.multiprocessors if several else rows.strategy == "row_cluster"
+
+
 def _slab_is_better(slab: Slab, problem: ChannelProblem) -> bool:
-    """Than rows of clusters, in two cases.
+    """Than such rows, in two cases.
 
     One is forward, for rows of a channel of 16-bit numbers: 262,144 take 1.33, as slabs 1.22 of a copy's time, and
-    under silu 1.54 and 1.29. The other is backward under an activation, as long as slabs take no more than 8 blocks:
-    32,768 of float32 take 1.57 under silu and as slabs 1.39, 64 groups of 65,536 float16 numbers 2.05 and 1.83
-    (256 of them 2.06 and 2.12).
+    under silu 1.54 and 1.29. The other is backward under an activation, as long as slabs of a channel take no more than
+    8 blocks, and slabs of several one: 32,768 of float32 take 1.57 under silu and as slabs 1.39, 512 groups of 16,384
+    float16 numbers 1.63 and 1.51. But 64 groups of 65,536 take 1.71 by rows, as slabs 1.78.
     """
     if isinstance(problem, ChannelForward):
         return problem.channels_per_set == 1 and DTYPES[problem.x.dtype].itemsize == 2
-    return problem.activation is not None and slab.blocks_per_slab <= 8
+    return problem.activation is not None and slab.blocks_per_slab <= (8 if problem.channels_per_set == 1 else 1)

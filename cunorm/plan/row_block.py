@@ -59,9 +59,11 @@ class RowBlock:
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
         slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
-        if self.weights == "staged":
+        if self.weights == "staged" and problem.channels is None:
             staged = self.staged_elements(problem)
             total += sum(staged * DTYPES[item.dtype].itemsize for item in problem.parameters)
+        elif self.weights == "staged":
+            total += 2 * self.threads * len(problem.parameters) * compute_itemsize(problem)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
             total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
         elif isinstance(problem, BackwardProblem):
@@ -77,6 +79,13 @@ class RowBlock:
 
     def weights_of(self, problem: Problem) -> str:
         return weights_of(problem, self.columns_per_block(problem), self.width, self.peeled)
+
+    def stages_channels(self, problem: Problem) -> bool:
+        """Whether weights by channel can be staged: the threads of a row load one each, and wait for each other."""
+        assert problem.channels is not None
+        if not problem.parameters or self.weights_of(problem) == "part" or self.threads_per_row <= 32:
+            return False
+        return (self.columns_per_block(problem) - 1) // problem.channels.positions + 2 <= self.threads_per_row
 
     def channel_constants(self, problem: BackwardProblem) -> Constants:
         """Which threads, and which vectors of each, lie in one channel; and how many threads add up its entries."""

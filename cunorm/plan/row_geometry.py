@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cunorm.plan import row_grid
+from cunorm.plan import channel_row_geometry, row_grid
 from cunorm.plan.constants import (
     are_rows,
     can_be_shared,
@@ -56,8 +56,9 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         return None
     if problem.channels is None:
         return _forward_geometry(problem, device)
-    geometry = _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
-    return None if geometry is None else replace(geometry, weights="late")
+    geometry = channel_row_geometry.forward_geometry(problem, device)
+    geometry = geometry or _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
+    return None if geometry is None else channel_row_geometry.with_channels(geometry, problem, device)
 
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
@@ -170,12 +171,14 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)
     if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
-    problem = replace(problem, **_NO_WEIGHTS)
-    geometry = _backward_geometry(problem, device)
+    geometry = channel_row_geometry.backward_geometry(problem, device)
+    if geometry is None:
+        geometry = _backward_geometry(replace(problem, **_NO_WEIGHTS), device)
     if geometry is not None:
         geometry = with_room(replace(geometry, weights="late"), problem, device)
     if geometry is None or not fits(geometry, problem, device):
         return None
+    geometry = channel_row_geometry.with_channels(geometry, problem, device)
     # Under an activation 8 vectors of sixteen-bit numbers would spill 16 to 32 bytes in a block that has whole rows; in
     # a cluster they don't. Slabs take as long: 1.49 for 32,768 float16 numbers of a channel under silu.
     full = geometry.blocks_per_row == 1 and geometry.threads * geometry.vectors >= 8 * _MOST_THREADS
