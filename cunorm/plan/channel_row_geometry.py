@@ -19,9 +19,9 @@ __all__ = ["backward_geometry", "forward_geometry", "with_channels"]
 # Rows of fewer vectors of 16 bytes are spread as rows of columns are.
 _FEWEST_VECTORS = 1025
 _MOST_THREADS = 512
-# Of a row that blocks share, none of these takes more than so many vectors.
+# Of a row that blocks share, none takes more than so many vectors; and forward, where that leaves none idle.
+_MOST_SHARED = 4096
 _MOST_FORWARD = 2560
-_MOST_BACKWARD = 4096
 _MOST_BLOCKS = 8
 
 
@@ -29,16 +29,24 @@ def with_channels(geometry: RowBlock, problem: Problem, device: Device) -> RowBl
     """The geometry, with weights by channel in shared memory, where there is room.
 
     There they are at hand when a row is: 256 rows of 40,960 take 1.51 and 1.91 backward when they come late, 1.33 and
-    1.80 staged; of float32 1.56 and 2.24, and 1.28 and 1.83.
+    1.80 staged; of float32 1.56 and 2.24, and 1.28 and 1.83. Forward many rows hide each other's waiting: 1024 of 3136
+    float32 numbers take 1.06 late, staged 1.10. But where channels begin within vectors, 1.49 and 1.37.
     """
-    staged = replace(geometry, weights="staged" if geometry.stages_channels(problem) else "late")
-    return staged if fits(staged, problem, device) else replace(geometry, weights="late")
+    late, staged = (replace(geometry, weights=weights) for weights in ("late", "staged"))
+    if isinstance(problem, ForwardProblem):
+        hidden = geometry.stage == "direct" and problem.rows > 4 * device.multiprocessors
+        # Ahead, so many vectors would spill 8 bytes.
+        many = geometry.stage == "ahead" and geometry.vectors >= (8 if device.capability >= 120 else 16)
+        if many or (hidden and geometry.weights_of(problem) == "vector"):
+            return late
+    return staged if geometry.stages_channels(problem) and fits(staged, problem, device) else late
 
 
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How rows of several channels lie over threads; None where they are spread as others are.
 
-    A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of 256 threads with up to 10.
+    A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of 256 with up to 10 each, and
+    so are few. Under an activation these take more threads: 64 rows of 65,536 1.43 by two blocks of 512, 1.50 by four.
     Where all rows run at once, they are read directly, with so few registers that they can: 256 rows of 10,240 take
     1.12, with registers for half as many blocks 1.28; 64 of 65,536 1.26 by four blocks, by two 1.31. More come ahead:
     256 rows of 40,960 take 1.10 and 1.26, directly 1.15 and 1.27, 512 of 16,384 0.99 and 1.15, directly 1.06 and 1.23;
@@ -48,12 +56,16 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     vectors_per_row = problem.columns // width if width else 0
     if vectors_per_row < _FEWEST_VECTORS:
         return None
-    blocks = _power_of_two(vectors_per_row, _MOST_FORWARD)
+    few = problem.rows <= device.groups(2)
+    activated = few and problem.norm.activation is not None
+    blocks = _power_of_two(vectors_per_row, _MOST_SHARED if activated else _MOST_FORWARD)
+    if few and blocks == 1 and vectors_per_row > _MOST_SHARED // 2:
+        blocks = 2
     if blocks > _MOST_BLOCKS or not device.groups(blocks) or not can_be_shared(problem, blocks, width):
         return None
     if blocks == 1 and problem.rows > 4 * device.multiprocessors:
         return None  # so many hide each other's waiting
-    geometry = _spread(problem, width, blocks, _MOST_THREADS if blocks == 1 else 256)
+    geometry = _spread(problem, width, blocks, _MOST_THREADS if blocks == 1 or activated else 256)
     crowd = max(1, min(blocks_with(geometry, 64), device.threads_per_multiprocessor // geometry.threads))
     at_once = device.groups(blocks) * crowd
     if problem.rows <= (at_once if blocks == 1 else at_once * 3 // 5):
@@ -78,16 +90,16 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     vectors_per_row = problem.columns // width if width else 0
     if vectors_per_row < _FEWEST_VECTORS:
         return None
-    blocks = _power_of_two(vectors_per_row, _MOST_BACKWARD)
+    blocks = _power_of_two(vectors_per_row, _MOST_SHARED)
     if 2 * blocks > _MOST_BLOCKS:
         return None
-    if blocks == 1 and problem.rows <= device.groups(2) and vectors_per_row > _MOST_BACKWARD // 2:
+    if blocks == 1 and problem.rows <= device.groups(2) and vectors_per_row > _MOST_SHARED // 2:
         blocks = 2
     while blocks > 1 and not _are_alike(problem, device, blocks, width):
         blocks //= 2
     threads = 256 if blocks > 1 and vectors_per_row <= 1280 * blocks else _MOST_THREADS
     geometry = _spread(problem, width, blocks, threads)
-    if geometry.vectors > 10:
+    if geometry.vectors > (8 if width == 8 else 10):  # more would spill
         return None
     if problem.rows <= device.groups(blocks):
         return geometry
