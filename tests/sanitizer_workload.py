@@ -7,6 +7,10 @@
 Every kernel, every layout of rows over threads, odd sizes and offsets, with and without residual and activation, each
 array in an allocation of its own, so that a step past its end is seen. Not a test by itself: what is checked is checked
 by the tool.
+
+Where synccheck alone ends with CUDA_ERROR_ILLEGAL_ADDRESS, of clusters of 16 blocks of which several share a
+multiprocessor, that is the tool's: version 2025.3.1 does so too with a kernel of 20 lines whose blocks send each other
+numbers by st.async, which does not with 8 blocks, nor where no more than one has room.
 """
 
 from __future__ import annotations
@@ -65,6 +69,9 @@ ROWS_OF_CHANNELS = [
     (600, 8, 4, 256, "bfloat16"),
     (3, 8, 8, 4096, "float32"),
     (2, 8, 4, 20_000, "float32"),  # a block has one channel
+    (16, 512, 16, 1024, "float16"),  # several channels a row, whose weights are staged: by a block, in turns
+    (8, 320, 10, 4096, "float16"),  # by clusters, in turns
+    (2, 640, 20, 1024, "bfloat16"),  # by clusters, all at once
 ]
 
 

@@ -479,6 +479,33 @@ def test_long_rows_that_leave_multiprocessors_idle_are_shared() -> None:
     assert forward.launches[0].cluster == 4 and backward.launches[0].cluster == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "activation", "expected"),
+    [
+        ((8, 1280, 16**2), None, [(1, 512, "direct"), (1, 512, "ahead")]),
+        ((8, 320, 64**2), "silu", [(2, 256, "ahead"), (2, 512, "ahead")]),
+        ((8, 512, 64**2), "silu", [(4, 256, "ahead"), (4, 256, "ahead")]),
+        ((2, 512, 64**2), "silu", [(2, 512, "direct"), (2, 512, "direct")]),
+        ((16, 512, 32**2), None, [(1, 512, "ahead"), (1, 512, "ahead")]),
+        ((2, 640, 32**2), None, [(2, 256, "direct"), (2, 256, "direct")]),
+    ],
+)
+def test_groups_lie_over_blocks_as_was_timed(
+    shape: tuple[int, int, int], activation: str | None, expected: list[tuple[int, int, str]]
+) -> None:
+    """Blocks of a group, their threads, and how its numbers come; its channels' weights come beside them."""
+    problems = plain_channel_norm(shape, "float16", shape[1] // 32, activation=activation)
+    for problem, way in zip(problems, expected, strict=True):
+        launch = plan(problem, Device()).launches[0]
+        constants = dict(launch.constants)
+        assert (launch.cluster, launch.block[0], constants["STAGE"]) == way
+        assert constants["WEIGHTS"] == "staged"
+
+
+def test_many_groups_under_an_activation_are_slabs_backward() -> None:
+    assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "channel_slab"]
+
+
 def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
     for problem in plain_channel_norm((2, 32, 6**3), "float16", last=True):
         (launch,) = (item for item in plan(problem, Device()).launches if item.kernel.startswith("channel_slab"))
