@@ -87,8 +87,8 @@ struct ChannelTurns {
   Compute next_weight[1];  // of the thread's channel
   Compute next_bias[1];
 
-  // Starts to load those of a row. Read directly, its numbers had better be under way, which the remainder in `first_of`
-  // would delay; ahead, those of the next row had better not, which these would come behind.
+  // Starts to load those of a row. Read directly, its numbers had better be under way: `first_of` takes its time.
+  // Ahead, those of the next row had better not be, or these come behind them.
   __device__ __forceinline__ void fetch(const Part& part, long long row) {
     if (!STAGES_CHANNELS || row >= part.rows || threadIdx.x >= count) return;
     const unsigned place = affine.channels.first_of(row) + first + threadIdx.x;
@@ -110,7 +110,8 @@ struct ChannelTurns {
 
 template <typename Given>
 __device__ __forceinline__ ChannelTurns channel_turns_of(const Given& arguments, const Part& part, void* staged) {
-  ChannelTurns turns = {channel_affine_of<STAGES_CHANNELS>(arguments, part.first_column), static_cast<Compute*>(staged)};
+  const auto affine = channel_affine_of<STAGES_CHANNELS>(arguments, part.first_column);
+  ChannelTurns turns = {affine, static_cast<Compute*>(staged)};
   if constexpr (STAGES_CHANNELS) {
     turns.first = turns.affine.channels.of_column(0);
     turns.count = turns.affine.channels.of_column(part.columns - 1) - turns.first + 1;
@@ -140,6 +141,10 @@ struct Affine {
   __device__ __forceinline__ void fetch_early(const Place& place) {
     if constexpr (HAS_WEIGHT && weights_come == Weights::early) weights.fetch_early(place);
     if constexpr (HAS_BIAS && weights_come == Weights::early) biases.fetch_early(place);
+  }
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(long long row) {
+    if constexpr (HAS_CHANNELS) by_channel.affine.go_to(row);
   }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {

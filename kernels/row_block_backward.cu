@@ -231,7 +231,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
-    affine.by_channel.affine.go_to(place.row);
+    affine.go_to(place.row);
     if constexpr (stage != Stage::direct) {
       affine.by_channel.put(turn);
       affine.by_channel.fetch(part, place.row + step);

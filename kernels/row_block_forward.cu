@@ -120,7 +120,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_of(y, part, first_row);
-    affine.by_channel.affine.go_to(place.row);
+    affine.go_to(place.row);
     if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
@@ -193,14 +193,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if (place.has(i)) {
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
-        const auto finished = [&] {
-          const auto& [mean, remainder, variance] = statistics;
-          if constexpr (weights_of == WeightsOf::part || weights_of == WeightsOf::vector) {
-            return normalized_alike(values[i], mean, remainder, rstd, weight[0], bias[0]);
-          }
-          return normalized(values[i], mean, remainder, rstd, weight, bias);
-        };
-        put(y, part, place, i, finished());
+        if constexpr (weights_of == WeightsOf::part || weights_of == WeightsOf::vector) {
+          put(y, part, place, i,
+              normalized_alike(values[i], statistics.mean, statistics.remainder, rstd, weight[0], bias[0]));
+        } else {
+          put(y, part, place, i, normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias));
+        }
       }
     }
     if (place.has_edge()) {

@@ -60,7 +60,8 @@ struct ChannelAffine {
   // The weight and bias of one of the row's channels.
   __device__ __forceinline__ void load_one(unsigned channel, Compute (&weight)[1], Compute (&bias)[1]) const {
     if constexpr (STAGED) {
-      const auto numbers = load<Compute, STAGED_NUMBERS == 2 ? 2 : 1>(staged + static_cast<int>(channel) * STAGED_NUMBERS);
+      const Compute* own = staged + static_cast<int>(channel) * STAGED_NUMBERS;
+      const auto numbers = load<Compute, STAGED_NUMBERS == 2 ? 2 : 1>(own);
       if constexpr (HAS_WEIGHT) weight[0] = numbers.lane[0];
       if constexpr (HAS_BIAS) bias[0] = numbers.lane[STAGED_NUMBERS - 1];
     } else {

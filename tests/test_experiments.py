@@ -108,8 +108,8 @@ def test_what_changed() -> None:
         experiment.changed.splitlines()
         == [
             "kernels/row_block_forward.cu",
-            f"-        put(y, part, place, i, {PUT});",
-            f"+        put(y, part, place, i, {PUT.replace('rstd', '2 * rstd')});",
+            f"-          put(y, part, place, i, {PUT});",
+            f"+          put(y, part, place, i, {PUT.replace('rstd', '2 * rstd')});",
             "kernels/reduce.cuh",
             "-#pragma unroll",
         ]
