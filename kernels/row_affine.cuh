@@ -75,6 +75,7 @@ struct Parameter {
 };
 
 constexpr bool STAGES_CHANNELS = HAS_CHANNELS && weights_come == Weights::staged;
+static_assert(!STAGES_CHANNELS || (weights_of != WeightsOf::part && THREADS_PER_ROW > 32));
 constexpr int STAGED_CHANNEL_ELEMENTS = STAGES_CHANNELS ? 2 * BLOCK_THREADS * STAGED_NUMBERS : 0;
 
 // Weights by channel, of the rows that a block takes in turn. Where they are staged, a __syncthreads() must lie between

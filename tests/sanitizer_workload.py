@@ -9,7 +9,7 @@ array in an allocation of its own, so that a step past its end is seen. Not a te
 by the tool.
 
 Where synccheck alone ends with CUDA_ERROR_ILLEGAL_ADDRESS, of clusters of 16 blocks of which several share a
-multiprocessor, that is the tool's: version 2025.3.1 does so too with a kernel of 20 lines whose blocks send each other
+multiprocessor, that is the tool's: version 2025.3.1 does so too with a small kernel whose blocks send each other
 numbers by st.async, which does not with 8 blocks, nor where no more than one has room.
 """
 

@@ -55,11 +55,11 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | No
     leave many idle: 2,097,152 numbers of float32 take 1.28 of a copy's time on an H200, by slabs 1.26; 262,144 backward
     1.53 and 1.34.
     """
-    rows = rows_of_channels.plan_rows(problem, device)
-    slab = None
-    if rows is None or _slabs_may_be_better(rows, problem, device):
+    rows, slab = rows_of_channels.plan_rows(problem, device), None
+    most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
+    if most_blocks != 0:
         slab = _least(slab_cost, channel_slab.candidates(problem, device), problem, device)
-    if rows is not None and slab is not None and _slab_is_better(slab, problem):
+    if most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks:
         return slab
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
@@ -84,21 +84,19 @@ def _least(
     return min(candidates, key=lambda way: cost(way, problem, device), default=None)
 
 
-def _slabs_may_be_better(rows: Plan, problem: ChannelProblem, device: Device) -> bool:
-    """Than rows, of which those of one block are as fast but for many groups backward under an activation."""
-    activated = isinstance(problem, ChannelBackward) and problem.activation is not None
-    several = activated and problem.channels_per_set > 1
-    return problem.sets > 2 * device.multiprocessors if several else rows.strategy == "row_cluster"
+def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: Device) -> int:
+    """Of how many blocks slabs may be that take less time than the rows; 0 where none do.
 
-
-def _slab_is_better(slab: Slab, problem: ChannelProblem) -> bool:
-    """Than such rows, in two cases.
-
-    One is forward, for rows of a channel of 16-bit numbers: 262,144 take 1.33, as slabs 1.22 of a copy's time, and
-    under silu 1.54 and 1.29. The other is backward under an activation, as long as slabs of a channel take no more than
-    8 blocks, and slabs of several one: 32,768 of float32 take 1.57 under silu and as slabs 1.39, 512 groups of 16,384
-    float16 numbers 1.63 and 1.51. But 64 groups of 65,536 take 1.71 by rows, as slabs 1.78.
+    They do in three cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
+    1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an activation, likewise for a channel: 32,768
+    float32 numbers take 1.57 under silu, as slabs 1.39. And so for many sets of several channels: 512 of 16,384 float16
+    numbers take 1.71 and 1.51; but 64 of 65,536 1.71 and 1.78.
     """
+    one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
     if isinstance(problem, ChannelForward):
-        return problem.channels_per_set == 1 and DTYPES[problem.x.dtype].itemsize == 2
-    return problem.activation is not None and slab.blocks_per_slab <= (8 if problem.channels_per_set == 1 else 1)
+        return 16 if one and clusters and DTYPES[problem.x.dtype].itemsize == 2 else 0
+    if problem.activation is None:
+        return 0
+    if one:
+        return 8 if clusters else 0
+    return 1 if problem.sets > 2 * device.multiprocessors else 0

@@ -46,11 +46,11 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     """How rows of several channels lie over threads; None where they are spread as others are.
 
     A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of 256 with up to 10 each, and
-    so are few. Under an activation these take more threads: 64 rows of 65,536 1.43 by two blocks of 512, 1.50 by four.
-    Where all rows run at once, they are read directly, with so few registers that they can: 256 rows of 10,240 take
-    1.12, with registers for half as many blocks 1.28; 64 of 65,536 1.26 by four blocks, by two 1.31. More come ahead:
-    256 rows of 40,960 take 1.10 and 1.26, directly 1.15 and 1.27, 512 of 16,384 0.99 and 1.15, directly 1.06 and 1.23;
-    256 of 40,960 float32 numbers 1.05 by four blocks, by two of 512 threads 1.14.
+    few rows from 5 vectors on. Under an activation few take more threads: 64 of 65,536 1.43 by two blocks of 512, by
+    four of 256 1.50. Where all rows run at once, they are read directly, with so few registers that they can: 256
+    rows of 20,480 take 1.14, with registers for half as many blocks 1.39; 64 of 65,536 1.26 by four blocks, by two
+    1.31. More come ahead: 256 rows of 40,960 take 1.10 and 1.26, directly 1.15 and 1.27, 512 of 16,384 0.99 and 1.15,
+    directly 1.06 and 1.23; 256 of 40,960 float32 numbers 1.05 by four blocks, by two of 512 threads 1.14.
     """
     width = _width(problem, device)
     vectors_per_row = problem.columns // width if width else 0

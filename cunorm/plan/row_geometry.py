@@ -174,8 +174,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     geometry = channel_row_geometry.backward_geometry(problem, device)
     if geometry is None:
         geometry = _backward_geometry(replace(problem, **_NO_WEIGHTS), device)
-    if geometry is not None:
-        geometry = with_room(replace(geometry, weights="late"), problem, device)
+        if geometry is not None:
+            geometry = with_room(replace(geometry, weights="late"), problem, device)
     if geometry is None or not fits(geometry, problem, device):
         return None
     geometry = channel_row_geometry.with_channels(geometry, problem, device)
