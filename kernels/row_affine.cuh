@@ -9,19 +9,23 @@
 enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
 
-// Rows that are PEELED begin each in its own way, and what is staged is a thread's own; else it is that of all rows. So
-// FORWARD, as the kernel says before it includes this; backward the addresses that it takes to share weights, or to
-// copy them asynchronously, would spill.
-constexpr bool ROWS_SHARE_WEIGHTS = FORWARD && !PEELED;
+// FORWARD, rows share what is staged; backward the addresses that it takes to share weights, or to copy them
+// asynchronously, would spill. Rows that are PEELED begin each in its own way: what comes for all of them lies as in
+// memory, and a thread reads its vectors across two pieces. But where a block takes turns, all of a thread's begin in
+// the same way, and what is staged is its own.
+constexpr bool STAGED_AS_IN_MEMORY = FORWARD && PEELED && !TAKES_TURNS && weights_come == Weights::staged;
+constexpr bool ROWS_SHARE_WEIGHTS = FORWARD && (!PEELED || STAGED_AS_IN_MEMORY);
 constexpr int STAGED_ROWS = ROWS_SHARE_WEIGHTS ? 1 : ROWS_PER_BLOCK;
-// In shared memory, a multiple of 16 bytes of any type.
-constexpr int STAGED_ELEMENTS = (STAGED_ROWS * THREADS_PER_ROW * VECTORS + 7) / 8 * 8 * VECTOR;
+// In shared memory, a multiple of 16 bytes of any type; as in memory, with two pieces more.
+constexpr int STAGED_ELEMENTS =
+    (STAGED_ROWS * THREADS_PER_ROW * VECTORS + 7) / 8 * 8 * VECTOR + (STAGED_AS_IN_MEMORY ? 32 : 0);
 
 template <int ACCESS_BYTES, typename T>
 struct Parameter {
   const T* memory;  // of the block's part of a row
   T* staged;        // STAGED_ELEMENTS of shared memory
   Vector<T, VECTOR> early[VECTORS];
+  Anywhere<T, VECTOR> anywhere{nullptr};  // the thread's first vector, where it is read across pieces
 
   // Those of the thread's i-th vector in shared memory.
   __device__ __forceinline__ T* own(int i) const {
@@ -29,9 +33,39 @@ struct Parameter {
     return staged + (i * STAGED_ROWS * THREADS_PER_ROW + thread) * VECTOR;
   }
 
+  // How far the row begins behind a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift() const {
+    return static_cast<int>(reinterpret_cast<size_t>(memory) % 16 / sizeof(T));
+  }
+
+  // Starts to take the row into shared memory, where it lies as in memory: whole pieces, and number by number what is
+  // left at its ends.
+  __device__ __forceinline__ void stage_as_in_memory(int columns) const {
+    constexpr int STEP = 16 / sizeof(T);
+    constexpr int COPIES = (THREADS_PER_ROW * VECTORS * VECTOR / STEP + BLOCK_THREADS) / BLOCK_THREADS;
+    static_assert(BLOCK_THREADS >= 2 * STEP);
+    const int thread = thread_in_block(), head = (STEP - shift()) % STEP, whole = (columns - head) / STEP;
+    const T* source = memory + head;
+    T* target = staged + shift() + head;
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+      const int piece = i * BLOCK_THREADS + thread;
+      if (piece < whole) copy_async<STEP, true>(target + piece * STEP, source + piece * STEP);
+    }
+    const int column = thread < head ? thread : thread + whole * STEP;
+    if (thread < head || (thread < 2 * STEP && column < columns)) staged[shift() + column] = memory[column];
+  }
+
+  // To be called when a row begins.
+  __device__ __forceinline__ void go_to(const Place& place) {
+    if constexpr (!PEELED || (weights_come == Weights::staged && !STAGED_AS_IN_MEMORY)) return;
+    anywhere = Anywhere<T, VECTOR>((STAGED_AS_IN_MEMORY ? staged + shift() : memory) + place.column(0));
+  }
+
   // Takes this thread's share into shared memory, for all rows: where they are PEELED, they must all begin in the same
   // way. FORWARD it only starts to.
   __device__ __forceinline__ void stage(const Place& place) const {
+    if constexpr (STAGED_AS_IN_MEMORY) return stage_as_in_memory(place.cut.columns);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != threadIdx.y) continue;
@@ -51,7 +85,7 @@ struct Parameter {
 
   // Those of the thread's i-th vector, from memory.
   __device__ __forceinline__ Vector<T, VECTOR> fetched(const Place& place, int i) const {
-    if constexpr (PEELED) return load_anywhere<VECTOR>(memory + place.column(i));
+    if constexpr (PEELED) return anywhere.load_from(i * THREADS_PER_ROW * VECTOR);
     return load_in_pieces<VECTOR, ACCESS_BYTES>(memory + place.column(i));
   }
 
@@ -69,7 +103,9 @@ struct Parameter {
     switch (weights_come) {
       case Weights::late: return widen_all(fetched(place, i), values);
       case Weights::early: return widen_all(early[i], values);
-      case Weights::staged: return widen_all(load_in_pieces<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i)), values);
+      case Weights::staged:
+        if constexpr (STAGED_AS_IN_MEMORY) return widen_all(anywhere.load_from(i * THREADS_PER_ROW * VECTOR), values);
+        return widen_all(load_in_pieces<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i)), values);
     }
   }
 };
@@ -120,6 +156,12 @@ __device__ __forceinline__ ChannelTurns channel_turns_of(const Given& arguments,
   return turns;
 }
 
+// Those of a thread's edges.
+struct AffineEdges {
+  OfEdges<Compute[1]> weight;
+  OfEdges<Compute[1]> bias;
+};
+
 struct Affine {
   Parameter<WEIGHT_ACCESS, WEIGHT_TYPE> weights;
   Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
@@ -136,7 +178,7 @@ struct Affine {
   __device__ __forceinline__ void arrive(int turn) const {
     if constexpr (HAS_CHANNELS || weights_come != Weights::staged) return;
     if constexpr (::stage == Stage::direct) copy_async_wait<0>();
-    if (STAGED_ROWS < ROWS_PER_BLOCK && turn == 0) __syncthreads();
+    if ((STAGED_AS_IN_MEMORY || STAGED_ROWS < ROWS_PER_BLOCK) && turn == 0) __syncthreads();
   }
   // To be called before the sums of a row; whoever calls it before the first keeps them for all.
   __device__ __forceinline__ void fetch_early(const Place& place) {
@@ -144,8 +186,10 @@ struct Affine {
     if constexpr (HAS_BIAS && weights_come == Weights::early) biases.fetch_early(place);
   }
   // To be called when a row begins.
-  __device__ __forceinline__ void go_to(long long row) {
-    if constexpr (HAS_CHANNELS) by_channel.affine.go_to(row);
+  __device__ __forceinline__ void go_to(const Place& place) {
+    if constexpr (HAS_CHANNELS) return by_channel.affine.go_to(place.row);
+    if constexpr (HAS_WEIGHT) weights.go_to(place);
+    if constexpr (HAS_BIAS) biases.go_to(place);
   }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {
@@ -154,11 +198,19 @@ struct Affine {
     if constexpr (HAS_BIAS) biases.get(place, i, bias);
     add_weight_offset(weight);
   }
-  __device__ __forceinline__ void get_edge(const Place& place, Compute (&weight)[1], Compute (&bias)[1]) const {
-    if constexpr (HAS_CHANNELS) return by_channel.affine.get(place.edge_column(), weight, bias);
-    if constexpr (HAS_WEIGHT) weight[0] = widen(weights.memory[place.edge_column()]);
-    if constexpr (HAS_BIAS) bias[0] = widen(biases.memory[place.edge_column()]);
-    add_weight_offset(weight);
+  __device__ __forceinline__ void get_edges(const Place& place, AffineEdges& edges) const {
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (!place.has_edge(i)) continue;
+      const int column = place.edge_column(i);
+      if constexpr (HAS_CHANNELS) {
+        by_channel.affine.get(column, edges.weight[i], edges.bias[i]);
+        continue;
+      }
+      if constexpr (HAS_WEIGHT) edges.weight[i][0] = widen(weights.memory[column]);
+      if constexpr (HAS_BIAS) edges.bias[i][0] = widen(biases.memory[column]);
+      add_weight_offset(edges.weight[i]);
+    }
   }
 };
 

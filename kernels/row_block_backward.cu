@@ -21,7 +21,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
-constexpr bool FORWARD = false;
+constexpr bool FORWARD = false, TAKES_TURNS = true;
 #include "row_affine.cuh"
 
 struct Arguments {
@@ -169,11 +169,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const long long group = blockIdx.x / BLOCKS_PER_ROW;
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = group * ROWS_PER_BLOCK;
+  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
+  // To keep how would take registers.
   const auto place_at = [&](long long first) {
     if constexpr (WANTS_DX) return place_of(dx, part, first);
     return place_of(x, part, first);
   };
-  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
   const Place first_place = place_at(first_row);
   StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
   // What is ahead: rows in shared memory, and the next edges in registers.
@@ -189,11 +190,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   // What was committed behind the rows that are waited for, and behind the dresidual_out.
   constexpr int BEHIND = HAS_DRESIDUAL ? 2 * ROWS_AHEAD - 1 : ROWS_AHEAD - 1;
-  Vector<X_TYPE, 1> next_x_edge, next_dy_edge;
+  struct {
+    Edges x, dy;
+  } edges, next_edges;
   const auto fetch_edges = [&](long long first) {
-    if constexpr (stage != Stage::ahead) return;
-    next_x_edge = edge_of(x, part, place_at(first));
-    next_dy_edge = edge_of(dy, part, place_at(first));
+    get_edges(x, part, place_at(first), next_edges.x);
+    get_edges(dy, part, place_at(first), next_edges.dy);
   };
   if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, first_place.row);
 #pragma unroll
@@ -201,12 +203,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     fetch_rows(first_row + i * step, i);
     fetch_dresidual_out(first_row + i * step, i);
   }
-  fetch_edges(first_row);
+  if constexpr (stage == Stage::ahead) fetch_edges(first_row);
   statistics.fetch(first_place.row);
+  affine.go_to(first_place);
   affine.stage(first_place);
   affine.fetch_early(first_place);
-  Compute edge_weight[1], edge_bias[1];
-  if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
+  AffineEdges affine_edges;
+  if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
   begin_exchanges(exchange);
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
@@ -227,11 +230,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
 
   Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
-  Compute dweight_edge[1] = {0}, dbias_edge[1] = {0};
+  OfEdges<Compute> dweight_edges = {}, dbias_edges = {};
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
-    affine.go_to(place.row);
+    affine.go_to(place);
     if constexpr (stage != Stage::direct) {
       affine.by_channel.put(turn);
       affine.by_channel.fetch(part, place.row + step);
@@ -242,15 +245,15 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     statistics.get(turn, place.row, mean, rstd);
     wait_for_rows<BEHIND>();
     Vector<X_TYPE, VECTOR> x_values[VECTORS], dy_values[VECTORS];
-    const Vector<X_TYPE, 1> x_edge = stage == Stage::ahead ? next_x_edge : edge_of(x, part, place);
-    const Vector<X_TYPE, 1> dy_edge = stage == Stage::ahead ? next_dy_edge : edge_of(dy, part, place);
+    if constexpr (stage == Stage::direct) fetch_edges(first_row);
+    edges = next_edges;
     get_vectors(x, part, place, slot, x_values);
     get_vectors(dy, part, place, slot, dy_values);
     const auto fetch_next = [&] {
       if constexpr (stage == Stage::direct) return;
       release_rows();
       fetch_rows(first_row + ROWS_AHEAD * step, slot);
-      fetch_edges(first_row + step);
+      if constexpr (stage == Stage::ahead) fetch_edges(first_row + step);
     };
     // Many peeled vectors leave no registers for addresses now: 15,873 columns of bfloat16 take 1.22 so, else 1.25.
     constexpr bool FETCHES_LATE = PEELED && VECTORS > 4;
@@ -260,7 +263,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       affine.by_channel.put(turn);
     }
     if constexpr (STAGES_CHANNELS) __syncthreads();
-    if (HAS_CHANNELS && place.has_edge()) affine.get_edge(place, edge_weight, edge_bias);
+    if constexpr (HAS_CHANNELS) affine.get_edges(place, affine_edges);
 
     // Reduce along the row, and add to the column sums on the way.
     Compute sums[2] = {0, 0};  // of g, and of g * xhat; or of dz, and of dz * xhat, where the part is of one channel
@@ -304,11 +307,16 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         sums[1] += product;
       }
     }
-    if (HAS_CHANNELS && place.has_edge()) {
-      add_by_channel(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], sums);
-    } else if (place.has_edge()) {
-      add(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], dweight_edge[0], dbias_edge[0], sums[0],
-          sums[1]);
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (!place.has_edge(i)) continue;
+      const Compute x = widen(edges.x[i], 0), dy = widen(edges.dy[i], 0);
+      const Compute weight = affine_edges.weight[i][0], bias = affine_edges.bias[i][0];
+      if constexpr (HAS_CHANNELS) {
+        add_by_channel(x, dy, weight, bias, sums);
+      } else {
+        add(x, dy, weight, bias, dweight_edges[i], dbias_edges[i], sums[0], sums[1]);
+      }
     }
     if constexpr (FETCHES_LATE) fetch_next();
     if constexpr (!WANTS_DX && SUMS_CHANNELS) write_channels(place, turn);
@@ -365,12 +373,14 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         put(dx, part, place, i, rounded<X_TYPE>(results));
       }
     }
-    if (place.has_edge()) {
-      Vector<X_TYPE, 1> added_edge;
-      if constexpr (HAS_DRESIDUAL) added_edge = edge_of(dresidual_out, part, place);
-      const Compute result[1] = {
-          dx_of(widen(x_edge, 0), widen(dy_edge, 0), edge_weight[0], edge_bias[0], widen(added_edge, 0))};
-      put_edge(dx, part, place, rounded<X_TYPE>(result));
+    Edges added_edges;
+    if constexpr (HAS_DRESIDUAL) get_edges(dresidual_out, part, place, added_edges);
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (!place.has_edge(i)) continue;
+      const Compute result[1] = {dx_of(widen(edges.x[i], 0), widen(edges.dy[i], 0), affine_edges.weight[i][0],
+                                       affine_edges.bias[i][0], widen(added_edges[i], 0))};
+      put_edge(dx, part, place, i, rounded<X_TYPE>(result));
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();
@@ -383,7 +393,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower
   // one, by column, until there is one row: two rows may be peeled differently.
   const Place place = place_at(group * ROWS_PER_BLOCK);
-  const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto use) {
+  const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], OfEdges<Compute>& edges, auto use) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (place.has(i)) {
@@ -391,9 +401,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         for (int j = 0; j < VECTOR; ++j) use(place.column(i) + j, values[i][j]);
       }
     }
-    if (place.has_edge()) use(place.edge_column(), edge[0]);
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (place.has_edge(i)) use(place.edge_column(i), edges[i]);
+    }
   };
-  const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], Compute(&edge)[1], auto* sums) {
+  const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], OfEdges<Compute>& edges, auto* sums) {
     // The columns of neighbouring threads lie side by side: no bank of shared memory is asked twice at once.
     const unsigned vectors = part.columns / VECTOR + 1;
     const auto shared = [&](unsigned row, unsigned column) -> Compute& {
@@ -404,19 +417,19 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       const int y = threadIdx.y;
       __syncthreads();
       if (y >= rows && y < 2 * rows) {
-        for_each_sum(values, edge, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
+        for_each_sum(values, edges, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
       }
       __syncthreads();
       // A row past the last has nothing to give.
       if (y < rows && group * ROWS_PER_BLOCK + y + rows < arguments.rows) {
-        for_each_sum(values, edge, [&](int column, Compute& sum) { sum += shared(y, column); });
+        for_each_sum(values, edges, [&](int column, Compute& sum) { sum += shared(y, column); });
       }
     }
     sums += group * arguments.columns + part.first_column;
     if constexpr (PEELED) {
       // In the order of the columns, which no thread has vectors of.
       __syncthreads();
-      if (threadIdx.y == 0) for_each_sum(values, edge, [&](int column, Compute& sum) { shared(0, column) = sum; });
+      if (threadIdx.y == 0) for_each_sum(values, edges, [&](int column, Compute& sum) { shared(0, column) = sum; });
       __syncthreads();
       for (int i = thread_in_block(); i < part.columns; i += BLOCK_THREADS) narrow(shared(0, i), sums[i]);
     } else if (threadIdx.y == 0) {
@@ -426,6 +439,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
   };
-  if constexpr (WANTS_DWEIGHT && !HAS_CHANNELS) write_sums(dweight_sums, dweight_edge, arguments.dweight);
-  if constexpr (WANTS_DBIAS && !HAS_CHANNELS) write_sums(dbias_sums, dbias_edge, arguments.dbias);
+  if constexpr (WANTS_DWEIGHT && !HAS_CHANNELS) write_sums(dweight_sums, dweight_edges, arguments.dweight);
+  if constexpr (WANTS_DBIAS && !HAS_CHANNELS) write_sums(dbias_sums, dbias_edges, arguments.dbias);
 }

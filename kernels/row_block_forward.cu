@@ -96,42 +96,48 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
   long long first_row = static_cast<long long>(blockIdx.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
+  // Where rows are PEELED and a block takes turns, all of a thread's begin in the same way: the plan sees to it that
+  // the step is whole vectors.
+  const Place first_place = place_of(y, part, first_row);
+  const auto place_at = [&](long long first) {
+    // Beside rows that come ahead, there are no registers to keep how they begin.
+    if constexpr (PEELED && stage == Stage::direct) return first_place.moved(part, first);
+    return place_of(y, part, first);
+  };
   // What is ahead: rows in shared memory, and the next edges in registers.
+  struct {
+    Edges x, residual;
+  } edges, next_edges;
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);
     if constexpr (HAS_RESIDUAL) fetch(residual, part, first, slot);
     if constexpr (stage != Stage::direct) copy_async_commit();
   };
-  Vector<X_TYPE, 1> next_edge, next_residual_edge;
-  const auto fetch_edges = [&](long long first) {
-    if constexpr (stage != Stage::ahead) return;
-    next_edge = edge_of(x, part, place_of(y, part, first));
-    if constexpr (HAS_RESIDUAL) next_residual_edge = edge_of(residual, part, place_of(y, part, first));
+  const auto fetch_edges = [&](const Place& place) {
+    get_edges(x, part, place, next_edges.x);
+    if constexpr (HAS_RESIDUAL) get_edges(residual, part, place, next_edges.residual);
   };
-  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
-  const Place first_place = place_of(y, part, first_row);
   affine.stage(first_place);
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; ++i) fetch_rows(first_row + i * step, i);
-  fetch_edges(first_row);
-  Compute edge_weight[1], edge_bias[1];
-  if (!HAS_CHANNELS && first_place.has_edge()) affine.get_edge(first_place, edge_weight, edge_bias);
+  if constexpr (stage == Stage::ahead) fetch_edges(first_place);
+  AffineEdges affine_edges;
+  if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
   begin_exchanges(exchange);
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
-    const Place place = place_of(y, part, first_row);
-    affine.go_to(place.row);
+    const Place place = place_at(first_row);
+    affine.go_to(place);
     if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
 
     // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
     wait_for_rows<ROWS_AHEAD - 1>();
     Vector<X_TYPE, VECTOR> values[VECTORS];
-    Vector<X_TYPE, 1> edge = stage == Stage::ahead ? next_edge : edge_of(x, part, place);
+    if constexpr (stage == Stage::direct) fetch_edges(place);
+    edges = next_edges;
     get_vectors(x, part, place, slot, values);
     if constexpr (HAS_RESIDUAL) {
       Vector<X_TYPE, VECTOR> residual_values[VECTORS];
-      const Vector<X_TYPE, 1> residual_edge =
-          stage == Stage::ahead ? next_residual_edge : edge_of(residual, part, place);
       get_vectors(residual, part, place, slot, residual_values);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -140,14 +146,16 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
           put_anywhere(residual_out, part, place, i, values[i]);
         }
       }
-      if (place.has_edge()) {
-        edge = sum_of(edge, residual_edge);
-        put_edge(residual_out, part, place, edge);
+#pragma unroll
+      for (int i = 0; i < EDGES; ++i) {
+        if (!place.has_edge(i)) continue;
+        edges.x[i] = sum_of(edges.x[i], edges.residual[i]);
+        put_edge(residual_out, part, place, i, edges.x[i]);
       }
     }
     release_rows();
     fetch_rows(first_row + ROWS_AHEAD * step, slot);
-    fetch_edges(first_row + step);
+    if constexpr (stage == Stage::ahead) fetch_edges(place_at(first_row + step));
     affine.fetch_early(place);
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
 
@@ -159,7 +167,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       for (int i = 0; i < VECTORS; ++i) {
         if (place.has(i)) add_values(values[i], sum);
       }
-      if (place.has_edge()) add_values(edge, sum);
+#pragma unroll
+      for (int i = 0; i < EDGES; ++i) {
+        if (place.has_edge(i)) add_values(edges.x[i], sum);
+      }
       affine.by_channel.put(turn);
       row_sum<THREADS_PER_ROW>(sum, scratch[0]);
       statistics.mean = mean_of(sum[0]);
@@ -171,7 +182,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     for (int i = 0; i < VECTORS; ++i) {
       if (place.has(i)) add_differences(values[i], statistics.mean, sums);
     }
-    if (place.has_edge()) add_differences(edge, statistics.mean, sums);
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (place.has_edge(i)) add_differences(edges.x[i], statistics.mean, sums);
+    }
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = mean_of(sums[0]);
     statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
@@ -201,9 +215,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         }
       }
     }
-    if (place.has_edge()) {
-      if constexpr (HAS_CHANNELS) affine.get_edge(place, edge_weight, edge_bias);
-      put_edge(y, part, place, normalized(edge, statistics.mean, statistics.remainder, rstd, edge_weight, edge_bias));
+    if constexpr (HAS_CHANNELS) affine.get_edges(place, affine_edges);
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (!place.has_edge(i)) continue;
+      put_edge(y, part, place, i,
+               normalized(edges.x[i], statistics.mean, statistics.remainder, rstd, affine_edges.weight[i],
+                          affine_edges.bias[i]));
     }
     if constexpr (stage == Stage::run) {
       __syncthreads();

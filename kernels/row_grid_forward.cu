@@ -23,6 +23,7 @@
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
+constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
@@ -207,8 +208,8 @@ struct Affine {
     if constexpr (!PEELED || COUNT == 1) {
       load_affine<COUNT>(weights + column, biases + column, weight, bias);
     } else {
-      if constexpr (HAS_WEIGHT) widen_all(load_anywhere<COUNT>(weights + column), weight);
-      if constexpr (HAS_BIAS) widen_all(load_anywhere<COUNT>(biases + column), bias);
+      if constexpr (HAS_WEIGHT) widen_all(Anywhere<WEIGHT_TYPE, COUNT>(weights + column).load_from(0), weight);
+      if constexpr (HAS_BIAS) widen_all(Anywhere<BIAS_TYPE, COUNT>(biases + column).load_from(0), bias);
       add_weight_offset(weight);
     }
   }

@@ -51,7 +51,7 @@ struct Rows {
   __device__ __forceinline__ int shift(const Part& part, long long row) const { return shift_of(at(part, row)); }
 };
 
-// Where a thread is in one step: its row, and its vectors and its edge among the columns of the block's part.
+// Where a thread is in one step: its row, and its vectors and its edges among the columns of the block's part.
 struct Place {
   long long first_row;  // of the block
   long long row;
@@ -67,8 +67,15 @@ struct Place {
   __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }
   __device__ __forceinline__ int column(int i) const { return cut.column(vector_index(i)); }
 
-  __device__ __forceinline__ bool has_edge() const { return cut.has_edge(threadIdx.x) && there; }
-  __device__ __forceinline__ int edge_column() const { return cut.edge_column(threadIdx.x); }
+  // Its i-th edge, of EDGES.
+  __device__ __forceinline__ int edge_index(int i) const { return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ bool has_edge(int i) const { return cut.has_edge(edge_index(i)) && there; }
+  __device__ __forceinline__ int edge_column(int i) const { return cut.edge_column(edge_index(i)); }
+
+  // The place in the rows from another one on, which begin in the same way.
+  __device__ __forceinline__ Place moved(const Part& part, long long first) const {
+    return {first, first + threadIdx.y, first + threadIdx.y < part.rows, cut};
+  }
 };
 
 // The place in the rows from first_row on; `aligned` is what the vectors are aligned to.
@@ -77,6 +84,12 @@ __device__ __forceinline__ Place place_of(const Rows<T>& aligned, const Part& pa
   const long long row = first_row + threadIdx.y;
   return {first_row, row, row < part.rows, cut_of(aligned.at(part, row), part.columns)};
 }
+
+// Edges of a thread, each as a vector of one.
+constexpr int EDGES = (MOST_EDGES + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
+template <typename T>
+using OfEdges = T[EDGES > 0 ? EDGES : 1];
+using Edges = OfEdges<Vector<X_TYPE, 1>>;
 
 // ---- Runs.
 
@@ -141,25 +154,23 @@ __device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T>& r
 __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
                                             int slot, Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
   const X_TYPE* row = rows.at(part, place.row);
-  if constexpr (PEELED && stage == Stage::direct) {
-    const unsigned shift = reinterpret_cast<size_t>(row + place.cut.head) % 16;
-    if (shift > 0) {
-      // Several at once, so that they are all under way before the first is waited for.
-      constexpr int TOGETHER = 4;
+  if constexpr (!ALIKE) {
+    const Anywhere<X_TYPE, VECTOR> first(row + place.column(0));
+    // Several at once, so that they are all under way before the first is waited for.
+    constexpr int TOGETHER = 4;
 #pragma unroll
-      for (int first = 0; first < VECTORS; first += TOGETHER) {
-        Straddling<X_TYPE, VECTOR> pieces[TOGETHER];
+    for (int group = 0; group < VECTORS; group += TOGETHER) {
+      Straddling<X_TYPE, VECTOR> pieces[TOGETHER];
 #pragma unroll
-        for (int i = first; i < first + TOGETHER && i < VECTORS; ++i) {
-          if (place.has(i)) pieces[i - first].load_pieces(row + place.column(i));
-        }
-#pragma unroll
-        for (int i = first; i < first + TOGETHER && i < VECTORS; ++i) {
-          if (place.has(i)) values[i] = pieces[i - first].at(shift);
-        }
+      for (int i = group; i < group + TOGETHER && i < VECTORS; ++i) {
+        if (place.has(i)) pieces[i - group].load_aligned(first.first + i * THREADS_PER_ROW * VECTOR);
       }
-      return;
+#pragma unroll
+      for (int i = group; i < group + TOGETHER && i < VECTORS; ++i) {
+        if (place.has(i)) values[i] = pieces[i - group].at(first.shift);
+      }
     }
+    return;
   }
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
@@ -170,12 +181,13 @@ __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, cons
   }
 }
 
-// A thread's edge of its row, if it has one, as a vector of one.
-__device__ __forceinline__ Vector<X_TYPE, 1> edge_of(const Rows<const X_TYPE>& rows, const Part& part,
-                                                     const Place& place) {
-  Vector<X_TYPE, 1> edge;
-  if (place.has_edge()) edge = load<X_TYPE, 1>(rows.at(part, place.row) + place.edge_column());
-  return edge;
+// A thread's edges of its row.
+__device__ __forceinline__ void get_edges(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
+                                          Edges& edges) {
+#pragma unroll
+  for (int i = 0; i < EDGES; ++i) {
+    if (place.has_edge(i)) edges[i] = load<X_TYPE, 1>(rows.at(part, place.row) + place.edge_column(i));
+  }
 }
 
 // To be called between the last get_vectors of a step and the fetch of the next rows into the same place.
@@ -198,7 +210,7 @@ __device__ __forceinline__ void put(const Rows<X_TYPE>& rows, const Part& part, 
 // The same for another result, which may lie otherwise.
 __device__ __forceinline__ void put_anywhere(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                              const Vector<X_TYPE, VECTOR>& values) {
-  if (PEELED && rows.shift(part, place.row) != (PIECE - place.cut.head % PIECE) % PIECE) {
+  if (!ALIKE && rows.shift(part, place.row) != (PIECE - place.cut.head % PIECE) % PIECE) {
     X_TYPE* target = rows.at(part, place.row) + place.column(i);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) target[j] = values.lane[j];
@@ -207,9 +219,9 @@ __device__ __forceinline__ void put_anywhere(const Rows<X_TYPE>& rows, const Par
   }
 }
 
-__device__ __forceinline__ void put_edge(const Rows<X_TYPE>& rows, const Part& part, const Place& place,
+__device__ __forceinline__ void put_edge(const Rows<X_TYPE>& rows, const Part& part, const Place& place, int i,
                                          const Vector<X_TYPE, 1>& value) {
-  store(rows.at(part, place.row) + place.edge_column(), value);
+  store(rows.at(part, place.row) + place.edge_column(i), value);
 }
 
 // Copies out a run that was put. All threads must have put theirs: a __syncthreads lies between.

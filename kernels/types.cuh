@@ -128,8 +128,7 @@ template <typename T, int COUNT>
 struct Straddling {
   unsigned words[8];
 
-  __device__ __forceinline__ void load_pieces(const T* source) {
-    const T* aligned = source - reinterpret_cast<size_t>(source) % 16 / sizeof(T);
+  __device__ __forceinline__ void load_aligned(const T* aligned) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const Vector<unsigned, 4> piece = load<unsigned, 4>(reinterpret_cast<const unsigned*>(aligned) + i);
@@ -147,7 +146,8 @@ struct Straddling {
     for (int i = 0; i < 5; ++i) moved[i] = shift & 4 ? moved[i + 1] : moved[i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      result[i] = sizeof(T) == 2 && shift & 2 ? moved[i] >> 16 | moved[i + 1] << 16 : moved[i];
+      const unsigned long long both = static_cast<unsigned long long>(moved[i + 1]) << 32 | moved[i];
+      result[i] = sizeof(T) == 2 ? static_cast<unsigned>(both >> (shift & 2) * 8) : moved[i];
     }
     return *reinterpret_cast<const Vector<T, COUNT>*>(result);
   }
@@ -167,23 +167,37 @@ __device__ __forceinline__ Vector<T, COUNT> load_in_pieces(const T* source) {
   return result;
 }
 
-// The same from anywhere: in pieces of 16 bytes, as Straddling reads, or number by number where that is too much.
-template <int COUNT, typename T>
-__device__ __forceinline__ Vector<T, COUNT> load_anywhere(const T* source) {
-  constexpr int STEP = 16 / sizeof(T);
-  if constexpr (STEP > COUNT) return load_in_pieces<COUNT, sizeof(T)>(source);
-  Vector<T, COUNT> result;
-  const unsigned shift = reinterpret_cast<size_t>(source) % 16;
-#pragma unroll
-  for (int first = 0; first < COUNT; first += STEP) {
-    Straddling<T, STEP> pieces;
-    pieces.load_pieces(source + first);
-    const Vector<T, STEP> piece = pieces.at(shift);
-#pragma unroll
-    for (int i = 0; i < STEP; ++i) result.lane[first + i] = piece.lane[i];
+// The same from anywhere: in pieces of 16 bytes, as Straddling reads, or number by number where that is too much. What
+// takes as many of them, multiples of 16 bytes apart, needs to find out only once where they lie.
+template <typename T, int COUNT>
+struct Anywhere {
+  static constexpr int STEP = 16 / sizeof(T);
+  static constexpr bool IN_PIECES = STEP <= COUNT;
+
+  const T* first;  // the piece that they begin in, or where they begin
+  unsigned shift;  // how far behind that, in bytes
+
+  __device__ __forceinline__ explicit Anywhere(const T* source) : first(source), shift(0) {
+    if constexpr (IN_PIECES) {
+      shift = static_cast<unsigned>(reinterpret_cast<size_t>(source) % 16);
+      first = source - shift / sizeof(T);
+    }
   }
-  return result;
-}
+
+  __device__ __forceinline__ Vector<T, COUNT> load_from(int distance) const {
+    if constexpr (!IN_PIECES) return load_in_pieces<COUNT, sizeof(T)>(first + distance);
+    Vector<T, COUNT> result;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += STEP) {
+      Straddling<T, STEP> pieces;
+      pieces.load_aligned(first + distance + i);
+      const Vector<T, STEP> piece = pieces.at(shift);
+#pragma unroll
+      for (int j = 0; j < STEP; ++j) result.lane[i + j] = piece.lane[j];
+    }
+    return result;
+  }
+};
 
 // Those in pieces in Compute, each widened as it comes: for a tiny row ptxas needs 63 registers so, and 71 where it has
 // them all first.

@@ -255,6 +255,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
+        assert len(begins) == 1 or not constants.get("ALIKE")
         if row + step < problem.rows and item.kernel.startswith("row_block"):
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
             aligned = _aligned_to(problem)
@@ -270,7 +271,7 @@ def assert_access_to_weights(constants: Constants, name: str, operand: Vector | 
     assert access in (2, 4, 8, 16) and access % itemsize == 0
     step = min(access // itemsize, width)  # as load_widened takes them
     assert width % step == 0
-    if not constants.get("PEELED"):  # those of peeled rows come as load_widened_anywhere takes them
+    if not constants.get("PEELED"):  # those of peeled rows come from anywhere
         for first in range(0, 4 * width, step):
             assert (operand.alignment + first * itemsize) % (step * itemsize) == 0
 
@@ -307,12 +308,19 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         needed += 2 * threads * len(problem.parameters) * compute_bytes(problem)
     elif constants["WEIGHTS"] == "staged":
         # Those of a row, or backward, and where rows begin in different ways, of each.
-        shared = item.kernel.endswith("forward") and not constants["PEELED"]
+        forward = item.kernel.endswith("forward")
+        as_in_memory = forward and constants["PEELED"] and not constants["TAKES_TURNS"]
+        shared = as_in_memory or (forward and not constants["PEELED"])
         staged = constants["VECTORS"] * (constants["THREADS_PER_ROW"] if shared else threads)
+        elements = -(-staged // 8) * 8 * width + 32 * as_in_memory
         for operand in (problem.weight, problem.bias):
             if operand is not None:
                 assert needed % 16 == 0
-                needed += -(-staged // 8) * 8 * width * DTYPES[operand.dtype].itemsize
+                needed += elements * DTYPES[operand.dtype].itemsize
+                # As in memory: most of a piece before the row, the row, and the piece behind its last vector.
+                piece = 16 // DTYPES[operand.dtype].itemsize
+                most = piece - 1 + dict(item.arguments)["columns_per_block"] + piece
+                assert most <= elements or not as_in_memory
     if item.kernel.endswith("backward") and problem.channels is not None:
         # For each channel's sums two sets of entries, of two numbers each.
         if constants["WEIGHTS_OF"] == "vector" and (problem.dweight or problem.dbias):
@@ -385,20 +393,22 @@ def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
     """Each of the columns of a block's part of a row is in exactly one thread, as kernels/row_stage.cuh lays them."""
     threads, width, peeled = constants["THREADS_PER_ROW"], constants["VECTOR"], constants["PEELED"]
     held = threads * constants["VECTORS"]
-    piece = width if peeled else 0
+    margin = constants["MARGIN"]
+    assert margin in (0, width) and (constants["ALIKE"] or margin == width or not peeled)
     # How far the row begins behind a multiple of 16 bytes.
     for shift in (0, 1, width - 1) if peeled else (0,):
-        head = piece + (width - shift) % width if peeled else 0
-        vectors = max(0, columns - head - piece) // width if peeled else columns // width
+        head = margin + (width - shift) % width if peeled else 0
+        vectors = max(0, columns - head - margin) // width if peeled else columns // width
         index = np.arange(held)
         if constants["FULL"]:
             assert vectors == held and not peeled
         index = index[index < vectors]
-        edges = np.arange(min(threads, columns - vectors * width) if peeled else 0)
+        edges = np.arange(columns - vectors * width if peeled else 0)
+        assert edges.size <= -(-2 * (margin + width - 1) // threads) * threads or not peeled
         edges = np.where(edges < head, edges, edges + vectors * width)
         taken = np.concatenate([(head + index[:, None] * width + np.arange(width)).reshape(-1), edges])
         assert np.array_equal(np.sort(taken), np.arange(columns))
-        if peeled and vectors:
+        if margin and vectors:
             # What lies in another way is read from the piece that a vector begins in to the one after it.
             last = head + (vectors - 1) * width
             assert head - (width - 1) >= 0 and last + 2 * width <= columns

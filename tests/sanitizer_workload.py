@@ -49,6 +49,11 @@ PROBLEMS = [
     ((2, 20011), (-1,), "float32"),
     ((2, 140000), (-1,), "bfloat16"),
     ((20000, 256), (-1,), "bfloat16"),  # rows of a block share weights that are staged
+    ((301, 1025), (-1,), "bfloat16"),  # as they lie in memory
+    ((9001, 257), (-1,), "bfloat16"),  # in turns
+    ((900, 4097), (-1,), "bfloat16"),
+    ((200, 65), (-1,), "float32"),  # several edges a thread
+    ((300, 1023), (-1,), "float32"),
     ((2, 600_000), (-1,), "float32"),  # a row for all blocks
     ((3, 700_001), (-1,), "float32"),
     ((3, 1000), (-1,), "float64"),

@@ -278,6 +278,10 @@ STAGED = {
     "turns": ((300, 72), "float16", RowBlock(8, 2, 8, 8, weights="staged", blocks_per_multiprocessor=1)),
     "a long row": ((3, 1000), "bfloat16", RowBlock(8, 2, 64, weights="staged")),
     "peeled": ((9, 1003), "bfloat16", RowBlock(8, 4, 32, 2, peeled=True, weights="staged")),
+    "peeled, several rows a warp": ((70, 257), "float16", RowBlock(8, 4, 8, 8, 1, "direct", True, "staged", 1)),
+    "peeled, edges of four threads": ((70, 67), "bfloat16", RowBlock(8, 2, 4, 16, 1, "direct", True, "staged", 1)),
+    "peeled, a row a block": ((9, 2001), "float16", RowBlock(8, 4, 64, 1, 1, "direct", True, "staged")),
+    "peeled, a row of two blocks": ((3, 2001), "float32", RowBlock(4, 4, 64, 1, 2, "direct", True, "staged")),
     "a row of two blocks": ((2, 2048), "float32", RowBlock(4, 2, 128, 1, 2, weights="staged")),
     "few bytes": ((70, 16), "float32", RowBlock(4, 1, 4, 16, weights="staged")),
 }
@@ -294,7 +298,8 @@ def test_weights_are_staged_beside_rows_that_are_read_directly(kind: str, weight
 IN_PLACE = {
     "direct": ((5, 768), "float32"),
     "ahead": ((300, 32), "float32"),
-    "ahead peeled": ((9, 1003), "bfloat16"),
+    "direct peeled": ((9, 1003), "bfloat16"),
+    "ahead peeled": ((3, 9001), "bfloat16"),
     "run": ((1100, 3), "float32"),
     "cluster": ((3, 20_000), "float64"),
     "row_split": ((1, 150_000), "float32"),

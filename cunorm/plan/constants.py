@@ -16,6 +16,7 @@ __all__ = [
     "compute_itemsize",
     "dtype_constants",
     "lie_alike",
+    "margin_of",
     "row_strides",
     "vector_constants",
     "vector_width",
@@ -47,6 +48,12 @@ def lie_alike(problem: Problem) -> bool:
     """Whether each of such rows begins equally far from a multiple of 16 bytes in all tensors."""
     strides = {matrix.row_strides[0] for matrix in problem.matrices}
     return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+
+
+def margin_of(problem: Problem, width: int, weights: str) -> int:
+    """How many columns of rows that begin anywhere stay beside the vectors at either end, at least; see row_cut.cuh."""
+    at_hand = weights == "staged" or problem.channels is not None or not problem.parameters
+    return 0 if at_hand and lie_alike(problem) else width
 
 
 def columns_per_block(problem: Problem, blocks: int, width: int) -> int:

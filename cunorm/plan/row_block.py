@@ -12,6 +12,8 @@ from cunorm.plan.constants import (
     columns_per_block,
     compute_itemsize,
     dtype_constants,
+    lie_alike,
+    margin_of,
     row_strides,
     weights_of,
 )
@@ -49,9 +51,10 @@ class RowBlock:
 
     def staged_elements(self, problem: Problem) -> int:
         """Of a weight or bias that is staged: those of a row, or of each row of a block; see kernels/row_affine.cuh."""
-        shared = isinstance(problem, ForwardProblem) and not self.peeled
+        as_in_memory = isinstance(problem, ForwardProblem) and self.peeled and not self.takes_turns(problem)
+        shared = as_in_memory or (isinstance(problem, ForwardProblem) and not self.peeled)
         vectors = self.threads_per_row * self.vectors * (1 if shared else self.rows_per_block)
-        return -(-vectors // 8) * 8 * self.width
+        return -(-vectors // 8) * 8 * self.width + 32 * as_in_memory
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
@@ -136,6 +139,8 @@ class RowBlock:
             "STAGE": self.stage,
             "ROWS_AHEAD": self.rows_ahead if self.stage == "ahead" else 1,
             "PEELED": int(self.peeled),
+            "ALIKE": int(not self.peeled or lie_alike(problem)),
+            "MARGIN": margin_of(problem, self.width, self.weights) if self.peeled else 0,
             "WEIGHTS": self.weights,
             "WEIGHTS_OF": self.weights_of(problem),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import are_rows, lie_alike, vector_width
+from cunorm.plan.constants import are_rows, lie_alike, margin_of, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_early, fits_registers, resident
@@ -48,8 +48,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                 deeper = replace(geometry, rows_ahead=rows)
                 most = resident(deeper, problem, device) if fits(deeper, problem, device) else 0
                 for share in (1, 2, 3, 4, 6, 8, 12, 16):
-                    if share <= most:
-                        yield replace(deeper, blocks_per_multiprocessor=share)
+                    in_turns = replace(deeper, blocks_per_multiprocessor=share)
+                    if share <= most and fits(in_turns, problem, device):
+                        yield in_turns
 
 
 def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
@@ -61,12 +62,13 @@ def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
 
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
     """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
-    all_threads = [1 << i for i in range(5 if peeled else 0, 11)]
+    itemsize, ways = DTYPES[problem.x.dtype].itemsize, list(_weight_ways(problem, stage))
+    all_threads = [1 << i for i in range(2 if peeled else 0, 11)]
     all_rows = [1 << i for i in range(9)]
-    for blocks, threads_per_row, rows in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows):
-        columns = -(-problem.columns // blocks) - (2 * width if peeled else 0)
-        vectors, threads = -(-columns // (threads_per_row * width)), threads_per_row * rows
+    for blocks, threads_per_row, rows, weights in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows, ways):
+        columns = problem.columns if peeled and blocks == 1 else -(-problem.columns // blocks // width) * width
+        inner = columns - (2 * margin_of(problem, width, weights) if peeled else 0)
+        vectors, threads = max(1, -(-(inner // width) // threads_per_row)), threads_per_row * rows
         if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
             continue
         if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):
@@ -75,9 +77,8 @@ def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: b
             continue
         if not fits_registers(problem, device, width, vectors, threads, peeled, stage == "direct"):
             continue
-        for weights in _weight_ways(problem, stage):
-            geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, weights)
-            if weights == "early" and not fits_early(geometry, problem, device):
-                continue
-            if fits(geometry, problem, device):
-                yield geometry
+        geometry = RowBlock(width, vectors, threads_per_row, rows, blocks, stage, peeled, weights)
+        if weights == "early" and not fits_early(geometry, problem, device):
+            continue
+        if fits(geometry, problem, device):
+            yield geometry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.constants import compute_itemsize
+from cunorm.plan.constants import compute_itemsize, lie_alike
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -68,7 +68,7 @@ def fits_registers(
     double = problem.x.dtype == "float64"
     other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
     if peeled:
-        other += 12 + 8 * double + 40 * direct
+        other += 12 + 8 * double + 40 * (direct and not lie_alike(problem))
     if isinstance(problem, BackwardProblem) and problem.channels is not None:
         # Without sums of columns, whose count is generous, the rest counts for more.
         several, activated = has_channels(problem), problem.norm.activation is not None

@@ -18,6 +18,7 @@ from cunorm.plan.constants import (
     columns_per_block,
     compute_itemsize,
     lie_alike,
+    margin_of,
     vector_width,
 )
 from cunorm.plan.launches import Device
@@ -381,8 +382,10 @@ def _shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fal
                 break
             if not can_be_shared(problem, blocks, width):
                 continue
-            columns = columns_per_block(problem, blocks, width) - (2 * width if peeled else 0)
-            geometry = replace(way, vectors=-(-columns // (width * way.threads)), blocks_per_row=blocks)
+            columns = columns_per_block(problem, blocks, width)
+            if peeled:
+                columns = min(columns, problem.columns) - 2 * margin_of(problem, width, way.weights)
+            geometry = replace(way, vectors=-(-(columns // width) // way.threads), blocks_per_row=blocks)
             if (
                 geometry.vectors <= way.vectors
                 and fits_registers(problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct")
@@ -448,11 +451,9 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
-    # Shorter rows are mostly edges: 257 columns of bfloat16 take 1.51 peeled, number by number 1.88 (backward 1.27 and
-    # 2.1). float32 forward is read number by number as fast, 1.08 at 4097 columns, until a row is long: 1.12 and 1.07
-    # at 5121. What does not lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09,
-    # peeled 1.38.
-    least = 16 * piece if not forward else 32 * piece if itemsize == 2 else 4097
+    # Shorter rows have too many edges; but 65 columns of float32 take 1.06 peeled, number by number 2.24. What does not
+    # lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09, peeled 1.38.
+    least = 16 * piece
     may_peel = forward or not has_channels(problem)
     if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
@@ -487,14 +488,14 @@ def _narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
 
 
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
-    """Rows whose edges are peeled off. Where all tensors lie alike, they are fetched ahead, their weights at hand.
-
-    At 4097 columns of bfloat16 that takes 1.17, directly 1.38; at 15,873 1.17 and 1.51, of float32 1.15 and 1.41, but
-    at 5121 of float32 1.15 and 1.07.
-    """
+    """Rows whose edges are peeled off. Those that are not read directly are fetched ahead, their weights at hand."""
     forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
-    vectors_per_row = -(-(problem.columns - 2 * width) // width)
-    direct = not alike or device.capability < 80 or (forward and width == 4 and vectors_per_row <= 1536)
+    if isinstance(problem, ForwardProblem) and alike and device.capability >= 80:
+        geometry = _peeled_directly(problem, device, width)
+        if geometry is not None:
+            return geometry
+    vectors_per_row = problem.columns // width
+    direct = not alike or device.capability < 80
     threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct)
     while threads < _MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
@@ -504,43 +505,91 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         return _shared_row(problem, device, width, peeled=True) if alike else None
     if not direct:
         rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
-        rows = _rows_per_block(problem, device, rows, threads) if vectors_per_row < 256 else 1
+        rows = _rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
         geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
         if isinstance(problem, BackwardProblem):
             geometry = replace(geometry, weights=_backward_weights(geometry, problem, device))
         share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
         if fits(geometry, problem, device):
             return replace(geometry, blocks_per_multiprocessor=share)
+        shared = _shared_row(problem, device, width, peeled=True)
+        if shared is not None:
+            return shared
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     return geometry if forward else persistent(geometry, problem, device)
+
+
+def _peeled_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """Rows that are read directly, as other rows are; None for those with a residual, and longer than was measured so.
+
+    A block for every group of rows lets the multiprocessors, some of which are slower, share them better than blocks
+    that take turns: 4096 columns take 1.03 so, in turns 1.11. But where rows begin in different ways, each reads its
+    weights across two pieces. Sixteen-bit numbers can mostly not afford that twice: layer norm of 4097 columns of
+    bfloat16 takes 1.13 in turns and 1.15 without, 1025 of them 1.17 and 1.08; RMS norm of 4097 1.03 without, 1.14
+    fetched ahead. float32: 129 columns take 1.08, 513 0.99, 1023 1.01, 4097 1.01, 8191 1.05; in turns 1.12, 1.06, 1.08,
+    1.08, 1.11.
+    """
+    vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
+    if problem.residual is not None or itemsize == 8 or vectors_per_row > (1024 if itemsize == 2 else 2048):
+        return None
+    much_to_shift = itemsize == 2 and (len(problem.parameters) > 1 or _are_wide(problem))
+    takes_turns = much_to_shift and (_are_wide(problem) or not 96 <= vectors_per_row <= 160)
+    wanted = 1.9 if vectors_per_row <= 48 else 3.9 if vectors_per_row <= 512 else 4.5
+    if much_to_shift and vectors_per_row <= 160:
+        wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
+    threads, vectors = _spread(vectors_per_row, wanted)
+    if threads > 128 and vectors_per_row <= 12 * 128:
+        threads, vectors = 128, -(-vectors_per_row // 128)  # 5121 columns of float32: 1.03, 256 threads of 5 1.13
+    # Two long rows a block share its weights: 4097 columns of float32 take 1.01 so, 1.06 alone.
+    rows = 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads)
+    weights = "staged" if problem.parameters else "late"
+    rows = _rows_per_block(problem, device, rows, threads)
+    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
+    if takes_turns:
+        geometry = _in_turns(geometry, problem, device)
+    elif much_to_shift and vectors > 6:
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))  # 1023 columns take 1.12 so, with 64 1.15
+    return geometry if fits(geometry, problem, device) else None
+
+
+def _in_turns(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
+    """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
+    if geometry.threads_per_row > 32:
+        geometry = replace(geometry, rows_per_block=max(1, 64 // geometry.threads_per_row))
+    # What is staged must leave the cache a third of the memory: 8191 columns take 1.13 by four blocks, by six 1.34.
+    staged = replace(geometry, blocks_per_multiprocessor=1).shared_bytes(problem)
+    room = device.shared_bytes * 5 // 8 // max(1, staged)
+    threads = min(1024 if geometry.vectors <= 2 else 768, device.threads_per_multiprocessor)
+    share = max(1, min(threads // geometry.threads, room))
+    return replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
 
 
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
     """Rows of a block where they are short, threads of a multiprocessor, and rows ahead.
 
-    bfloat16 forward: 257 columns (a vector a thread) take 1.51 with 768 threads a multiprocessor, 513 (2) 1.20, with
-    1024 1.35; 1023 (4) 1.16 with 512, with 1024 1.34; 1601 (7) 1.17 with 384; 4097 (8) 1.17 with 256, with 384 1.20.
-    Backward: 257 columns take 1.27 with 16 rows a block and two ahead, with 8 and one 1.40; 1023 (2) 1.14 with 4 rows.
+    bfloat16 forward, of what is not read directly: 1601 columns (7 vectors a thread) take 1.17 with 384 threads a
+    multiprocessor; 4097 (8) 1.17 with 256, with 384 1.20.
+    Backward: 257 columns take 1.57 with 768 threads a multiprocessor, with 512 and two rows ahead 1.72.
     """
     if forward:
         most = 768 if vectors <= 2 else 512 if vectors <= 4 else 384 if vectors <= 7 else 256
         return (256 if vectors <= 2 else 64) // threads, most, 1
-    return (512 // threads, 512, 2) if vectors == 1 else (256 // threads, 512, 1)
+    return 256 // threads, 768 if vectors == 1 else 512, 1
 
 
 def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool) -> tuple[int, int]:
     """Threads, a warp at least, and vectors of each.
 
     bfloat16 forward: 1023 columns take 1.47 with 32 threads of 4, 15,873 1.31 with 128 of 16 and 2.01 with 256 of 8.
-    Backward: 1023 columns take 1.38 with 64 threads of 2, 5121 1.19 with 256 of 3 and 1.26 with 128 of 5, 15,873 1.25
-    with 256 of 8. float32 backward: 4097 columns take 1.13 with 256 threads of 4, with 128 of 8 1.14.
+    Backward: 1023 columns take 1.28 with 64 threads of 2, 4097 1.15 with 128 of 4 and 1.27 with 64 of 8, 15,873 1.17
+    with 256 of 8. float32 backward: 4097 columns take 1.09 with 512 threads of 2, with 256 of 4 1.11.
     """
     if forward:
-        wanted = 2.0 if vectors_per_row < 256 else 5.0 if direct or width == 8 else 7.5
-    elif vectors_per_row < 256:
+        wanted = 1.9 if vectors_per_row <= 256 else 5.0 if direct or width == 8 else 7.5
+    elif vectors_per_row <= 256:
         wanted = 1.9
     else:
-        wanted = 2.0 if width == 4 else 2.4 if 512 < vectors_per_row <= 1024 else 5.0
+        wanted = 1.9 if width == 4 else 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= 1024 else 5.0
     threads, _ = _spread(vectors_per_row, wanted)
     if forward and width == 8:
         threads = min(threads, 128)
