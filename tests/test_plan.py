@@ -175,13 +175,44 @@ def test_older_gpus_get_neither_clusters_nor_rows_ahead(device: Device) -> None:
 @pytest.mark.parametrize("columns", [1024, 4097, 65536, 1_000_000])
 @pytest.mark.parametrize("rows", [1, 2, 4096])
 def test_tensors_move_16_bytes_at_a_time(rows: int, columns: int, dtype: str) -> None:
-    """Odd rows too, but for float32 forward, which is as fast number by number, and the weights' gradients of few."""
-    forward = [plain_forward(rows, columns, dtype)] if columns % 2 == 0 or dtype != "float32" else []
-    for problem in (*forward, plain_backward(rows, columns, dtype)):
+    """Odd rows too, but for the weights' gradients of few."""
+    for problem in (plain_forward(rows, columns, dtype), plain_backward(rows, columns, dtype)):
         for item in plan(problem, DEVICES["sm_90"]).launches:
             width = dict(item.constants).get("VECTOR")
             odd = item.kernel == "row_weight_gradients" and columns % 2 > 0
             assert width is None or odd or width * DTYPES[dtype].itemsize == 16
+
+
+ALONE, IN_TURNS, AHEAD = ("direct", 0), ("direct", 1), ("ahead", 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "way"),
+    [
+        ("float32", 65, ALONE),
+        ("float32", 4097, ALONE),
+        ("float32", 20_001, AHEAD),
+        ("bfloat16", 257, IN_TURNS),
+        ("bfloat16", 1025, ALONE),
+        ("bfloat16", 4097, IN_TURNS),
+        ("bfloat16", 15_873, AHEAD),
+        ("float64", 1025, AHEAD),
+    ],
+)
+def test_rows_that_begin_anywhere(dtype: str, columns: int, way: tuple[str, int]) -> None:
+    """A block for every group of rows where it can afford to shift their weights; those of one alone, it always can."""
+
+    def way_of(problem: ForwardProblem) -> tuple[Any, Any]:
+        (item,) = plan(problem, DEVICES["sm_90"]).launches
+        constants = dict(item.constants)
+        assert constants["PEELED"] and constants["ALIKE"] and constants["MARGIN"] == 0
+        return constants["STAGE"], constants["TAKES_TURNS"]
+
+    layer_norm = plain_forward(4096, columns, dtype)
+    assert way_of(layer_norm) == way
+    if way != AHEAD:
+        assert way_of(replace(layer_norm, bias=None)) == way_of(replace(layer_norm, weight=None, bias=None)) == ALONE
+        assert way_of(plain_forward(4096, columns, dtype, residual=True)) == AHEAD
 
 
 @pytest.mark.parametrize(
