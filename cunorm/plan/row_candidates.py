@@ -63,7 +63,7 @@ def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
     """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
     itemsize, ways = DTYPES[problem.x.dtype].itemsize, list(_weight_ways(problem, stage))
-    all_threads = [1 << i for i in range(2 if peeled else 0, 11)]
+    all_threads = [1 << i for i in range(3 if peeled else 0, 11)]
     all_rows = [1 << i for i in range(9)]
     for blocks, threads_per_row, rows, weights in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows, ways):
         columns = problem.columns if peeled and blocks == 1 else -(-problem.columns // blocks // width) * width

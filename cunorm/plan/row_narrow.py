@@ -1,0 +1,179 @@
+"""Rows that do not all begin and end at multiples of 16 bytes.
+
+The numbers are of an H200, as the time over that of a copy of the same bytes, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cunorm.plan.constants import lie_alike
+from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import (
+    blocks_with,
+    crowded,
+    fits,
+    fits_early,
+    fits_registers,
+    has_channels,
+    persistent,
+    resident,
+)
+from cunorm.plan.row_shared import shared_row
+from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_weights import are_wide, backward_weights
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+
+__all__ = ["narrow"]
+
+
+def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows that do not all begin and end at multiples of 16 bytes."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    piece = 16 // itemsize
+    forward = isinstance(problem, ForwardProblem)
+    # Shorter rows have too many edges; but 65 columns of float32 take 1.06 peeled, number by number 2.24. What does not
+    # lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09, peeled 1.38.
+    least = 16 * piece
+    may_peel = forward or not has_channels(problem)
+    if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
+        return _peeled(problem, device, piece)
+    # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
+    # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
+    dense = all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
+    if itemsize >= 4 and problem.columns <= 32 and dense:
+        geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
+        in_registers = fits_registers(problem, device, width, geometry.vectors, geometry.threads)
+        if in_registers and fits(geometry, problem, device):
+            geometry = persistent(geometry, problem, device)
+            # As many blocks as are launched must have the registers: one in a second wave takes as long as all.
+            return replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
+    vectors_per_row = problem.columns // width
+    # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
+    wanted = 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5
+    if problem.rows <= 2 * device.multiprocessors:
+        wanted = min(wanted, max(1.0, 2 * vectors_for_all_threads(problem, device, vectors_per_row)))
+    threads, vectors = spread(vectors_per_row, wanted)
+    if not fits_registers(problem, device, width, vectors, max(threads, 256)):
+        return _peeled(problem, device, piece) if may_peel else None
+    # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
+    if threads == 1 and vectors > 1:
+        threads, vectors = 2, -(-vectors // 2)
+    rows = max(1, 64 // threads) if forward else rows_per_block(problem, device, 256 // threads, threads)
+    geometry = RowBlock(width, vectors, threads, rows)
+    if forward:
+        early = replace(geometry, weights="early")  # 257 columns of bfloat16: 1.65, late 1.76
+        return early if threads == 32 and fits_early(early, problem, device) else geometry
+    most = max(1, device.threads_per_multiprocessor // geometry.threads)
+    return replace(geometry, blocks_per_multiprocessor=min(2, most))
+
+
+def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows whose edges are peeled off. Those that are not read directly are fetched ahead, their weights at hand."""
+    forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
+    if isinstance(problem, ForwardProblem) and alike and device.capability >= 80:
+        geometry = _peeled_directly(problem, device, width)
+        if geometry is not None:
+            return geometry
+    vectors_per_row = problem.columns // width
+    direct = not alike or device.capability < 80
+    threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct)
+    while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
+        threads *= 2
+        vectors = -(-vectors_per_row // threads)
+    most_vectors = 16 if forward and not direct else 12
+    if vectors > most_vectors or not fits_registers(problem, device, width, vectors, threads, True, direct):
+        return shared_row(problem, device, width, peeled=True) if alike else None
+    if not direct:
+        rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
+        rows = rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
+        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
+        if isinstance(problem, BackwardProblem):
+            geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
+        share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
+        if fits(geometry, problem, device):
+            return replace(geometry, blocks_per_multiprocessor=share)
+        shared = shared_row(problem, device, width, peeled=True)
+        if shared is not None:
+            return shared
+    geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
+    return geometry if forward else persistent(geometry, problem, device)
+
+
+def _peeled_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """Rows that are read directly, as other rows are; None for those with a residual, and longer than was measured so.
+
+    A block for every group of rows lets the multiprocessors, some of which are slower, share them better than blocks
+    that take turns: 4096 columns take 1.03 so, in turns 1.11. But where rows begin in different ways, each reads its
+    weights across two pieces. Sixteen-bit numbers can mostly not afford that twice: layer norm of 4097 columns of
+    bfloat16 takes 1.13 in turns and 1.15 without, 1025 of them 1.17 and 1.08; RMS norm of 4097 1.03 without, 1.14
+    fetched ahead. float32: 129 columns take 1.08, 513 0.99, 1023 1.01, 4097 1.01, 8191 1.05; in turns 1.12, 1.06, 1.08,
+    1.08, 1.11.
+    """
+    vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
+    if problem.residual is not None or itemsize == 8 or vectors_per_row > (1024 if itemsize == 2 else 2048):
+        return None
+    much_to_shift = itemsize == 2 and (len(problem.parameters) > 1 or are_wide(problem))
+    takes_turns = much_to_shift and (are_wide(problem) or not 96 <= vectors_per_row <= 160)
+    wanted = 1.9 if vectors_per_row <= 48 else 3.9 if vectors_per_row <= 512 else 4.5
+    if much_to_shift and vectors_per_row <= 160:
+        wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
+    threads, vectors = spread(vectors_per_row, wanted)
+    if threads > 128 and vectors_per_row <= 12 * 128:
+        threads, vectors = 128, -(-vectors_per_row // 128)  # 5121 columns of float32: 1.03, 256 threads of 5 1.13
+    # Two long rows a block share its weights: 4097 columns of float32 take 1.01 so, 1.06 alone.
+    rows = 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads)
+    weights = "staged" if problem.parameters else "late"
+    rows = rows_per_block(problem, device, rows, threads)
+    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
+    if takes_turns:
+        geometry = _in_turns(geometry, problem, device)
+    elif much_to_shift and vectors > 6:
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))  # 1023 columns take 1.12 so, with 64 1.15
+    return geometry if fits(geometry, problem, device) else None
+
+
+def _in_turns(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
+    """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
+    if geometry.threads_per_row > 32:
+        geometry = replace(geometry, rows_per_block=max(1, 64 // geometry.threads_per_row))
+    # What is staged must leave the cache a third of the memory: 8191 columns take 1.13 by four blocks, by six 1.34.
+    staged = replace(geometry, blocks_per_multiprocessor=1).shared_bytes(problem)
+    room = device.shared_bytes * 5 // 8 // max(1, staged)
+    threads = min(1024 if geometry.vectors <= 2 else 768, device.threads_per_multiprocessor)
+    share = max(1, min(threads // geometry.threads, room))
+    return replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
+
+
+def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
+    """Rows of a block where they are short, threads of a multiprocessor, and rows ahead.
+
+    bfloat16 forward, of what is not read directly: 1601 columns (7 vectors a thread) take 1.17 with 384 threads a
+    multiprocessor; 4097 (8) 1.17 with 256, with 384 1.20.
+    Backward: 257 columns take 1.57 with 768 threads a multiprocessor, with 512 and two rows ahead 1.72.
+    """
+    if forward:
+        most = 768 if vectors <= 2 else 512 if vectors <= 4 else 384 if vectors <= 7 else 256
+        return (256 if vectors <= 2 else 64) // threads, most, 1
+    return 256 // threads, 768 if vectors == 1 else 512, 1
+
+
+def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool) -> tuple[int, int]:
+    """Threads, a warp at least, and vectors of each.
+
+    bfloat16 forward: 1023 columns take 1.47 with 32 threads of 4, 15,873 1.31 with 128 of 16 and 2.01 with 256 of 8.
+    Backward: 1023 columns take 1.28 with 64 threads of 2, 4097 1.15 with 128 of 4 and 1.27 with 64 of 8, 15,873 1.17
+    with 256 of 8. float32 backward: 4097 columns take 1.09 with 512 threads of 2, with 256 of 4 1.11.
+    """
+    if forward:
+        wanted = 1.9 if vectors_per_row <= 256 else 5.0 if direct or width == 8 else 7.5
+    elif vectors_per_row <= 256:
+        wanted = 1.9
+    else:
+        wanted = 1.9 if width == 4 else 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= 1024 else 5.0
+    threads, _ = spread(vectors_per_row, wanted)
+    if forward and width == 8:
+        threads = min(threads, 128)
+    threads = max(32, threads)
+    return threads, -(-vectors_per_row // threads)

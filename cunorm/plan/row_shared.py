@@ -1,0 +1,99 @@
+"""Rows that the blocks of a cluster share.
+
+The numbers are of an H200, as the time over that of a copy of the same bytes, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cunorm.plan import row_grid
+from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
+from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
+from cunorm.plan.row_spread import MOST_THREADS
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+
+__all__ = ["shared_row"]
+
+# Of a row that is shared by the blocks of a cluster, forward.
+_MOST_SHARED_BYTES = 1 << 20
+
+
+def shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
+    """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
+    if _is_faster_read_twice(problem, width):
+        return None
+    for way in _shared_ways(problem, device, width, peeled):
+        if way.weights == "late" and isinstance(problem, ForwardProblem) and row_grid.applies(problem, device):
+            break
+        for blocks in (1, 2, 4, 8, 16):
+            if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
+                break
+            if not can_be_shared(problem, blocks, width):
+                continue
+            columns = columns_per_block(problem, blocks, width)
+            if peeled:
+                columns = min(columns, problem.columns) - 2 * margin_of(problem, width, way.weights)
+            geometry = replace(way, vectors=-(-(columns // width) // way.threads), blocks_per_row=blocks)
+            if (
+                geometry.vectors <= way.vectors
+                and fits_registers(problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct")
+                and (way.weights != "early" or fits_early(geometry, problem, device))
+                and fits(geometry, problem, device)
+                and resident(geometry, problem, device) >= way.blocks_per_multiprocessor
+            ):
+                return geometry
+    return None
+
+
+def _is_faster_read_twice(problem: Problem, width: int) -> bool:
+    """Forward, whether a row has so much to read that it takes clusters of 16 blocks, which are slow.
+
+    256 rows of 524,288 float16 numbers take 1.50 by clusters and 1.70 read twice, 200 of 655,360 1.99 and 1.72, 128 of
+    1,048,576 2.22 and 1.75 (of float32 1.30 and 1.69, 1.85 and 1.72, 1.98 and 1.70). With a residual 200 of 524,288
+    take 1.59 and 1.44. Rows of shorter vectors, without weights or with weights by channel were not measured so.
+    """
+    has_weights = problem.channels is None and not (problem.weight is None and problem.bias is None)
+    if not isinstance(problem, ForwardProblem) or not has_weights:
+        return False
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    read = problem.columns * itemsize * len(problem.matrices_read)
+    return width * itemsize == 16 and read > _MOST_SHARED_BYTES
+
+
+def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> Iterator[RowBlock]:
+    """The ways to share a row, best first, with the most vectors and blocks of each."""
+    # 50257 columns of float32, peeled, take 1.13 with 256 threads a block (backward 1.19, with 512 1.40).
+    threads = 256 if peeled and width == 4 else MOST_THREADS
+    way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
+    if isinstance(problem, BackwardProblem):
+        # 32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04.
+        ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
+        if width == 8 and device.capability == 90:
+            # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512,
+            # and 50257 (peeled) 1.62 and 1.73 with one of 256. Weights come early where there are registers: 15,872
+            # columns, of which not all threads have as many, take 1.05 so, staged 1.19 (but 16,384 1.09 and 1.06). 7
+            # vectors would spill so, 8 in any case; 12,800 columns take 1.19 with 7, and by four blocks 1.32.
+            crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
+            pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
+            for each, rows in itertools.product((crowd,) if peeled else (pair, early, crowd), ahead):
+                yield replace(each, rows_ahead=rows)
+        if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
+            # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
+            # one, and 1.14 staged by four blocks of 512 threads.
+            early = replace(way, weights="early")
+            if width == 4:
+                yield early
+            else:
+                for rows in ahead:
+                    yield replace(early, threads_per_row=256, blocks_per_row=8, rows_ahead=rows)
+    elif problem.residual is not None and problem.norm.centered and not peeled and device.capability < 120:
+        # 32768 columns of bfloat16 with a residual take 1.09, fetched ahead 1.13; 65536 1.18 and 1.21.
+        yield RowBlock(width, 4, threads, 1, 4, min_blocks=2)
+    yield way
+    yield replace(way, threads_per_row=MOST_THREADS)
+    yield replace(way, threads_per_row=MOST_THREADS, weights="late")

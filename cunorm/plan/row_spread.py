@@ -1,0 +1,39 @@
+"""How many threads a row takes, and how many rows a block."""
+
+from __future__ import annotations
+
+from cunorm.plan.constants import vector_width
+from cunorm.plan.launches import Device
+from cunorm.plan.row_fit import fits_registers
+from cunorm.problem import Problem
+
+__all__ = ["MOST_THREADS", "more_threads", "rows_per_block", "spread", "vectors_for_all_threads"]
+
+# Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
+MOST_THREADS = 512
+
+
+def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
+    """Threads, as many as leave each ``least_vectors``, and vectors of each."""
+    threads = min(MOST_THREADS, 1 << max(1, int(vectors_per_row / max(1, least_vectors))).bit_length() - 1)
+    return threads, -(-vectors_per_row // threads)
+
+
+def more_threads(problem: Problem, device: Device, wanted: tuple[int, int], block_threads: int) -> tuple[int, int]:
+    """Threads of a row and vectors of each: as `spread` has them, or more threads where registers would not do."""
+    width, (threads, vectors) = vector_width(problem), wanted
+    while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, max(threads, block_threads)):
+        threads *= 2
+        vectors = -(-problem.columns // width // threads)
+    return threads, vectors
+
+
+def rows_per_block(problem: Problem, device: Device, wanted: int, threads: int) -> int:
+    """Several rows a block only where every multiprocessor has a block; but two warps at least."""
+    rows = max(1, 64 // threads, min(wanted, problem.rows // device.multiprocessors))
+    return 1 << rows.bit_length() - 1
+
+
+def vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> float:
+    """How many vectors each thread has where all threads that the device can hold have some."""
+    return problem.rows * vectors_per_row / (device.multiprocessors * device.threads_per_multiprocessor)
