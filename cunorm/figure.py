@@ -135,6 +135,8 @@ def _draw_levels(canvas: _Canvas, explanation: Explanation, top: float) -> float
     if groups > 1:
         each = "each" if groups >= share_rows else f"each {-(-share_rows // groups)}"
         text += f": {_count(per_row, 'threads')} for {each} of {_count(share_rows, row)}"
+    elif per_row < main.threads:
+        text += f", {main.threads - per_row} of them for what the blocks tell each other"
     threads = range(main.threads)
     alike = [i % main.thread_stride == 0 and i // main.thread_stride < per_row for i in threads]
     warps = [any(alike[i : i + 32]) for i in threads[::32]]

@@ -23,16 +23,28 @@ __device__ __forceinline__ void store_word(long long* word, unsigned tag, unsign
 #endif
 }
 
+// A word as it is now.
+__device__ __forceinline__ long long load_word(const long long* word) {
+#ifdef CUNORM_EMULATOR
+  cunorm_emulator::yield();
+  return *word;
+#else
+  long long value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+#endif
+}
+
+__device__ __forceinline__ bool has_tag(long long word, unsigned tag) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(word) >> 32) == tag;
+}
+__device__ __forceinline__ unsigned bits_of_word(long long word) { return static_cast<unsigned>(word); }
+
 // The bits of a word, when its tag has come.
 __device__ __forceinline__ unsigned await_word(const long long* word, unsigned tag) {
-  unsigned long long value;
+  long long value;
   do {
-#ifdef CUNORM_EMULATOR
-    cunorm_emulator::yield();
-    value = static_cast<unsigned long long>(*word);
-#else
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-#endif
-  } while (value >> 32 != tag);
-  return static_cast<unsigned>(value);
+    value = load_word(word);
+  } while (!has_tag(value, tag));
+  return bits_of_word(value);
 }

@@ -60,9 +60,12 @@ def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) ->
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
         assert item.cluster == 1 or device.capability >= 90
         if item.cooperative:
-            # One block a multiprocessor, which has room for any.
-            assert item.grid <= device.multiprocessors
-            assert threads <= device.threads_per_multiprocessor
+            # One block a multiprocessor, which has room for any; or as many as the kernel's text says, if they fit.
+            share: Any = dict(item.constants).get("BLOCKS_PER_MULTIPROCESSOR", 1)
+            assert item.grid <= device.multiprocessors * share
+            assert threads * share <= device.threads_per_multiprocessor
+            # Of the shared memory of a multiprocessor, a kilobyte is kept for each block.
+            assert (shared_bytes + 1024) * share <= device.shared_bytes + 1024
 
 
 def _static_shared_bytes(item: Launch, problem: Problem) -> int:
@@ -71,6 +74,10 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
     size = compute_bytes(problem)
     if item.kernel == "row_grid_forward":
         return 2 * 2 * constants["THREADS"] // 32 * size
+    if item.kernel.startswith("row_pipeline"):
+        # Of two turns: what each warp has of the row, and what all need to sum and to finish it.
+        of_warp, of_row = (3, 5) if item.kernel.endswith("forward") else (2, 4 + 6)
+        return int(2 * (of_warp * constants["THREADS"] // 32 + of_row) * size)
     if not item.kernel.startswith("row_block"):
         assert item.shared_bytes == 0
         return 0
@@ -100,8 +107,8 @@ def scratch_memory(problem: AnyProblem, device: Device, chosen: Plan) -> None:
     assert end <= chosen.workspace_bytes < end + 256 * (len(chosen.scratch) + 1)
 
 
-# Bytes that each kernel takes of each buffer between kernels, from its arguments, its groups of blocks and the size of
-# a sum.
+# Bytes that each kernel takes of each buffer between kernels, from its arguments and its constants, how many groups of
+# blocks there are, and the size of a sum.
 _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "partials": lambda a, groups, size: a["rows"] * a["columns"] * size,
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
@@ -109,17 +116,29 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "a row a group of blocks": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
     ),
+    "a row a group that shares rows": lambda a, groups, size: (
+        (_channel_sums(a) if a["channels"] else groups // a["blocks_per_row"] * a["columns"]) * size
+    ),
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
     "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "two a row": lambda a, groups, size: 2 * a["rows"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
+    "three a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
+        _words_of_turns(a, groups) * 3 * 2 * size
+    ),
+    "two a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
+        _words_of_turns(a, groups) * 2 * 2 * size
+    ),
 }
 _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
+    "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
+    "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
+    | {"words": "two a block, with a tag beside each word, for the turns that are kept"},
     **dict.fromkeys(
         ["row_split_statistics", "row_split_merge"],
         dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
@@ -131,20 +150,29 @@ _SCRATCH = {
 }
 
 
-def _channel_sums(arguments: dict[str, Any]) -> int:
-    """Sums over channels, or over parts of one where a block has no whole one: of each row, each."""
-    _, channels_per_row, positions, _, _ = arguments["channels"]
-    return int(arguments["rows"]) * channels_per_row * -(-positions // min(positions, arguments["columns_per_block"]))
+def _channel_sums(given: dict[str, Any]) -> int:
+    """Sums over channels, or over parts of one where a block has no whole one: of each row, each.
+
+    Blocks in a pipeline add up such parts themselves.
+    """
+    _, channels_per_row, positions, _, _ = given["channels"]
+    parts = 1 if "LAG" in given else -(-positions // min(positions, given["columns_per_block"]))
+    return int(given["rows"]) * channels_per_row * parts
+
+
+def _words_of_turns(given: dict[str, Any], blocks: int) -> int:
+    """Of each turn that is kept, one for every block that could share the rows of a group."""
+    return int(2 * given["LAG"] * blocks // given["blocks_per_row"] * 32 * given["PARTS_PER_LANE"])
 
 
 def scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: Device, chosen: Plan) -> None:
     sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
     itemsize = compute_bytes(problem)
     for item in chosen.launches:
-        arguments = dict(item.arguments)
+        given: dict[str, Any] = {**dict(item.arguments), **dict(item.constants)}
         for name, value in item.arguments:
-            if isinstance(value, str) and value in sizes and arguments.get("splits") != 0:
-                size = _SIZES[_SCRATCH[item.kernel][name]](arguments, item.grid // item.cluster, itemsize)
+            if isinstance(value, str) and value in sizes and given.get("splits") != 0:
+                size = _SIZES[_SCRATCH[item.kernel][name]](given, item.grid // item.cluster, itemsize)
                 assert size == sizes[value], (item.kernel, name)
 
 
@@ -214,7 +242,7 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
                 assert_access_to_weights(constants, name, operand, width)
         if item.kernel.startswith("row_block"):
             _assert_shared_memory_is_aligned(problem, item, constants)
-        if item.kernel == "row_grid_forward":
+        if item.kernel.startswith(("row_grid", "row_pipeline")):
             _assert_slots_are_aligned(problem, item, constants)
 
 
@@ -347,11 +375,14 @@ def _lanes_and_steps(constants: Constants) -> int:
 
 
 def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
-    """Every vector is copied in 16 bytes, to slots behind each other; then come the numbers of an exchange."""
+    """Every vector is copied in 16 bytes, to slots behind each other; then come the numbers of an exchange, if any."""
     assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16
     slots = constants["THREADS"] * constants["ROWS_AHEAD"] * constants["RESIDENT"]
-    numbers = 3 * dict(item.arguments)["blocks_per_row"] * compute_bytes(problem)
-    assert item.shared_bytes == (1 + constants["HAS_RESIDUAL"]) * slots * 16 + numbers
+    forward, numbers = item.kernel.endswith("forward"), 0
+    tensors = 1 + constants["HAS_RESIDUAL"] if forward else 2 + constants["HAS_DRESIDUAL"]
+    if item.kernel == "row_grid_forward":
+        numbers = 3 * dict(item.arguments)["blocks_per_row"] * compute_bytes(problem)
+    assert item.shared_bytes == tensors * slots * 16 + numbers
 
 
 # ---- Every row and every column is taken, once.
@@ -429,6 +460,18 @@ def _covers_row_grid(item: Launch, constants: Constants, arguments: dict[str, An
     assert constants["PREFETCHED"] <= min(resident, threads)
 
 
+def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width = constants["THREADS"], constants["VECTOR"]
+    blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
+    assert item.cooperative and item.block == (threads + 64, 1) and threads % 32 == 0 and item.grid % blocks == 0
+    assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
+    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
+    assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
+    assert 1 <= constants["LAG"] < constants["ROWS_AHEAD"], "what is summed lies where another row is finished"
+    assert threads <= 1024, "a lane for each warp merges what the warps have"
+    assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
+
+
 def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     lanes, tile = constants["ROW_LANES"], _tile(item, constants)
     chunk, splits = arguments["columns_per_split"], arguments["splits"]
@@ -479,6 +522,8 @@ _COVERS = {
     "row_block_forward": _covers_row_block,
     "row_block_backward": _covers_row_block,
     "row_grid_forward": _covers_row_grid,
+    "row_pipeline_forward": _covers_row_pipeline,
+    "row_pipeline_backward": _covers_row_pipeline,
     "row_split_statistics": _covers_row_split,
     "row_split_forward": _covers_row_split,
     "row_split_gradient_sums": _covers_row_split,
@@ -512,7 +557,7 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
         if constants["WEIGHTS_OF"] == "part":
             assert channels_per_row == 1 or positions % per_block == 0
         elif constants["WEIGHTS_OF"] == "vector":
-            assert positions % width == 0 and per_block % width == 0 and not constants["PEELED"]
+            assert positions % width == 0 and per_block % width == 0 and not constants.get("PEELED")
         else:
             assert constants["WEIGHTS_OF"] == "numbers" and not isinstance(problem, BackwardProblem)
         if isinstance(problem, BackwardProblem) and constants["WEIGHTS_OF"] == "vector":

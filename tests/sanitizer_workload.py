@@ -56,6 +56,8 @@ PROBLEMS = [
     ((300, 1023), (-1,), "float32"),
     ((2, 600_000), (-1,), "float32"),  # a row for all blocks
     ((3, 700_001), (-1,), "float32"),
+    ((5, 600_000), (-1,), "float32"),  # rows that all blocks share, in a pipeline
+    ((37, 400_000), (-1,), "bfloat16"),  # several groups of blocks
     ((3, 1000), (-1,), "float64"),
     ((2, 17000), (-1,), "float64"),
     ((300, 70), (0,), "float32"),
@@ -69,6 +71,7 @@ ROWS_OF_CHANNELS = [
     (9, 5, 1, 4097, "float16"),
     (2, 2, 1, 200_000, "float32"),  # blocks share a channel
     (1, 2, 1, 1_500_001, "float32"),  # a row for all blocks
+    (2, 2, 1, 1_200_000, "float16"),  # in a pipeline, backward too
     (300, 8, 4, 2, "float32"),
     (200, 64, 8, 49, "float16"),
     (600, 8, 4, 256, "bfloat16"),

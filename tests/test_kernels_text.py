@@ -67,7 +67,8 @@ def test_one_entry_point_of_the_same_name(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_launch_bounds_name_how_many_blocks(kernel: str) -> None:
     """With no number of blocks there, ptxas spills registers to reach an occupancy of its own choosing."""
-    assert re.search(r"__launch_bounds__\([^;{]*?, (?:1|MIN_BLOCKS)\)\s+" + kernel + r"\(", code_of(f"{kernel}.cu"))
+    bounds = r"__launch_bounds__\([^;{]*?, (?:1|MIN_BLOCKS|BLOCKS_PER_MULTIPROCESSOR)\)\s+"
+    assert re.search(bounds + kernel + r"\(", code_of(f"{kernel}.cu"))
 
 
 @pytest.mark.parametrize("header", HEADERS)
@@ -252,7 +253,7 @@ def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
 
 def test_every_kernel_is_used_by_some_plan() -> None:
     used: set[str] = set()
-    for columns in (768, 3_000_001, 10_000_000, 100_000_000):
+    for columns in (768, 1_000_000, 3_000_001, 10_000_000, 100_000_000):
         norms = plain_forward(1000, columns), plain_backward(1000, columns)
         for problem in (*norms, plain_gelu(columns), plain_gelu_backward(columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}

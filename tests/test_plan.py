@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import DEVICES, ROWS, Problem, devices, many, plain_backward, plain_forward, problems
 
-from cunorm.plan import Device, Plan, plan
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix
+from cunorm.plan import Device, Plan, plan, row_geometry, row_split
+from cunorm.plan.launches import Builder
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
 
 # ---- A plan is a function, and kernels are few.
 
@@ -56,7 +57,7 @@ def test_no_batch_that_fills_a_gpu_compiles_a_kernel_of_its_own(
         assert _costly(some) == _costly(others)
 
 
-@pytest.mark.parametrize("columns", [10, 100, 256, 768, 1024, 4096, 4097, 10_240, 16_384, 100_000, 10**6])
+@pytest.mark.parametrize("columns", [10, 100, 256, 768, 1024, 4096, 4097, 10_240, 16_384, 100_000, 300_000, 10**6])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
     """Few rows are spread over more threads than many are: by powers of two, so there are few ways. Forward, weights of
@@ -68,12 +69,13 @@ def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
 
 
 def test_eps_compiles_nothing() -> None:
+    sizes = (64, 10**6, 3_000_001, 10**7)
     some, others = (
-        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in (64, 3_000_001, 10**7)))
+        kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in sizes))
         for eps in (0.0, 1.0)
     )
-    # Words are cleared by a kernel before row_grid_forward; row_split is three.
-    assert some == others and len(some) == 1 + 2 + 3
+    # Words are cleared by a kernel before row_grid_forward and row_pipeline_forward; row_split is three.
+    assert some == others and len(some) == 1 + 2 + 1 + 3
 
 
 MODEL_SIZES = [
@@ -98,24 +100,29 @@ def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
 # The ways on each GPU that differs: one without asynchronous copies or clusters, one with the most shared memory that
 # is not shared among blocks, one with clusters.
 WAYS = ("sm_75", "sm_80", "sm_90")
-BLOCK, CLUSTER, GRID, SPLIT = "row_block", "row_cluster", "row_grid", "row_split"
+BLOCK, CLUSTER, PIPELINE, GRID, SPLIT = "row_block", "row_cluster", "row_pipeline", "row_grid", "row_split"
 STRATEGIES = [
     # dtype, columns, forward, backward
     ("bfloat16", 1, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 64, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 4097, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 8192, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
-    ("bfloat16", 65_536, (SPLIT, BLOCK, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
+    ("bfloat16", 65_536, (SPLIT, BLOCK, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
     ("bfloat16", 100_001, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
+    ("bfloat16", 200_000, (SPLIT, PIPELINE, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
+    ("bfloat16", 1_000_000, (SPLIT, PIPELINE, PIPELINE), (SPLIT, PIPELINE, PIPELINE)),
     ("bfloat16", 5_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
     ("float32", 10, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
-    ("float32", 20_000, (BLOCK, BLOCK, BLOCK), (SPLIT, SPLIT, CLUSTER)),
-    ("float32", 100_000, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
+    ("float32", 20_000, (BLOCK, BLOCK, BLOCK), (SPLIT, PIPELINE, CLUSTER)),
+    ("float32", 100_000, (SPLIT, PIPELINE, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
+    ("float32", 100_001, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
+    ("float32", 1_000_000, (SPLIT, SPLIT, PIPELINE), (SPLIT, SPLIT, PIPELINE)),
     ("float32", 2_000_001, (SPLIT, GRID, GRID), (SPLIT, SPLIT, SPLIT)),
     ("float32", 3_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
     ("float64", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float64", 50_257, (SPLIT, SPLIT, CLUSTER), (SPLIT, SPLIT, CLUSTER)),
+    ("float64", 200_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
     ("float64", 10_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
 ]
 
@@ -129,26 +136,40 @@ def test_strategies(rows: int, dtype: str, columns: int, forward: tuple[str, ...
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_of_clusters_of_16_blocks_are_read_twice_instead(dtype: str) -> None:
+def test_no_clusters_of_16_blocks_have_rows_with_much_to_read(dtype: str) -> None:
     """But for those with little else to read, that were not measured so."""
     h200, mebi = DEVICES["sm_90"], 2**20 // DTYPES[dtype].itemsize
 
-    def strategy(columns: int, rows: int = 200, **changes: Any) -> str:
-        return plan(replace(plain_forward(rows, columns, dtype), **changes), h200).strategy
+    def clusters(columns: int, residual: bool = False, **changes: Any) -> bool:
+        problem = replace(plain_forward(200, columns, dtype, residual=residual), **changes)
+        return row_geometry.forward_geometry(problem, h200) is not None
 
-    assert [strategy(mebi), strategy(mebi + 64), strategy(2 * mebi)] == [CLUSTER, SPLIT, SPLIT]
-    assert strategy(2 * mebi, 4) == GRID
-    assert strategy(2 * mebi, weight=None, bias=None) == CLUSTER
-    with_residual = [plain_forward(200, columns, dtype, residual=True) for columns in (mebi // 2, mebi)]
-    assert [plan(problem, h200).strategy for problem in with_residual] == [CLUSTER, SPLIT]
+    assert [clusters(mebi), clusters(mebi + 64), clusters(2 * mebi)] == [True, False, False]
+    assert clusters(2 * mebi, weight=None, bias=None)
+    assert [clusters(columns, residual=True) for columns in (mebi // 2, mebi)] == [True, False]
+
+
+def test_long_rows_that_no_pipeline_has_are_read_twice() -> None:
+    """Weights of double take more registers than there are; and of some rows nothing fits."""
+    h200, double = DEVICES["sm_90"], Vector("float64")
+
+    def strategy(columns: int, rows: int = 200, **changes: Any) -> str:
+        return plan(replace(plain_forward(rows, columns, "bfloat16"), **changes), h200).strategy
+
+    sizes = (2**17, 300_032, 2**20, 2**22)
+    assert [strategy(columns) for columns in sizes] == [CLUSTER, PIPELINE, PIPELINE, SPLIT]
+    assert [strategy(columns, weight=double, bias=double) for columns in sizes] == [CLUSTER, PIPELINE, SPLIT, SPLIT]
+    assert [strategy(columns, weight=None, bias=None) for columns in sizes] == [CLUSTER, PIPELINE, PIPELINE, PIPELINE]
+    assert [strategy(2**20, rows) for rows in (1, 4, 8)] == [GRID, PIPELINE, PIPELINE]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 2**19), (128, 2**20), (64, 2**21), (16, 2**21), (200, 300_000)])
 def test_groups_of_rows_are_no_more_than_run_at_once(rows: int, columns: int, dtype: str) -> None:
-    """Each writes a row of partial sums."""
-    chosen = plan(plain_backward(rows, columns, dtype), DEVICES["sm_90"])
-    (main,) = (item for item in chosen.launches if item.kernel == "row_split_backward")
+    """Each writes a row of partial sums, where rows are read twice."""
+    builder = Builder()
+    row_split.plan_backward(plain_backward(rows, columns, dtype), DEVICES["sm_90"], builder)
+    (main,) = (item for item in builder.launches if item.kernel == "row_split_backward")
     tiles = int(dict(main.arguments)["tiles"])  # type: ignore[call-overload]
     assert main.grid == tiles or main.grid <= 4 * DEVICES["sm_90"].multiprocessors
 
@@ -246,7 +267,7 @@ def test_neighbouring_threads_take_neighbouring_numbers() -> None:
     forward = ForwardProblem((512,), (64,), first_axis, None, first_axis, None, None, None, True, 0.0)
     backward = BackwardProblem((512,), (64,), first_axis, first_axis, None, None, None, None, None, "float32")
     assert row_lanes(forward) == row_lanes(backward) == {32}
-    assert row_lanes(plain_forward(64, 100_000_000)) == row_lanes(plain_backward(64, 1_000_000)) == {1}
+    assert row_lanes(plain_forward(64, 100_000_000)) == row_lanes(plain_backward(64, 3_000_000)) == {1}
 
 
 def test_what_is_empty_launches_nothing_but_zeros() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -14,13 +14,16 @@ from plan_cases import (
     devices,
     many,
     plain_backward,
+    plain_channel_backward,
+    plain_channel_forward,
     plain_forward,
     problems,
 )
 from plan_rules import RULES, launches_may_overlap, rows_and_columns_are_covered, within_the_limits_of_cuda
 
 from cunorm import kernels
-from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry
+from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry, rows
+from cunorm.plan.launches import Builder
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import DTYPES, BackwardProblem, ChannelProblem, ForwardProblem, Matrix, Vector
 
@@ -42,6 +45,46 @@ def test_every_plan_of_channels_as_rows_keeps(
     if chosen is not None:
         assert rows is not None
         rule(rows, device, chosen)
+
+
+def _long_rows(dtype: str) -> Iterator[Problem]:
+    """Rows that all blocks of a device share, if it has room for them: few and many, with all that takes such room."""
+    weights = itertools.cycle([dtype, None, "float32", "float16", "float64"])
+    for count, row_bytes, more in itertools.product((4, 13, 100, 2000), (2**19, 2**20, 3_000_000, 2**23), (0, 1)):
+        x, weight = Matrix(dtype, (row_bytes // 128 * 128 // DTYPES[dtype].itemsize,), (1,)), next(weights)
+        vector, added, sums = weight and Vector(weight), x if more else None, weight or dtype
+        shape = (count,), x.row_strides
+        yield ForwardProblem(*shape, x, added, x, added, vector, vector, True, 1e-5)
+        yield BackwardProblem(*shape, x, x, added, x, vector, None, sums, None if count == 13 else sums)
+    # Of one channel, and of several, which are left to others.
+    for sizes in [(20, 2, 1, 2**20), (20, 8, 4, 2**18), (40, 8, 8, 125_001), (5, 36, 18, 10_000)]:
+        for make in (plain_channel_forward, plain_channel_backward):
+            problem = as_rows(make(*sizes, dtype))
+            assert problem is not None
+            yield problem
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_rows_that_all_blocks_share_keep_the_same_rules(device: str) -> None:
+    """Drawn problems seldom have rows so long."""
+    kinds = set()
+    for problem in itertools.chain(*map(_long_rows, DTYPES)):
+        builder = Builder()
+        forward = isinstance(problem, ForwardProblem)
+        strategy = (rows.plan_forward if forward else rows.plan_backward)(problem, DEVICES[device], None, builder)
+        if strategy is None:
+            continue
+        chosen = builder.finished(strategy)
+        for rule in RULES:
+            rule(problem, DEVICES[device], chosen)
+        for item in chosen.launches:
+            kinds.add((item.kernel, dict(item.constants).get("WEIGHTS_OF")))
+            kinds |= {
+                (item.kernel, name) for name in ("HAS_RESIDUAL", "HAS_DRESIDUAL") if dict(item.constants).get(name)
+            }
+    assert kinds >= {("row_pipeline_forward", kind) for kind in ("columns", "part", "HAS_RESIDUAL")}
+    assert kinds >= {("row_pipeline_backward", kind) for kind in ("columns", "part", "HAS_DRESIDUAL")}
+    assert kinds >= {("row_grid_forward", "columns")}
 
 
 def _tuned_problems() -> dict[str, Problem]:
@@ -118,7 +161,7 @@ def _covering_problems() -> list[Problem]:
         ForwardProblem((512,), (64,), first_axis, None, first_axis, None, None, None, False, 0.0),
         BackwardProblem((512,), (64,), first_axis, first_axis, None, first_axis, None, None, "float32", None),
     ]
-    for columns in (1, 10, 64, 768, 4097, 100_000, 3_000_001, 10_000_000, 100_000_000):
+    for columns in (1, 10, 64, 768, 4097, 100_000, 1_000_000, 3_000_001, 10_000_000, 100_000_000):
         problems += [plain_forward(16, columns), plain_backward(16, columns)]
     return problems
 
@@ -140,8 +183,8 @@ def test_launches_of_every_kernel_may_overlap() -> None:
         launches_may_overlap(problem, DEVICES["sm_90"], chosen)
         later |= {item.kernel for item in chosen.launches[1:]}
     assert later == {
-        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
-        "row_weight_gradients"
+        "column_sums", "row_grid_forward", "row_pipeline_forward", "row_pipeline_backward", "row_split_merge",
+        "row_split_forward", "row_split_backward", "row_weight_gradients"
     }  # fmt: skip
 
 

@@ -26,9 +26,10 @@ from cases import (
 from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels
 
 from cunorm import reference, tuning_file
-from cunorm.plan import Plan, RowBlock, row_block, row_grid
+from cunorm.plan import Plan, RowBlock, row_block, row_grid, row_pipeline
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
@@ -137,15 +138,19 @@ def planned(problem: ChannelProblem, old: bool = False) -> Plan | None:
     return plan_rows(problem, OLD_DEVICE if old else SMALL_DEVICE)
 
 
-def laid_out(geometry: RowBlock | RowGrid) -> Choice:
+def laid_out(geometry: RowBlock | RowGrid | RowPipeline) -> Choice:
     """Plans with a geometry: what is cut into parts for many blocks, small enough for few threads."""
 
     def choose(problem: ChannelProblem) -> Plan:
         rows, builder = as_rows(problem), Builder()
         if isinstance(rows, BackwardProblem):
-            assert isinstance(geometry, RowBlock)
+            assert not isinstance(geometry, RowGrid)
+            if isinstance(geometry, RowPipeline):
+                return builder.finished(row_pipeline.plan_backward(rows, geometry, builder))
             return builder.finished(row_block.plan_backward(rows, geometry, SMALL_DEVICE, builder))
         assert isinstance(rows, ForwardProblem)
+        if isinstance(geometry, RowPipeline):
+            return builder.finished(row_pipeline.plan_forward(rows, geometry, builder))
         if isinstance(geometry, RowGrid):
             return builder.finished(row_grid.plan_forward(rows, geometry, builder))
         return builder.finished(row_block.plan_forward(rows, geometry, SMALL_DEVICE, builder))
@@ -415,6 +420,47 @@ def test_rows_that_all_blocks_share(sizes: tuple[Any, ...], changes: dict[str, i
     check_forward(norm_of(*sizes, "gelu"), laid_out(replace(geometry, **changes)))  # type: ignore[arg-type]
 
 
+# Samples, channels, how many of them a row has, points and dtype; how many blocks of 64 threads share a row; and what
+# else is not as in the smallest pipeline.
+PIPELINES: dict[str, tuple[tuple[Any, ...], int, dict[str, Any]]] = {
+    "one channel": ((3, 2, 1, 2652, "float32"), 4, {}),
+    "one channel, two groups": ((5, 2, 1, 1600, "bfloat16"), 2, {"groups": 2, "rows_ahead": 3}),
+    "one channel, four turns later": ((7, 1, 1, 1288, "float16"), 4, {"rows_ahead": 6, "lag": 4}),
+    "two turns later": ((3, 4, 1, 2656, "float32"), 4, {"rows_ahead": 4, "lag": 2}),
+    "double": ((2, 4, 1, 664, "float64"), 4, {}),
+}
+
+
+@pytest.mark.parametrize(("activation", "weight", "bias"), [
+    (None, "x's", "x's"), ("gelu", "float32", "x's"), (None, None, "x's"), ("silu", "x's", None),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_rows_in_a_pipeline(kind: str, activation: str | None, weight: str | None, bias: str | None) -> None:
+    sizes, _, _ = PIPELINES[kind]
+    norm, choose = norm_of(*sizes, activation, weight, bias), laid_out(pipeline_of(kind))
+    check_forward(norm, choose)
+    check_backward(norm, choose)
+
+
+def pipeline_of(kind: str) -> RowPipeline:
+    (_, _, together, points, dtype), blocks, changes = PIPELINES[kind]
+    width = 16 // DTYPES[dtype].itemsize
+    vectors = -(-together * points // width // blocks)
+    geometry = RowPipeline(width, -(-vectors // 64), blocks, groups=1, rows_ahead=2, lag=1, threads=64)
+    return replace(geometry, **changes)
+
+
+@pytest.mark.parametrize("kind", ["one channel, four turns later", "one channel, two groups"])
+def test_the_order_of_threads_does_not_matter_in_a_pipeline(kind: str) -> None:
+    sizes, _, _ = PIPELINES[kind]
+    norm, dy, choose = norm_of(*sizes, "silu"), data(1, sizes[:2] + sizes[3:4], sizes[4]), laid_out(pipeline_of(kind))
+    every = set()
+    for seed in range(3):
+        results: list[Array | None] = [*forward(norm, choose, seed), *backward(norm, dy, choose, seed=seed)]
+        every.add(b"".join(array.tobytes() for array in results if array is not None))
+    assert len(every) == 1
+
+
 @pytest.mark.parametrize("sizes", [(9, 4, 4, 512, "float32"), (3, 3, 1, 1000, "bfloat16")], ids=str)
 def test_the_order_of_threads_does_not_matter(sizes: tuple[Any, ...]) -> None:
     """A missing barrier would show, and entries of a row that are written over while another thread reads them."""
@@ -461,7 +507,8 @@ H200 = GPUS["sm_90"]
         (8, 64, 1, 32**3, "row_block"),
         (64, 32, 1, 32**3, "row_block"),
         (8, 64, 1, 64**3, "row_cluster"),
-        (8, 64, 1, 128**3, "row_grid"),
+        (8, 64, 1, 100**3, "row_pipeline"),
+        (8, 64, 1, 200**3, "row_grid"),
         (8, 1280, 40, 256, "row_block"),
         (2, 128, 4, 65_536, "row_cluster"),
     ],

@@ -19,10 +19,11 @@ from cunorm import execute
 from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Described, Op, Output, numpy_dtype
 from cunorm.ops import RowNorm
-from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_split
-from cunorm.plan.constants import are_rows, lie_alike
+from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_pipeline, row_split
+from cunorm.plan.constants import are_rows, lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.pointwise import Pointwise
 from cunorm.problem import (
     DTYPES,
@@ -32,6 +33,7 @@ from cunorm.problem import (
     ChannelForward,
     ChannelProblem,
     ForwardProblem,
+    Problem,
     View,
 )
 
@@ -287,6 +289,7 @@ def _empty(output: Output, dtype: str) -> Array:
 
 _ROWS = [(33, 8), (9, 100), (5, 257), (3, 1000), (40, 768), (2, 4097), (2, 8200), (1, 16384), (3, 20004)]
 _GPU_ROWS = [(4096, 1024), (2048, 4096), (513, 8191), (64, 65536), (16, 140_001), (20_000, 256), (2, 2_000_000)]
+_GPU_ROWS += [(12, 600_000), (6, 1_200_000), (20, 700_000), (5, 1_000_001)]
 _CHANNELS = [
     ("instance_norm", (2, 3, 7, 7), "NC...", None),
     ("instance_norm", (2, 7, 7, 40), "N...C", None),
@@ -307,6 +310,7 @@ _GPU_CHANNELS = [
     ("batch_norm", (32, 64, 56, 56), "NC...", None),
     ("batch_norm", (32, 56, 56, 64), "N...C", None),
     ("instance_norm", (2, 2, 1_500_001), "NC...", None),
+    ("instance_norm", (2, 3, 1_000_000), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
 ]
@@ -451,4 +455,21 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
         if 32 * width < problem.columns <= 1024 * width:
             geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
             return builder.finished(row_grid.plan_forward(problem, geometry, builder))
+    if family == "row_pipeline" and of_rows:
+        return _in_a_pipeline(cast(Problem, problem)) or own
     return own
+
+
+def _in_a_pipeline(problem: Problem) -> Plan | None:
+    """The plan for four blocks of 64 threads that share rows of some vectors each; None for other rows."""
+    width = vector_width(problem)
+    whole = are_rows(problem) and width * DTYPES[problem.x.dtype].itemsize == 16
+    if not whole or not 32 * width < problem.columns <= 2048 * width:
+        return None
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return None
+    geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64)
+    geometry, builder = replace(geometry, resident=geometry.vectors(problem)), Builder()
+    if isinstance(problem, ForwardProblem):
+        return builder.finished(row_pipeline.plan_forward(problem, geometry, builder))
+    return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))

@@ -79,6 +79,8 @@ class Explanation:
             return f"in the registers of {main.threads_per_row} threads"
         if self.strategy == "row_cluster":
             return f"in the registers {together} of a cluster"
+        if self.strategy == "row_pipeline":
+            return f"in the shared memory {together} that share it, with the rows after it"
         if self.strategy == "row_grid":
             held = " and the registers" * (main.constants["HELD"] != 0)
             rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)

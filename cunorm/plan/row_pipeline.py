@@ -1,0 +1,247 @@
+"""Many rows that several blocks share: all blocks of the device run together, and none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
+from cunorm.plan.constants import (
+    affine_constants,
+    are_rows,
+    channel_numbers,
+    columns_per_block,
+    compute_itemsize,
+    dtype_constants,
+    row_strides,
+    vector_width,
+)
+from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+
+__all__ = ["RowPipeline", "geometry", "is_faster_than_clusters", "plan_backward", "plan_forward"]
+
+# The numbers are of an H200, as the time over that of a copy of the same bytes.
+
+# Shorter rows are left to clusters. 400 rows of 300,000 float32 numbers take 1.10, otherwise 1.72 (backward 1.09 and
+# 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14, by RMS
+# norm 1.10 and 1.08 (backward 1.15 and 1.12). Where weights are by channel, 256 rows of 262,144 float32 numbers take
+# 1.10 and 1.09.
+_LEAST_BYTES = (512 << 10) + 16
+_LEAST_BYTES_BY_CHANNEL = (1 << 20) + 16
+# And fewer: 64 rows of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and 1.66.
+_LEAST_ROWS_OF_CLUSTERS = 32
+# One or two rows take 14.9 and 17.2 us by row_grid, and 14.8 and 17.9 so; 4 25.0, and 23.6.
+_LEAST_ROWS = 4
+# Warps of a block that have no slots.
+_OTHER_THREADS = 64
+# As many rows are to lie in shared memory: forward, 200 rows of 655,360 float16 numbers take 1.15 with 7 and 1.19 with
+# 5; backward 1.13 with 5, which are longer parts, and 1.37 with 8.
+_ENOUGH_FORWARD, _ENOUGH_BACKWARD = 6, 5
+_LEAST_ROWS_AHEAD, _MOST_ROWS_AHEAD = 3, 8
+# 100 rows of 1,000,000 float16 numbers take 1.14 with 4 turns, as with 3. Of float32 they take as long with 5, but 1.13
+# with 4 and 1.33 with 2.
+_MOST_LAG = 5
+# The loops over a thread's slots are unrolled.
+_MOST_RESIDENT = 12
+# What a kernel declares of shared memory itself, and what the runtime keeps for each block.
+_STATIC_SHARED_BYTES = 1024
+_RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class _Block:
+    """How many threads a block has slots for, how many blocks share a multiprocessor, and what a thread may keep."""
+
+    threads: int
+    share: int
+    registers: int  # for weights and the sums of columns: with more, ptxas spills
+
+
+_FORWARD = _Block(384, 1, 48)
+# For parts of a row of more bytes: instance norm of 2,097,152 float32 numbers takes 1.15 so, else 1.22. But rows of
+# 1,000,000 with a residual take 1.43 and 1.11.
+_FORWARD_LONG = _Block(256, 2, 0)
+_LONG_PART_BYTES = 48 << 10
+# Backward, 100 rows of 1,000,000 float16 numbers take 1.20 with 256 threads, 1.29 with 384; 400 of 300,000 float32 1.13
+# and 1.09.
+_BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
+
+
+@dataclass(frozen=True)
+class RowPipeline:
+    """How rows lie over blocks that all run at the same time (see kernels/row_pipeline_forward.cu)."""
+
+    width: int  # elements of a vector: 16 bytes
+    resident: int  # vectors of a thread, of each row
+    blocks_per_row: int
+    groups: int  # of blocks_per_row blocks, which take turns over the rows
+    rows_ahead: int  # that lie in shared memory, or are on their way to it
+    lag: int  # turns after which a row is finished
+    threads: int = 384  # of a block, beside two warps for the statistics
+    blocks_per_multiprocessor: int = 1
+
+    def columns_per_block(self, problem: Problem) -> int:
+        """How many columns each block of a row takes; the last may have fewer."""
+        return columns_per_block(problem, self.blocks_per_row, self.width)
+
+    def vectors(self, problem: Problem) -> int:
+        """Vectors of a thread in its part of a row."""
+        return -(-self.columns_per_block(problem) // (self.width * self.threads))
+
+    @property
+    def parts_per_lane(self) -> int:
+        """Blocks of a row for each lane of the warp that merges them."""
+        return -(-self.blocks_per_row // 32)
+
+    def turns(self, problem: Problem) -> int:
+        """How many rows a group has, at most."""
+        return -(-problem.rows // self.groups)
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory: the matrices that are read."""
+        return self.threads * self.rows_ahead * self.resident * len(problem.matrices_read) * 16
+
+    def constants(self, problem: Problem) -> Constants:
+        if isinstance(problem, ForwardProblem):
+            added = {"HAS_RESIDUAL": int(problem.residual is not None)}
+        else:
+            added = {"HAS_DRESIDUAL": int(problem.dresidual_out is not None)}
+        return {
+            **added,
+            "VECTOR": self.width,
+            "RESIDENT": self.resident,
+            "ROWS_AHEAD": self.rows_ahead,
+            "LAG": self.lag,
+            "THREADS": self.threads,
+            "BLOCKS_PER_MULTIPROCESSOR": self.blocks_per_multiprocessor,
+            "PARTS_PER_LANE": self.parts_per_lane,
+            "WEIGHTS_OF": "columns" if problem.channels is None else "part",
+            "CHANNEL_NUMBERS": len(channel_numbers(problem)),
+        }
+
+
+def is_faster_than_clusters(problem: Problem) -> bool:
+    """Whether rows are so long that they are better not left to clusters, where a pipeline is possible."""
+    least = _LEAST_BYTES if problem.channels is None else _LEAST_BYTES_BY_CHANNEL
+    long = problem.columns * DTYPES[problem.x.dtype].itemsize >= least
+    return long and problem.rows >= _LEAST_ROWS_OF_CLUSTERS
+
+
+def geometry(problem: Problem, device: Device) -> RowPipeline | None:
+    """How rows lie over blocks; None where the kernels are not for them.
+
+    They need cp.async (sm_80), rows that are contiguous, and vectors of 16 bytes; of float64 ptxas would spill. Rows of
+    several channels are better left to slabs: four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31,
+    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68. Of the ways that have enough rows ahead this is the one with
+    the longest parts, since a turn takes some time however short they are; else the one with the most rows ahead.
+    """
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS or not are_rows(problem):
+        return None
+    if vector_width(problem) * itemsize < 16 or problem.columns * itemsize // 16 < 16 * device.multiprocessors:
+        return None
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return None
+    if problem.channels is not None and problem.channels.channels_per_row > 1:
+        return None
+
+    def enough(way: RowPipeline) -> float:
+        wanted = _ENOUGH_FORWARD if isinstance(problem, ForwardProblem) else _ENOUGH_BACKWARD
+        wanted = min(wanted, way.turns(problem) + 2)
+        return min(1.0, way.rows_ahead / wanted)
+
+    return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
+
+
+def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
+    itemsize, width = DTYPES[problem.x.dtype].itemsize, vector_width(problem)
+    for groups in range(min(problem.rows, device.multiprocessors // 2), 0, -1):
+        turns = -(-problem.rows // groups)
+        if -(-problem.rows // turns) < groups:
+            continue  # as many turns as with fewer groups
+        blocks = device.multiprocessors // groups
+        block = _BACKWARD[itemsize]
+        if isinstance(problem, ForwardProblem):
+            long = problem.columns * itemsize > blocks * _LONG_PART_BYTES
+            block = _FORWARD_LONG if long else _FORWARD
+        blocks = -(-problem.columns // columns_per_block(problem, blocks * block.share, width))
+        way = RowPipeline(width, 1, blocks, groups, 1, 1, block.threads, block.share)
+        way = replace(way, resident=way.vectors(problem))
+        if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
+            continue
+        room = (device.shared_bytes + _RESERVED_BYTES) // block.share - _RESERVED_BYTES - _STATIC_SHARED_BYTES
+        most_lag = max(2, min(_MOST_LAG, turns))
+        # More rows ahead than a group has would wait for nothing.
+        ahead = min(_MOST_ROWS_AHEAD, room // way.shared_bytes(problem), turns + most_lag)
+        if ahead >= _LEAST_ROWS_AHEAD:
+            yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
+
+
+def _registers(problem: Problem) -> int:
+    """Those that a thread keeps for each of its vectors: weights as in memory, and sums."""
+    if problem.channels is not None:
+        return 0
+    width, kept = vector_width(problem), sum(DTYPES[item.dtype].itemsize for item in problem.parameters)
+    if isinstance(problem, BackwardProblem):
+        kept += compute_itemsize(problem) * ((problem.dweight is not None) + (problem.dbias is not None))
+    return kept * width // 4
+
+
+def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
+    """Words that blocks tell each other so many numbers with; and what else the kernels are told of how they share."""
+    # For each turn that is kept those of every block; beside each four bytes is a tag of four. The sums of no rows are
+    # zeros.
+    count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * 2
+    words = builder.reserve("exchange", count, compute_itemsize(problem))
+    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
+    return {
+        "words": words,
+        "rows": problem.rows,
+        "columns": problem.columns,
+        "columns_per_block": way.columns_per_block(problem),
+        "blocks_per_row": way.blocks_per_row,
+        "channels": channel_numbers(problem),
+    }
+
+
+def plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) -> str:
+    shared = _launch_words(problem, way, 3, builder)
+    builder.launch(
+        "row_pipeline_forward",
+        dtype_constants(problem) | way.constants(problem) | affine_constants(problem, way.width),
+        way.groups * way.blocks_per_row,
+        (way.threads + _OTHER_THREADS, 1),
+        {
+            **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
+            **shared,
+            **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+            "eps": problem.eps,
+        },
+        way.shared_bytes(problem),
+        cooperative=True,
+    )
+    return "row_pipeline"
+
+
+def plan_backward(problem: BackwardProblem, way: RowPipeline, builder: Builder) -> str:
+    shared = _launch_words(problem, way, 2, builder)
+    channels = problem.channels
+    partials = way.groups if channels is None else problem.rows // channels.rows_per_sample
+    targets, target_constants = column_sum_targets(builder, problem, partials)
+    builder.launch(
+        "row_pipeline_backward",
+        dtype_constants(problem) | way.constants(problem) | affine_constants(problem, way.width) | target_constants,
+        way.groups * way.blocks_per_row,
+        (way.threads + _OTHER_THREADS, 1),
+        {
+            **{name: name for name in ("x", "dy", "dresidual_out", "weight", "bias", "mean", "rstd", "dx")},
+            **targets,
+            **shared,
+            **row_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
+        },
+        way.shared_bytes(problem),
+        cooperative=True,
+    )
+    launch_column_sums(builder, problem, targets, partials)
+    return "row_pipeline"

@@ -1,0 +1,263 @@
+// Gradients of layer norm and RMS norm of long rows, each of which several blocks share. With xhat = (x - mean) * rstd,
+// dz = dy times the derivative of the activation and g = dz * weight:
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual_out,
+//   dweight = sum over rows of dz * xhat,  dbias = sum over rows of dz.
+// RMS norm (not CENTERED) has no mean, neither of x nor of g.
+//
+// Moves x and dy (and dresidual_out) once in and dx once out. How blocks share rows and tell each other what they have
+// of them is in row_pipeline.cuh. A thread keeps the sums of its columns in registers, so that dweight and dbias cost
+// one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
+//
+// Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel: each row leaves
+// the sums of its channel, which column_sums adds over samples.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "grid_words.cuh"
+#include "reduce.cuh"
+#include "copy_async.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+#include "row_channels.cuh"
+#include "row_pipeline.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* dy;
+  const X_TYPE* dresidual_out;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  const Compute* mean;
+  const Compute* rstd;
+  X_TYPE* dx;
+  // [groups][columns]: partial sums, or finished ones where there is one group. Where weights are by channel, [rows].
+  DWEIGHT_TYPE* dweight;
+  DBIAS_TYPE* dbias;
+  long long* words;  // zeros, see Exchange
+  long long rows;
+  long long columns;            // a multiple of VECTOR
+  long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
+  long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
+  long long x_stride;           // elements from one row to the next
+  long long dy_stride;
+  long long dresidual_out_stride;
+  long long dx_stride;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
+};
+
+static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
+// Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
+constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
+
+// Of a turn's row, what each warp has of the sums of g (or dz) and of g (or dz) * xhat.
+struct OfWarps {
+  Compute sums[2][WARPS];
+};
+
+// What every warp needs to sum a row; weight and bias only where the row has one of each.
+struct Given {
+  Compute mean;
+  Compute rstd;
+  Compute weight[1];
+  Compute bias[1];
+};
+
+// And to finish it: dx = g * rstd + (xhat * slope + offset) + dresidual_out, with what is the same along the row put
+// together: but for the rstd in xhat, whose square could leave the range of float.
+struct OfRow {
+  Given given;
+  Compute offset;
+  Compute slope;
+};
+
+// Weights and biases of a thread's columns; or by channel.
+struct Affine {
+  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
+  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
+  ChannelAffine<false> by_channel;
+
+  __device__ __forceinline__ Given given(const Compute* mean, const Compute* rstd, long long row) {
+    Given given = {CENTERED ? mean[row] : 0, rstd[row], {}, {}};
+    if constexpr (HAS_CHANNELS) {
+      by_channel.go_to(row);
+      if constexpr (HAS_WEIGHT) given.weight[0] = by_channel.part_weight[0];
+      if constexpr (HAS_BIAS) given.bias[0] = by_channel.part_bias[0];
+    }
+    return given;
+  }
+
+  // Those of the thread's i-th vector.
+  __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[VECTOR], Compute (&bias)[VECTOR]) {
+    if constexpr (HAS_CHANNELS) {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
+        if constexpr (HAS_BIAS) bias[j] = given.bias[0];
+      }
+    } else {
+      weights.get(i, weight);
+      biases.get(i, bias);
+      add_weight_offset(weight);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    row_pipeline_backward(const Arguments arguments) {
+  let_next_launch_begin();
+  // Of two turns: the next one's are written while these are read.
+  __shared__ OfWarps of_warps[2];
+  __shared__ Given givens[2];
+  __shared__ OfRow of_row[2];
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
+  using Values = Vector<X_TYPE, VECTOR>;
+
+  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const long long rows = arguments.rows, groups = part.groups;
+  const int own_vectors = own_vectors_of(part.columns / VECTOR);
+  const auto has = [&](int i) { return i < own_vectors; };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
+
+  // Where a thread's first vector of a row lies.
+  const long long first = part.first_column + column_of(0);
+  const auto fill = [&](int turn, long long row, int i) {
+    if (row < rows && has(i)) {
+      X_TYPE* const slot = slots_of(staged, turn) + i * STEP;
+      const long long place = first + i * STEP;
+      copy_async<VECTOR>(slot, arguments.x + row * arguments.x_stride + place);
+      copy_async<VECTOR>(slot + STAGED, arguments.dy + row * arguments.dy_stride + place);
+      if constexpr (HAS_DRESIDUAL) {
+        copy_async<VECTOR>(slot + 2 * STAGED, arguments.dresidual_out + row * arguments.dresidual_out_stride + place);
+      }
+    }
+    copy_async_commit();
+  };
+
+  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first_column)};
+  long long row = part.group;  // that is summed
+  const auto given_at = [&](long long row) {
+    return affine.given(arguments.mean, arguments.rstd, row < rows ? row : rows - 1);
+  };
+  Given next_given = {};
+  if (works) {
+    for (int ahead = 0; ahead < ROWS_AHEAD - LAG; ++ahead) {
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) fill(ahead, row + ahead * groups, i);
+    }
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (!has(i)) continue;
+      affine.weights.load(arguments.weight + first + i * STEP, i);
+      affine.biases.load(arguments.bias + first + i * STEP, i);
+    }
+  } else if (waits) {
+    if (lane == 0) givens[0] = given_at(row);
+    next_given = given_at(row + groups);
+  }
+  wait_for_earlier_launches();
+  __syncthreads();
+
+  const Exchange<2> exchange(arguments.words, part);
+  Compute dweight_sums[SUMS_COLUMNS && WANTS_DWEIGHT ? RESIDENT : 1][VECTOR] = {};
+  Compute dbias_sums[SUMS_COLUMNS && WANTS_DBIAS ? RESIDENT : 1][VECTOR] = {};
+  for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
+    const int done_turn = turn - LAG;
+    const long long done_row = row - LAG * groups;  // that is finished
+    const bool sums_up = row < rows, finishes = done_turn >= 0;
+    if (works) {
+      // Reduce along the row, and add to the column sums on the way.
+      const Given given = givens[turn % 2];
+      X_TYPE* const own = slots_of(staged, turn);
+      Compute sums[2] = {0, 0};
+      as_they_arrive<0, RESIDENT>([&](int i) {
+        if (!sums_up || !has(i)) return;
+        const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
+        Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
+        affine.get(i, given, weight, bias);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
+          if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
+          if constexpr (SUMS_COLUMNS && WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
+          const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
+          of_vector[0] += summed;
+          of_vector[1] += summed * gradient.xhat;
+        }
+        sums[0] += of_vector[0];
+        sums[1] += of_vector[1];
+      });
+      warp_sum<32, 1>(sums);
+      if (lane == 0) {
+        of_warps[turn % 2].sums[0][warp] = sums[0];
+        of_warps[turn % 2].sums[1][warp] = sums[1];
+      }
+    } else if (waits) {
+      if (lane == 0) givens[(turn + 1) % 2] = next_given;
+      next_given = given_at(row + 2 * groups);
+      if (finishes) {
+        const Given given = given_at(done_row);
+        Compute parts[PARTS_PER_LANE][2], sums[2] = {0, 0};
+        exchange.await(parts, done_turn);
+#pragma unroll
+        for (int i = 0; i < PARTS_PER_LANE; ++i) {
+          sums[0] += parts[i][0];
+          sums[1] += parts[i][1];
+        }
+        warp_sum<32, 1>(sums);
+        if (lane == 0) {
+          if constexpr (HAS_CHANNELS) {
+            if (WANTS_DBIAS && part.rank == 0) narrow(sums[0], arguments.dbias[done_row]);
+            if (WANTS_DWEIGHT && part.rank == 0) narrow(sums[1], arguments.dweight[done_row]);
+          }
+          const Compute factor = HAS_CHANNELS && HAS_WEIGHT ? given.weight[0] : 1;
+          const Compute scale = -factor / static_cast<Compute>(arguments.columns);
+          of_row[turn % 2] = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
+        }
+      }
+    }
+    __syncthreads();
+    if (tells && sums_up) {
+      const OfWarps& of = of_warps[turn % 2];
+      Compute sums[2] = {lane < WARPS ? of.sums[0][lane] : 0, lane < WARPS ? of.sums[1][lane] : 0};
+      warp_sum<32, 1>(sums);
+      exchange.tell(sums, turn);
+    }
+    if (!works) continue;
+
+    // Finish and store; and fill again what was stored.
+    const OfRow of = of_row[turn % 2];
+    X_TYPE* const own = slots_of(staged, done_turn + ROWS_AHEAD);  // those of done_turn
+    X_TYPE* const dx = arguments.dx + done_row * arguments.dx_stride + first;
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (finishes && has(i)) {
+        const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
+        Values added;
+        if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(own + 2 * STAGED + i * STEP);
+        Compute weight[VECTOR], bias[VECTOR], results[VECTOR];
+        affine.get(i, of.given, weight, bias);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Gradient gradient =
+              gradient_of(widen(x, j), widen(dy, j), of.given.mean, of.given.rstd, weight[j], bias[j]);
+          results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
+          if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
+        }
+        store_global(dx + i * STEP, rounded<X_TYPE>(results));
+      }
+      fill(done_turn + ROWS_AHEAD, done_row + ROWS_AHEAD * groups, i);
+    }
+  }
+
+  // Write the group's row of sums.
+  const auto write_sums = [&](const auto& values, auto* sums) {
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (has(i)) store_rounded(sums + part.group * arguments.columns + first + i * STEP, values[i]);
+    }
+  };
+  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
+  if constexpr (SUMS_COLUMNS && WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
+}

@@ -1,0 +1,289 @@
+// Layer norm and RMS norm of long rows, each of which several blocks share: y = activate((x - mean) * rstd * weight +
+// bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it
+// was rounded. Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel.
+//
+// Moves x (and the residual) once in, and y (and residual_out) once out. How blocks share rows and tell each other what
+// they have of them is in row_pipeline.cuh.
+//
+// The statistics are taken in one pass, as the row arrives, of the differences from a pivot: the mean of a share of
+// what the warp has. Its squared deviation from the pivot exceeds that from its own mean by a factor of at most one
+// over the share, so little cancels whatever the data are.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "grid_words.cuh"
+#include "reduce.cuh"
+#include "copy_async.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+#include "row_channels.cuh"
+#include "statistics.cuh"
+#include "row_pipeline.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const X_TYPE* residual;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  X_TYPE* y;
+  X_TYPE* residual_out;
+  Compute* mean;  // null where the statistics are not asked for; so is rstd
+  Compute* rstd;
+  long long* words;  // zeros, see Exchange
+  long long rows;
+  long long columns;            // a multiple of VECTOR
+  long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
+  long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
+  long long x_stride;           // elements from one row to the next
+  long long residual_stride;
+  long long y_stride;
+  long long residual_out_stride;
+  double eps;
+#if CHANNEL_NUMBERS > 0
+  long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
+};
+
+static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
+// Vectors that give the pivot.
+constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
+
+// ---- Statistics.
+
+// Of a turn's row, what each warp has of it: the pivot, and the sums of the differences from it and of their squares.
+struct OfWarps {
+  Compute pivot[WARPS];
+  Compute sums[2][WARPS];
+};
+
+// What every warp needs to finish a row; weight and bias only where the row has one of each.
+struct OfRow {
+  Compute mean;
+  Compute remainder;
+  Compute rstd;
+  Compute weight[1];
+  Compute bias[1];
+};
+
+// The statistics of a whole from those of its parts, PARTS of each lane of a warp, which have such shares of it. What
+// blocks tell each other are a mean, its remainder, and the variance.
+template <int PARTS>
+__device__ __forceinline__ Statistics merged(const Compute (&parts)[PARTS][3], const Compute (&shares)[PARTS]) {
+  Statistics whole = {0, 0, 0};
+  if constexpr (CENTERED) {
+    const Compute first = __shfl_sync(0xffffffffu, parts[0][0], 0);
+    Compute sum[1] = {0};
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) sum[0] += shares[i] * (parts[i][0] - first + parts[i][1]);
+    warp_sum<32, 1>(sum);
+    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
+    // the whole's mean, and differences from it would be rounded more.
+    whole.mean = first + sum[0];
+    const Compute taken = whole.mean - first;
+    whole.remainder = first - (whole.mean - taken) + (sum[0] - taken);
+  }
+  Compute sum[1] = {0};
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    const Compute difference = CENTERED ? parts[i][0] - whole.mean + parts[i][1] - whole.remainder : 0;
+    sum[0] += shares[i] * (parts[i][2] + difference * difference);
+  }
+  warp_sum<32, 1>(sum);
+  whole.variance = sum[0];
+  return whole;
+}
+
+// How many lanes of a warp have an i-th vector, of so many that the block has.
+__device__ __forceinline__ int lanes_with(int vectors, int warp, int i) {
+  return min(32, max(0, vectors - i * THREADS - 32 * warp));
+}
+
+// A block's statistics from those of its warps, of which each lane merges one.
+struct WarpMerge {
+  Compute scale;  // one over the columns of the lane's warp; 0, where it has none
+  Compute share;  // of the block's columns
+
+  __device__ __forceinline__ Statistics operator()(const OfWarps& of_warps) const {
+    const int lane = threadIdx.x % 32;
+    Compute own[1][3] = {{0, 0, 0}};
+    if (scale > 0) {
+      own[0][0] = CENTERED ? of_warps.pivot[lane] : 0;
+      own[0][1] = CENTERED ? of_warps.sums[0][lane] * scale : 0;
+      own[0][2] = of_warps.sums[1][lane] * scale - own[0][1] * own[0][1];
+    }
+    const Compute shares[1] = {share};
+    return merged(own, shares);
+  }
+};
+
+__device__ __forceinline__ WarpMerge warp_merge_of(int vectors) {
+  static_assert(WARPS <= 32);
+  const int lane = threadIdx.x % 32;
+  int own = 0;
+#pragma unroll
+  for (int i = 0; i < RESIDENT; ++i) own += lane < WARPS ? lanes_with(vectors, lane, i) : 0;
+  const Compute scale = own > 0 ? static_cast<Compute>(1) / (own * VECTOR) : 0;
+  return {scale, static_cast<Compute>(own) / vectors};
+}
+
+// ---- Weights.
+
+// Those of a thread's columns; or by channel.
+struct Affine {
+  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
+  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
+  ChannelAffine<false> by_channel;
+
+  __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i, const OfRow& row) {
+    if constexpr (HAS_CHANNELS) {
+      return normalized_alike(x, row.mean, row.remainder, row.rstd, row.weight[0], row.bias[0]);
+    }
+    Compute weight[VECTOR], bias[VECTOR];
+    weights.get(i, weight);
+    biases.get(i, bias);
+    add_weight_offset(weight);
+    return normalized(x, row.mean, row.remainder, row.rstd, weight, bias);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    row_pipeline_forward(const Arguments arguments) {
+  // Of two turns: the next one's are written while these are read.
+  __shared__ OfWarps of_warps[2];
+  __shared__ OfRow of_row[2];
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual
+  using Values = Vector<X_TYPE, VECTOR>;
+
+  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const long long rows = arguments.rows, groups = part.groups;
+  const int vectors = part.columns / VECTOR, own_vectors = own_vectors_of(vectors);
+  const auto has = [&](int i) { return i < own_vectors; };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
+
+  // Where a thread's first vector of a row lies.
+  const long long first = part.first_column + column_of(0);
+  const auto x_of = [&](long long row) { return arguments.x + row * arguments.x_stride + first; };
+  const auto residual_of = [&](long long row) { return arguments.residual + row * arguments.residual_stride + first; };
+  const auto y_of = [&](long long row) { return arguments.y + row * arguments.y_stride + first; };
+  const auto sum_of_row = [&](long long row) {
+    return arguments.residual_out + row * arguments.residual_out_stride + first;
+  };
+  const auto fill = [&](X_TYPE* slots, const X_TYPE* x, const X_TYPE* residual, bool there, int i) {
+    if (there && has(i)) {
+      copy_async<VECTOR>(slots + i * STEP, x + i * STEP);
+      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slots + STAGED + i * STEP, residual + i * STEP);
+    }
+    copy_async_commit();
+  };
+
+  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first_column)};
+  long long row = part.group;  // that is summed
+  if (works) {
+    for (int ahead = 0; ahead < ROWS_AHEAD - LAG; ++ahead) {
+      const long long row_ahead = row + ahead * groups;
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) {
+        fill(slots_of(staged, ahead), x_of(row_ahead), residual_of(row_ahead), row_ahead < rows, i);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (!has(i)) continue;
+      affine.weights.load(arguments.weight + first + i * STEP, i);
+      affine.biases.load(arguments.bias + first + i * STEP, i);
+    }
+  }
+  wait_for_earlier_launches();
+
+  // What the last two warps merge with.
+  const Exchange<3> exchange(arguments.words, part);
+  const WarpMerge merge_warps = warp_merge_of(vectors);
+  const Shares of_blocks = shares_of_blocks(arguments.columns, arguments.columns_per_block, part.blocks);
+  Compute shares[PARTS_PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < part.blocks ? of_blocks.of(lane + 32 * i) : 0;
+
+  for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
+    const int done_turn = turn - LAG;
+    const long long done_row = row - LAG * groups;  // that is finished
+    const bool sums_up = row < rows, finishes = done_turn >= 0;
+    if (works) {
+      // Load. With a residual, the sum takes the place of x.
+      X_TYPE* const own = slots_of(staged, turn);
+      const auto arrived = [&](int i) {
+        Values values = load<X_TYPE, VECTOR>(own + i * STEP);
+        if constexpr (HAS_RESIDUAL) {
+          values = sum_of(values, load<X_TYPE, VECTOR>(own + STAGED + i * STEP));
+          store(own + i * STEP, values);
+          store_global(sum_of_row(row) + i * STEP, values);
+        }
+        return values;
+      };
+
+      // Reduce: the pivot, then the differences from it.
+      Compute pivot[1] = {0}, sums[2] = {0, 0};
+      if constexpr (CENTERED) {
+        as_they_arrive<0, PIVOT_VECTORS>([&](int i) {
+          if (sums_up && has(i)) add_values(arrived(i), pivot);
+        });
+        warp_sum<32, 1>(pivot);
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < PIVOT_VECTORS; ++i) count += lanes_with(vectors, warp, i);
+        pivot[0] *= reciprocal_of(static_cast<Compute>(max(1, count * VECTOR)));
+#pragma unroll
+        for (int i = 0; i < PIVOT_VECTORS; ++i) {
+          if (sums_up && has(i)) add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums);
+        }
+      }
+      as_they_arrive<CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
+        if (sums_up && has(i)) add_differences(arrived(i), pivot[0], sums);
+      });
+      warp_sum<32, 1>(sums);
+      if (lane == 0) {
+        OfWarps& target = of_warps[turn % 2];
+        target.pivot[warp] = pivot[0];
+        target.sums[0][warp] = sums[0];
+        target.sums[1][warp] = sums[1];
+      }
+    } else if (waits && finishes) {
+      if constexpr (HAS_CHANNELS) affine.by_channel.go_to(done_row);
+      Compute parts[PARTS_PER_LANE][3];
+      exchange.await(parts, done_turn);
+      const Statistics whole = merged(parts, shares);
+      const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
+      if (lane == 0) {
+        OfRow& target = of_row[turn % 2];
+        target = {whole.mean, whole.remainder, rstd, {}, {}};
+        if constexpr (HAS_CHANNELS) {
+          if constexpr (HAS_WEIGHT) target.weight[0] = affine.by_channel.part_weight[0];
+          if constexpr (HAS_BIAS) target.bias[0] = affine.by_channel.part_bias[0];
+        }
+        if (part.rank == 0 && arguments.rstd != nullptr) {
+          if constexpr (CENTERED) arguments.mean[done_row] = whole.mean + whole.remainder;
+          arguments.rstd[done_row] = rstd;
+        }
+      }
+    }
+    __syncthreads();
+    if (tells && sums_up) {
+      const Statistics own = merge_warps(of_warps[turn % 2]);
+      exchange.tell({own.mean, own.remainder, own.variance}, turn);
+    }
+    if (!works) continue;
+
+    // Finish and store; and fill again what was stored.
+    const OfRow statistics = of_row[turn % 2];
+    const long long row_ahead = done_row + ROWS_AHEAD * groups;
+    X_TYPE* const own = slots_of(staged, done_turn + ROWS_AHEAD);  // those of done_turn
+    X_TYPE* const y = y_of(done_row);
+    const X_TYPE *const x = x_of(row_ahead), *const residual = residual_of(row_ahead);
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (finishes && has(i)) {
+        store_global(y + i * STEP, affine.finish(load<X_TYPE, VECTOR>(own + i * STEP), i, statistics));
+      }
+      fill(own, x, residual, row_ahead < rows, i);
+    }
+  }
+}

@@ -1,0 +1,122 @@
+"""Gradients of rows that blocks share in a pipeline, on the emulator: a few small blocks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    ACTIVATED_NORMS,
+    ALL_GRADIENTS,
+    LAYER_NORM,
+    RMS_NORM,
+    Array,
+    Case,
+    EmulatorRunner,
+    NumpyRunner,
+    assert_gradients,
+    data,
+)
+from test_row_pipeline import DEVICE, LAYOUTS, LAYOUTS_AND_DTYPES, affine, geometry_for
+
+from cunorm.plan import Device, Plan, row_pipeline
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.problem import DTYPES, BackwardProblem, Norm
+
+
+def pipeline_plan(problem: BackwardProblem, device: Device, geometry: RowPipeline) -> Plan:
+    builder = Builder()
+    return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))
+
+
+def run(
+    case: Case,
+    geometry: RowPipeline,
+    dy: Array,
+    mask: tuple[bool, ...] = ALL_GRADIENTS,
+    dresidual_out: Array | None = None,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """dx, dweight and dbias, from the statistics of the reference."""
+    runner = EmulatorRunner(DEVICE, functools.partial(pipeline_plan, geometry=geometry), seed)
+    return runner.backward(case.backward(NumpyRunner().forward(case), dy, mask, dresidual_out))
+
+
+def check(case: Case, geometry: RowPipeline, dresidual_out: Array | None = None) -> None:
+    """Against float64, with the tolerances of every other kernel."""
+    dy = data(7, case.x.shape, case.x.dtype.name)
+    before = case.x.copy(), dy.copy()
+    assert_gradients(case, run(case, geometry, dy, dresidual_out=dresidual_out), dy, dresidual_out)
+    assert (case.x.tobytes(), dy.tobytes()) == tuple(array.tobytes() for array in before), "an input was modified"
+
+
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
+def test_layouts(layout: str, dtype: str) -> None:
+    """Five rows of 2.6 vectors a thread: the last block has less, and the rows are several turns."""
+    columns = 16 // DTYPES[dtype].itemsize * 663
+    check(Case(data(0, (5, columns), dtype), *affine(columns, dtype)), geometry_for(dtype, columns, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("columns", [84, 768, 772, 1020, 1028, 3068, 3072])
+def test_last_blocks_of_every_length(columns: int) -> None:
+    check(Case(data(0, (3, columns)), *affine(columns, "float32")), geometry_for("float32", columns))
+
+
+@pytest.mark.parametrize("norm", [RMS_NORM, Norm(False, 1.0, "silu"), *ACTIVATED_NORMS[:3]], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_norms(norm: Norm, dtype: str) -> None:
+    case = Case(data(0, (3, 2648), dtype), *affine(2648, dtype), norm=norm)
+    check(case, geometry_for(dtype, 2648, **LAYOUTS["two groups"]))
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [
+    ("a turn later", "bfloat16"), ("two turns later", "float32"), ("two groups", "float16"),
+])  # fmt: skip
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
+def test_gradient_of_the_sum_with_a_residual(norm: Norm, layout: str, dtype: str) -> None:
+    shape = 5, 16 // DTYPES[dtype].itemsize * 663
+    x, residual = data(0, shape, dtype), data(5, shape, dtype, shift=-2.0)
+    case = Case(x, *affine(shape[1], dtype), norm=norm, residual=residual)
+    check(case, geometry_for(dtype, shape[1], **LAYOUTS[layout]), data(8, shape, dtype))
+
+
+@pytest.mark.parametrize("layout", ["a turn later", "two groups"])
+@pytest.mark.parametrize("mask", [(True, False, False), (True, True, False), (True, False, True)])
+def test_only_what_is_wanted(mask: tuple[bool, ...], layout: str) -> None:
+    case, dy = Case(data(0, (5, 2652)), *affine(2652, "float32")), data(7, (5, 2652))
+    geometry = geometry_for("float32", 2652, **LAYOUTS[layout])
+    every, some = (run(case, geometry, dy, wanted) for wanted in (ALL_GRADIENTS, mask))
+    for wanted, one, other in zip(mask, every, some):
+        assert other is None if not wanted else other.tobytes() == one.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
+def test_weight_of_another_dtype(dtype: str, weight: str) -> None:
+    columns = 16 // DTYPES[dtype].itemsize * 663
+    check(Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight)), geometry_for(dtype, columns))
+
+
+def test_without_a_weight() -> None:
+    case, dy = Case(data(0, (3, 2652))), data(7, (3, 2652))
+    gradients = run(case, geometry_for("float32", 2652), dy, (True, False, False))
+    expected, _, _ = case.expected_gradients(dy)
+    np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout", ["two turns later", "more blocks than a warp has lanes", "five groups of three blocks"]
+)
+def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> None:
+    case, dy = Case(data(0, (5, 2648), shift=100.0), *affine(2648, "float32")), data(7, (5, 2648))
+    geometry = geometry_for("float32", 2648, **LAYOUTS[layout])
+    first, *others = [run(case, geometry, dy, seed=seed) for seed in range(4)]
+    for other in others:
+        assert [array.tobytes() for array in other] == [array.tobytes() for array in first]
+
+
+def test_strided_rows() -> None:
+    wide = data(3, (5, 2700))
+    check(Case(wide[:, 4:2656], *affine(2652, "float32")), geometry_for("float32", 2652, rows_ahead=3))
