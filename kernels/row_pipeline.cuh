@@ -11,9 +11,9 @@
 // fixed order. What is told are words that carry the number of the turn beside the bits, so that it takes neither fence
 // nor barrier. They must be zero at the start. The other warps of a block sum a row, meet, and finish an older one.
 static_assert(LAG >= 1 && LAG < ROWS_AHEAD);
-constexpr int WARPS = THREADS / 32;         // that sum and finish
+constexpr int WARPS = THREADS / 32;  // that sum and finish
 constexpr int BLOCK_THREADS = THREADS + 64;
-constexpr int STEP = THREADS * VECTOR;      // columns from one vector of a thread to the next
+constexpr int STEP = THREADS * VECTOR;                // columns from one vector of a thread to the next
 constexpr int STAGED = ROWS_AHEAD * RESIDENT * STEP;  // elements of a tensor in shared memory
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be
 // reading what came up to LAG - 1 turns before that.

@@ -63,6 +63,8 @@ _FORWARD = _Block(384, 1, 48)
 # 1,000,000 with a residual take 1.43 and 1.11.
 _FORWARD_LONG = _Block(256, 2, 0)
 _LONG_PART_BYTES = 48 << 10
+# Of more blocks to a row than an H200 has so, ptxas would spill what a lane collects of them.
+_MOST_BLOCKS_OF_LONG = 9 * 32
 # Backward, 100 rows of 1,000,000 float16 numbers take 1.20 with 256 threads, 1.29 with 384; 400 of 300,000 float32 1.13
 # and 1.09.
 _BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
@@ -164,7 +166,8 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
         block = _BACKWARD[itemsize]
         if isinstance(problem, ForwardProblem):
             long = problem.columns * itemsize > blocks * _LONG_PART_BYTES
-            block = _FORWARD_LONG if long else _FORWARD
+            few = blocks * _FORWARD_LONG.share <= _MOST_BLOCKS_OF_LONG
+            block = _FORWARD_LONG if long and few else _FORWARD
         blocks = -(-problem.columns // columns_per_block(problem, blocks * block.share, width))
         way = RowPipeline(width, 1, blocks, groups, 1, 1, block.threads, block.share)
         way = replace(way, resident=way.vectors(problem))
