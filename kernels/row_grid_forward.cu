@@ -29,6 +29,7 @@ constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
+#include "row_part.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -61,23 +62,7 @@ constexpr int PIVOT_VECTORS = RESIDENT > 4 ? (RESIDENT + 3) / 4 : RESIDENT;
 constexpr int TOGETHER = VECTOR == 4 && (HELD == 0 || !PEELED) ? 2 : 1;
 static_assert(!HAS_RESIDUAL || HELD == 0, "a vector in registers has no room for a residual on its way");
 
-// ---- Where a block and a thread are.
-
-// A block's part of its rows: `columns` of them, from first_column on.
-struct Part {
-  long long group;
-  long long groups;
-  int rank;  // among the blocks of the row
-  long long first_column;
-  int columns;
-};
-
-__device__ __forceinline__ Part part_of_block(long long columns, long long columns_per_block, int blocks_per_row) {
-  const int rank = blockIdx.x % blocks_per_row;
-  const long long first = rank * columns_per_block, left = columns - first;
-  return {static_cast<long long>(blockIdx.x / blocks_per_row), static_cast<long long>(gridDim.x / blocks_per_row), rank,
-          first, static_cast<int>(left < columns_per_block ? left : columns_per_block)};
-}
+// ---- Where a thread is.
 
 // Where a thread is in the block's part of one row, of which it has every THREADS-th vector; nothing of it, where there
 // is no such row.
@@ -166,28 +151,12 @@ struct Exchange {
 // The statistics of a row from those of its parts, the same in every warp of every block.
 __device__ __forceinline__ Statistics merge(const Compute* numbers, int blocks, long long columns,
                                             long long columns_per_block) {
-  const int lane = threadIdx.x % 32;
   const Shares shares = shares_of_blocks(columns, columns_per_block, blocks);
-  Statistics row = {0, 0, 0};
-  if constexpr (CENTERED) {
-    const Compute first = numbers[0];
-    Compute sum[1] = {0};
-    for (int i = lane; i < blocks; i += 32) sum[0] += shares.of(i) * (numbers[3 * i] - first + numbers[3 * i + 1]);
-    warp_sum<32, 1>(sum);
-    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
-    // the row's mean, and differences from it would be rounded more.
-    row.mean = first + sum[0];
-    const Compute taken = row.mean - first;
-    row.remainder = first - (row.mean - taken) + (sum[0] - taken);
-  }
-  Compute sum[1] = {0};
-  for (int i = lane; i < blocks; i += 32) {
-    const Compute difference = CENTERED ? numbers[3 * i] - row.mean + numbers[3 * i + 1] - row.remainder : 0;
-    sum[0] += shares.of(i) * (numbers[3 * i + 2] + difference * difference);
-  }
-  warp_sum<32, 1>(sum);
-  row.variance = sum[0];
-  return row;
+  return merged_in_warp(numbers[0], [&](auto use) {
+    for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+      use(shares.of(i), Statistics{numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2]});
+    }
+  });
 }
 
 // ---- Weights.
@@ -221,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   using Values = Vector<X_TYPE, VECTOR>;
   constexpr int STAGED = SLOTS * THREADS * VECTOR;  // elements
 
-  const int blocks = static_cast<int>(arguments.blocks_per_row);
-  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, blocks);
+  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const int blocks = part.blocks;
   const Rows<const X_TYPE> x = {arguments.x + part.first_column, arguments.x_stride};
   const Rows<const X_TYPE> residual = {arguments.residual + part.first_column, arguments.residual_stride};
   const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};

@@ -19,24 +19,6 @@ constexpr int STAGED = ROWS_AHEAD * RESIDENT * STEP;  // elements of a tensor in
 // reading what came up to LAG - 1 turns before that.
 constexpr int EXCHANGES = 2 * LAG;
 
-// A block's part of its rows: `columns` of them, from first_column on.
-struct Part {
-  long long group;
-  long long groups;
-  int rank;  // among the blocks of the row
-  int blocks;
-  long long first_column;
-  int columns;
-};
-
-__device__ __forceinline__ Part part_of_block(long long columns, long long columns_per_block,
-                                              long long blocks_per_row) {
-  const int blocks = static_cast<int>(blocks_per_row), rank = blockIdx.x % blocks;
-  const long long first = rank * columns_per_block, left = columns - first;
-  return {static_cast<long long>(blockIdx.x / blocks), static_cast<long long>(gridDim.x / blocks), rank, blocks,
-          first, static_cast<int>(left < columns_per_block ? left : columns_per_block)};
-}
-
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }
 

@@ -18,6 +18,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
+#include "row_part.cuh"
 #include "row_pipeline.cuh"
 
 struct Arguments {

@@ -17,6 +17,7 @@
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
+#include "row_part.cuh"
 #include "row_pipeline.cuh"
 
 struct Arguments {
@@ -68,28 +69,11 @@ struct OfRow {
 // blocks tell each other are a mean, its remainder, and the variance.
 template <int PARTS>
 __device__ __forceinline__ Statistics merged(const Compute (&parts)[PARTS][3], const Compute (&shares)[PARTS]) {
-  Statistics whole = {0, 0, 0};
-  if constexpr (CENTERED) {
-    const Compute first = __shfl_sync(0xffffffffu, parts[0][0], 0);
-    Compute sum[1] = {0};
+  const Compute first = CENTERED ? __shfl_sync(0xffffffffu, parts[0][0], 0) : 0;
+  return merged_in_warp(first, [&](auto use) {
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) sum[0] += shares[i] * (parts[i][0] - first + parts[i][1]);
-    warp_sum<32, 1>(sum);
-    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
-    // the whole's mean, and differences from it would be rounded more.
-    whole.mean = first + sum[0];
-    const Compute taken = whole.mean - first;
-    whole.remainder = first - (whole.mean - taken) + (sum[0] - taken);
-  }
-  Compute sum[1] = {0};
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    const Compute difference = CENTERED ? parts[i][0] - whole.mean + parts[i][1] - whole.remainder : 0;
-    sum[0] += shares[i] * (parts[i][2] + difference * difference);
-  }
-  warp_sum<32, 1>(sum);
-  whole.variance = sum[0];
-  return whole;
+    for (int i = 0; i < PARTS; ++i) use(shares[i], Statistics{parts[i][0], parts[i][1], parts[i][2]});
+  });
 }
 
 // How many lanes of a warp have an i-th vector, of so many that the block has.

@@ -50,3 +50,30 @@ __device__ __forceinline__ Shares shares_of_blocks(long long columns, long long 
   const Compute scale = static_cast<Compute>(1) / columns;
   return {columns_per_block * scale, (columns - (blocks - 1) * columns_per_block) * scale, blocks};
 }
+
+// Those of a whole, in all lanes of a warp: each calls use(share, statistics) for its parts, in a fixed order. `first`
+// is the mean of one of them.
+template <typename ForEachPart>
+__device__ __forceinline__ Statistics merged_in_warp(Compute first, const ForEachPart& for_each_part) {
+  Statistics whole = {0, 0, 0};
+  if constexpr (CENTERED) {
+    Compute sum[1] = {0};
+    for_each_part([&](Compute share, const Statistics& part) {
+      sum[0] += share * (part.mean - first + part.remainder);
+    });
+    warp_sum<32, 1>(sum);
+    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
+    // the whole's mean, and differences from it would be rounded more.
+    whole.mean = first + sum[0];
+    const Compute taken = whole.mean - first;
+    whole.remainder = first - (whole.mean - taken) + (sum[0] - taken);
+  }
+  Compute sum[1] = {0};
+  for_each_part([&](Compute share, const Statistics& part) {
+    const Compute difference = CENTERED ? part.mean - whole.mean + part.remainder - whole.remainder : 0;
+    sum[0] += share * (part.variance + difference * difference);
+  });
+  warp_sum<32, 1>(sum);
+  whole.variance = sum[0];
+  return whole;
+}

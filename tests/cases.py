@@ -125,6 +125,25 @@ def half_unit(values: Array, dtype: str) -> Array:
     return np.ldexp(0.5, exponent - digits + 1)
 
 
+FAR = ["shifted", "rising", "a far beginning", "a far end", "parts apart"]
+
+
+def far_data(kind: str, shape: tuple[int, int]) -> Array:
+    """float32 rows that lie far from zero, or parts of which lie far from each other."""
+    x, columns = data(0, shape, outliers=False).astype(np.float64), shape[1]
+    if kind == "shifted":
+        x += 1e4
+    if kind == "rising":
+        x += np.linspace(0, 1e5, columns)
+    if kind == "a far beginning":
+        x[:, :200] += 1e6
+    if kind == "a far end":
+        x[:, -200:] -= 1e6
+    if kind == "parts apart":
+        x += 1e3 * (np.arange(columns) // 97 % 5)
+    return x.astype(np.float32)
+
+
 def assert_rounded_once(result: Array, expected: Array, dtype: str, size: Array | None = None) -> None:
     """A sixteen-bit result is the float64 one rounded, but for ties that float32 arithmetic decides the other way.
 

@@ -12,6 +12,7 @@ import pytest
 from cases import (
     ACTIVATED_NORMS,
     EPS,
+    FAR,
     LAYER_NORM,
     RMS_NORM,
     Array,
@@ -20,6 +21,7 @@ from cases import (
     Results,
     assert_forward,
     data,
+    far_data,
 )
 from plan_cases import GPUS, plain_forward
 
@@ -137,22 +139,11 @@ def test_weight_of_another_dtype(odd: int, dtype: str, weight: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["resident", "registers and the rest", "pivot of a part"])
-@pytest.mark.parametrize("kind", ["shifted", "rising", "a far beginning", "a far end", "parts apart"])
+@pytest.mark.parametrize("kind", FAR)
 def test_numbers_far_from_zero_or_from_the_pivot(kind: str, layout: str) -> None:
     """The pivot is the mean of a block's first vectors: data that lie far from it, and far from zero."""
     columns = 2652
-    x = data(0, (3, columns), outliers=False).astype(np.float64)
-    if kind == "shifted":
-        x += 1e4
-    if kind == "rising":
-        x += np.linspace(0, 1e5, columns)
-    if kind == "a far beginning":
-        x[:, :200] += 1e6
-    if kind == "a far end":
-        x[:, -200:] -= 1e6
-    if kind == "parts apart":
-        x += 1e3 * (np.arange(columns) // 97 % 5)
-    case = Case(x.astype(np.float32), *affine(columns, "float32"))
+    case = Case(far_data(kind, (3, columns)), *affine(columns, "float32"))
     check(case, geometry_for("float32", columns, **LAYOUTS[layout]))
 
 

@@ -13,6 +13,7 @@ import pytest
 from cases import (
     ACTIVATED_NORMS,
     EPS,
+    FAR,
     LAYER_NORM,
     RMS_NORM,
     Array,
@@ -21,6 +22,7 @@ from cases import (
     Results,
     assert_forward,
     data,
+    far_data,
 )
 from plan_cases import GPUS, plain_backward, plain_channel_backward, plain_channel_forward, plain_forward
 
@@ -58,7 +60,7 @@ def affine(columns: int, dtype: str, weight: str | None = None) -> tuple[Array, 
 
 
 def geometry_for(dtype: str, columns: int, **changes: Any) -> RowPipeline:
-    """SMALL with vectors of 16 bytes; peeled, where the columns are no multiple of them."""
+    """SMALL with vectors of 16 bytes, which the columns must divide by."""
     return replace(SMALL, width=16 // DTYPES[dtype].itemsize, **changes)
 
 
@@ -128,22 +130,11 @@ def test_weight_of_another_dtype(dtype: str, weight: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["a turn later", "two groups"])
-@pytest.mark.parametrize("kind", ["shifted", "rising", "a far beginning", "a far end", "parts apart"])
+@pytest.mark.parametrize("kind", FAR)
 def test_numbers_far_from_zero_or_from_the_pivot(kind: str, layout: str) -> None:
-    """The pivot is the mean of a block's first vectors: data that lie far from it, and far from zero."""
+    """The pivot is the mean of a warp's first vectors: data that lie far from it, and far from zero."""
     columns = 2652
-    x = data(0, (3, columns), outliers=False).astype(np.float64)
-    if kind == "shifted":
-        x += 1e4
-    if kind == "rising":
-        x += np.linspace(0, 1e5, columns)
-    if kind == "a far beginning":
-        x[:, :200] += 1e6
-    if kind == "a far end":
-        x[:, -200:] -= 1e6
-    if kind == "parts apart":
-        x += 1e3 * (np.arange(columns) // 97 % 5)
-    case = Case(x.astype(np.float32), *affine(columns, "float32"))
+    case = Case(far_data(kind, (3, columns)), *affine(columns, "float32"))
     check(case, geometry_for("float32", columns, **LAYOUTS[layout]))
 
 

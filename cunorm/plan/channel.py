@@ -51,9 +51,9 @@ def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
 def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | None:
     """The best way to move every number once: a plan by rows, or slabs; None where two passes take less time.
 
-    Rows are best where they are possible, but for those that take all multiprocessors or clusters of 16 blocks, which
-    leave many idle: 2,097,152 numbers of float32 take 1.28 of a copy's time on an H200, by slabs 1.26; 262,144 backward
-    1.53 and 1.34.
+    Rows are best where they are possible, but for those whose blocks all wait for each other (row_grid), or that take
+    clusters of 16 blocks, which leave many idle: 2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on
+    an H200, by slabs 1.26, and take 1.17 by row_pipeline; 262,144 backward 1.53 by clusters, 1.34 by slabs.
     """
     rows, slab = rows_of_channels.plan_rows(problem, device), None
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)

@@ -27,10 +27,10 @@ __all__ = ["RowPipeline", "geometry", "is_faster_than_clusters", "plan_backward"
 # 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14, by RMS
 # norm 1.10 and 1.08 (backward 1.15 and 1.12). Where weights are by channel, 256 rows of 262,144 float32 numbers take
 # 1.10 and 1.09.
-_LEAST_BYTES = (512 << 10) + 16
-_LEAST_BYTES_BY_CHANNEL = (1 << 20) + 16
-# And fewer: 64 rows of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and 1.66.
-_LEAST_ROWS_OF_CLUSTERS = 32
+_MOST_BYTES_OF_CLUSTERS = 512 << 10
+_MOST_BYTES_BY_CHANNEL = 1 << 20
+# And so are fewer: 64 rows of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and 1.66.
+_LEAST_ROWS_WITH_CLUSTERS = 32
 # One or two rows take 14.9 and 17.2 us by row_grid, and 14.8 and 17.9 so; 4 25.0, and 23.6.
 _LEAST_ROWS = 4
 # Warps of a block that have no slots.
@@ -125,9 +125,9 @@ class RowPipeline:
 
 def is_faster_than_clusters(problem: Problem) -> bool:
     """Whether rows are so long that they are better not left to clusters, where a pipeline is possible."""
-    least = _LEAST_BYTES if problem.channels is None else _LEAST_BYTES_BY_CHANNEL
-    long = problem.columns * DTYPES[problem.x.dtype].itemsize >= least
-    return long and problem.rows >= _LEAST_ROWS_OF_CLUSTERS
+    most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
+    long = problem.columns * DTYPES[problem.x.dtype].itemsize > most
+    return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:

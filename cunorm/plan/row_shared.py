@@ -25,7 +25,7 @@ _MOST_SHARED_BYTES = 1 << 20
 
 def shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
-    if _is_faster_read_twice(problem, width):
+    if _is_slow_in_clusters(problem, width):
         return None
     for way in _shared_ways(problem, device, width, peeled):
         if way.weights == "late" and isinstance(problem, ForwardProblem) and row_grid.applies(problem, device):
@@ -50,8 +50,8 @@ def shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fals
     return None
 
 
-def _is_faster_read_twice(problem: Problem, width: int) -> bool:
-    """Forward, whether a row has so much to read that it takes clusters of 16 blocks, which are slow.
+def _is_slow_in_clusters(problem: Problem, width: int) -> bool:
+    """Forward, whether a row has so much to read that it takes clusters of 16 blocks, slower than to read it twice.
 
     256 rows of 524,288 float16 numbers take 1.50 by clusters and 1.70 read twice, 200 of 655,360 1.99 and 1.72, 128 of
     1,048,576 2.22 and 1.75 (of float32 1.30 and 1.69, 1.85 and 1.72, 1.98 and 1.70). With a residual 200 of 524,288
