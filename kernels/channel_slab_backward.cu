@@ -16,6 +16,7 @@
 #include "affine.cuh"
 #include "channel_affine.cuh"
 #include "channel_merge.cuh"
+#include "channel_gradients.cuh"
 #include "channel_slab_sums.cuh"
 
 struct Arguments {

@@ -13,6 +13,7 @@
 #include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
+#include "channel_statistics.cuh"
 #include "channel_slab_statistics.cuh"
 
 struct Arguments {

@@ -29,7 +29,7 @@ constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
-#include "row_part.cuh"
+#include "group_part.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -92,7 +92,7 @@ struct Rows {
 template <typename T>
 __device__ __forceinline__ Place place_of(const Rows<T>& rows, const Part& part, long long row, long long row_count) {
   if (row >= row_count) return {};
-  const Cut cut = cut_of(rows.at(row), part.columns);
+  const Cut cut = cut_of(rows.at(row), part.count);
   return {cut, (cut.vectors + THREADS - 1 - static_cast<int>(threadIdx.x)) / THREADS};
 }
 
@@ -192,12 +192,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
 
   const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
   const int blocks = part.blocks;
-  const Rows<const X_TYPE> x = {arguments.x + part.first_column, arguments.x_stride};
-  const Rows<const X_TYPE> residual = {arguments.residual + part.first_column, arguments.residual_stride};
-  const Rows<X_TYPE> y = {arguments.y + part.first_column, arguments.y_stride};
-  const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first_column, arguments.residual_out_stride};
-  Affine affine = {arguments.weight + part.first_column, arguments.bias + part.first_column,
-                   channel_affine_of<false>(arguments, part.first_column)};
+  const Rows<const X_TYPE> x = {arguments.x + part.first, arguments.x_stride};
+  const Rows<const X_TYPE> residual = {arguments.residual + part.first, arguments.residual_stride};
+  const Rows<X_TYPE> y = {arguments.y + part.first, arguments.y_stride};
+  const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first, arguments.residual_out_stride};
+  Affine affine = {arguments.weight + part.first, arguments.bias + part.first,
+                   channel_affine_of<false>(arguments, part.first)};
   const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
                              static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
                              reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};
@@ -312,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS>(sums, scratch[1]);
-    statistics.remainder = sums[0] / part.columns;
-    statistics.variance = sums[1] / part.columns - statistics.remainder * statistics.remainder;
+    statistics.remainder = sums[0] / part.count;
+    statistics.variance = sums[1] / part.count - statistics.remainder * statistics.remainder;
     exchange.publish(statistics, turn);
     exchange.collect(turn);
     statistics = merge(exchange.numbers, blocks, arguments.columns, arguments.columns_per_block);

@@ -18,7 +18,8 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
-#include "row_part.cuh"
+#include "group_part.cuh"
+#include "pipeline.cuh"
 #include "row_pipeline.cuh"
 
 struct Arguments {
@@ -116,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
   const long long rows = arguments.rows, groups = part.groups;
-  const int own_vectors = own_vectors_of(part.columns / VECTOR);
+  const int own_vectors = own_vectors_of(part.count / VECTOR);
   const auto has = [&](int i) { return i < own_vectors; };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
   // Where a thread's first vector of a row lies.
-  const long long first = part.first_column + column_of(0);
+  const long long first = part.first + column_of(0);
   const auto fill = [&](int turn, long long row, int i) {
     if (row < rows && has(i)) {
       X_TYPE* const slot = slots_of(staged, turn) + i * STEP;
@@ -136,14 +137,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     copy_async_commit();
   };
 
-  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first_column)};
+  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first)};
   long long row = part.group;  // that is summed
   const auto given_at = [&](long long row) {
     return affine.given(arguments.mean, arguments.rstd, row < rows ? row : rows - 1);
   };
   Given next_given = {};
   if (works) {
-    for (int ahead = 0; ahead < ROWS_AHEAD - LAG; ++ahead) {
+    for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(ahead, row + ahead * groups, i);
     }
@@ -229,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
     // Finish and store; and fill again what was stored.
     const OfRow of = of_row[turn % 2];
-    X_TYPE* const own = slots_of(staged, done_turn + ROWS_AHEAD);  // those of done_turn
+    X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     X_TYPE* const dx = arguments.dx + done_row * arguments.dx_stride + first;
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
@@ -248,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         }
         store_global(dx + i * STEP, rounded<X_TYPE>(results));
       }
-      fill(done_turn + ROWS_AHEAD, done_row + ROWS_AHEAD * groups, i);
+      fill(done_turn + AHEAD, done_row + AHEAD * groups, i);
     }
   }
 

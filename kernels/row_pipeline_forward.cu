@@ -17,7 +17,8 @@
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
-#include "row_part.cuh"
+#include "group_part.cuh"
+#include "pipeline.cuh"
 #include "row_pipeline.cuh"
 
 struct Arguments {
@@ -65,17 +66,6 @@ struct OfRow {
   Compute bias[1];
 };
 
-// The statistics of a whole from those of its parts, PARTS of each lane of a warp, which have such shares of it. What
-// blocks tell each other are a mean, its remainder, and the variance.
-template <int PARTS>
-__device__ __forceinline__ Statistics merged(const Compute (&parts)[PARTS][3], const Compute (&shares)[PARTS]) {
-  const Compute first = CENTERED ? __shfl_sync(0xffffffffu, parts[0][0], 0) : 0;
-  return merged_in_warp(first, [&](auto use) {
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) use(shares[i], Statistics{parts[i][0], parts[i][1], parts[i][2]});
-  });
-}
-
 // How many lanes of a warp have an i-th vector, of so many that the block has.
 __device__ __forceinline__ int lanes_with(int vectors, int warp, int i) {
   return min(32, max(0, vectors - i * THREADS - 32 * warp));
@@ -95,7 +85,7 @@ struct WarpMerge {
       own[0][2] = of_warps.sums[1][lane] * scale - own[0][1] * own[0][1];
     }
     const Compute shares[1] = {share};
-    return merged(own, shares);
+    return merged_of_lanes(own, shares);
   }
 };
 
@@ -139,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
   const long long rows = arguments.rows, groups = part.groups;
-  const int vectors = part.columns / VECTOR, own_vectors = own_vectors_of(vectors);
+  const int vectors = part.count / VECTOR, own_vectors = own_vectors_of(vectors);
   const auto has = [&](int i) { return i < own_vectors; };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
   // Where a thread's first vector of a row lies.
-  const long long first = part.first_column + column_of(0);
+  const long long first = part.first + column_of(0);
   const auto x_of = [&](long long row) { return arguments.x + row * arguments.x_stride + first; };
   const auto residual_of = [&](long long row) { return arguments.residual + row * arguments.residual_stride + first; };
   const auto y_of = [&](long long row) { return arguments.y + row * arguments.y_stride + first; };
@@ -160,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     copy_async_commit();
   };
 
-  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first_column)};
+  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first)};
   long long row = part.group;  // that is summed
   if (works) {
-    for (int ahead = 0; ahead < ROWS_AHEAD - LAG; ++ahead) {
+    for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
       const long long row_ahead = row + ahead * groups;
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) {
@@ -234,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       if constexpr (HAS_CHANNELS) affine.by_channel.go_to(done_row);
       Compute parts[PARTS_PER_LANE][3];
       exchange.await(parts, done_turn);
-      const Statistics whole = merged(parts, shares);
+      const Statistics whole = merged_of_lanes(parts, shares);
       const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
       if (lane == 0) {
         OfRow& target = of_row[turn % 2];
@@ -258,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
     // Finish and store; and fill again what was stored.
     const OfRow statistics = of_row[turn % 2];
-    const long long row_ahead = done_row + ROWS_AHEAD * groups;
-    X_TYPE* const own = slots_of(staged, done_turn + ROWS_AHEAD);  // those of done_turn
+    const long long row_ahead = done_row + AHEAD * groups;
+    X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     X_TYPE* const y = y_of(done_row);
     const X_TYPE *const x = x_of(row_ahead), *const residual = residual_of(row_ahead);
 #pragma unroll

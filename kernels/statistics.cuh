@@ -77,3 +77,14 @@ __device__ __forceinline__ Statistics merged_in_warp(Compute first, const ForEac
   whole.variance = sum[0];
   return whole;
 }
+
+// The same of PARTS of each lane, which have such shares of the whole.
+template <int PARTS>
+__device__ __forceinline__ Statistics merged_of_lanes(const Compute (&parts)[PARTS][3],
+                                                      const Compute (&shares)[PARTS]) {
+  const Compute first = CENTERED ? __shfl_sync(0xffffffffu, parts[0][0], 0) : 0;
+  return merged_in_warp(first, [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) use(shares[i], Statistics{parts[i][0], parts[i][1], parts[i][2]});
+  });
+}

@@ -11,8 +11,9 @@ from typing import Any
 from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
-from cunorm.plan import Device, Plan, channel_grid, channel_slab
+from cunorm.plan import Device, Plan, channel_grid, channel_pipeline, channel_slab
 from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.launches import Builder
 from cunorm.problem import (
@@ -136,9 +137,10 @@ def plain_channel_norm(
     ]
 
 
-def plan_of(geometry: Slab | Grid, problem: ChannelProblem) -> Plan:
+def plan_of(geometry: Slab | Grid | ChannelPipeline, problem: ChannelProblem) -> Plan:
     """The plan of a channel norm with slabs that lie so, whatever would be chosen."""
-    family: Any = channel_slab if isinstance(geometry, Slab) else channel_grid
+    families: dict[type, Any] = {Slab: channel_slab, Grid: channel_grid, ChannelPipeline: channel_pipeline}
+    family = families[type(geometry)]
     builder = Builder()
     plan = family.plan_forward if isinstance(problem, ChannelForward) else family.plan_backward
     return builder.finished(plan(problem, geometry, builder))

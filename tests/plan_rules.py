@@ -377,7 +377,8 @@ def _lanes_and_steps(constants: Constants) -> int:
 def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
     """Every vector is copied in 16 bytes, to slots behind each other; then come the numbers of an exchange, if any."""
     assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16
-    slots = constants["THREADS"] * constants["ROWS_AHEAD"] * constants["RESIDENT"]
+    ahead = constants["ROWS_AHEAD"] if item.kernel == "row_grid_forward" else constants["AHEAD"]
+    slots = constants["THREADS"] * ahead * constants["RESIDENT"]
     forward, numbers = item.kernel.endswith("forward"), 0
     tensors = 1 + constants["HAS_RESIDUAL"] if forward else 2 + constants["HAS_DRESIDUAL"]
     if item.kernel == "row_grid_forward":
@@ -467,7 +468,7 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
     assert per_block % width == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
     assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
-    assert 1 <= constants["LAG"] < constants["ROWS_AHEAD"], "what is summed lies where another row is finished"
+    assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
 

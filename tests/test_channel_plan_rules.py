@@ -6,6 +6,7 @@ Slabs that a plan may choose are held to the same rules as those it does choose;
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from plan_rules import (
 )
 
 from cunorm import kernels
-from cunorm.plan import Device, Launch, Plan, channel_grid, channel_slab, plan
+from cunorm.plan import Device, Launch, Plan, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_tiles import Direction, along_planes
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
@@ -60,8 +62,8 @@ def _points_of_vector(constants: Constants) -> int:
 
 
 def _numbers(item: Launch) -> int:
-    """How many a block of channel_grid_* has for each channel, and for each set."""
-    return 3 if item.kernel == "channel_grid_forward" else 2
+    """How many a block of channel_grid_* or channel_pipeline_* has for each set, and of the first for each channel."""
+    return 3 if item.kernel.endswith("forward") else 2
 
 
 def _sets(constants: Constants) -> int:
@@ -80,6 +82,11 @@ def _scratch_numbers(constants: Constants) -> int:
     return int(lanes * rows * constants["VECTOR"])
 
 
+def _sum_rows(constants: Constants) -> int:
+    """SUM_ROWS of kernels/channel_tile.cuh, along channels."""
+    return int(constants["THREADS"] // 32 if constants["CHANNEL_LANES"] < 32 else _point_lanes(constants))
+
+
 def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     """What a kernel declares itself: at least, since a compiler may align it."""
     constants, size = dict(item.constants), compute_bytes(problem)
@@ -87,6 +94,9 @@ def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
         return 0
     kept: Constants = dict(constants)
     scratch = _scratch_numbers(kept)
+    if item.kernel == "channel_pipeline_forward":
+        counts = _sum_rows(kept) * kept["CHANNEL_LANES"]
+        return (2 * 3 * _sets(kept) + 2 * counts) * size + 2 * 4 * 8
     if item.kernel.startswith("channel_grid"):
         numbers = _numbers(item)
         staged = 2 if item.kernel == "channel_grid_forward" else 4
@@ -112,7 +122,7 @@ def within_the_limits_of_cuda(problem: ChannelProblem, device: Device, chosen: P
         assert static + item.shared_bytes <= device.shared_bytes
         assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
-        assert item.cooperative == item.kernel.startswith("channel_grid")
+        assert item.cooperative == item.kernel.startswith(("channel_grid", "channel_pipeline"))
         if item.cooperative:
             # All blocks run at the same time: as many on each multiprocessor as the compiler leaves registers for.
             resident = int(dict(item.constants)["MIN_BLOCKS"])
@@ -136,7 +146,7 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
         arguments: dict[str, Any] = dict(item.arguments)
         constants: Constants = dict(item.constants)
         if item.kernel == "column_sums":
-            clears = chosen.strategy == "channel_grid" and item is chosen.launches[0]
+            clears = chosen.strategy in ("channel_grid", "channel_pipeline") and item is chosen.launches[0]
             assert clears or (arguments["rows"], arguments["columns"]) == (parts, problem.channels)
             continue
         assert (arguments["channels"], arguments["points"]) == (problem.channels, problem.points)
@@ -146,6 +156,8 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
             _covers_grid(problem, item, constants, arguments)
             # Where a set has several channels, no block knows the sums of one.
             parts *= arguments["blocks_per_slab"] if problem.channels_per_set > 1 else 1
+        elif item.kernel.startswith("channel_pipeline"):
+            _covers_pipeline(problem, item, constants, arguments)
         elif item.kernel.endswith("merge"):
             _covers_merge(problem, item, constants, arguments)
         else:
@@ -161,7 +173,8 @@ def _assert_lanes(item: Launch, constants: Constants) -> None:
     else:
         assert along and constants["POINT_DIMS"] >= 2
         assert threads - 32 < _holders(constants) <= threads, "a whole warp holds nothing"
-    assert item.block == ((threads, 1) if along else (threads // lanes, lanes))
+    others = 32 * (constants["TELLING_WARPS"] + 2) if "pipeline" in item.kernel else 0
+    assert item.block == ((threads + others, 1) if along else (threads // lanes, lanes))
     # Sums along the points go by shuffles of a power of two, or by whole warps of one channel.
     assert along or _point_lanes(constants) in (1, 2, 4, 8, 16) or _point_lanes(constants) % 32 == 0
 
@@ -210,6 +223,25 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
     collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * compute_bytes(problem)
     slots = _slot_bytes(problem, constants)
     assert slots % compute_bytes(problem) == 0 and item.shared_bytes == slots + collected
+
+
+def _covers_pipeline(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
+    slabs, blocks = arguments["slabs"], arguments["blocks_per_slab"]
+    assert slabs == _tiles(problem, constants) == problem.samples * constants["TILES"] < 2**32
+    assert problem.channels == constants["TILES"] * _tile_channels(constants), "a tile has channels that are not there"
+    groups = item.grid // blocks
+    assert item.grid == groups * blocks and 1 <= groups <= slabs, "a group has nothing to do"
+    assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another slab is finished"
+    assert _sets(constants) <= blocks <= 32 * constants["PARTS_PER_LANE"], "every set has an owner, and is collected"
+    assert _sets(constants) * constants["SET_LANES"] <= 32 * constants["TELLING_WARPS"]
+    assert constants["ALONG_CHANNELS"] and constants["PLANE"] == constants["POINT_DIMS"] == 1
+    assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"], constants["RESIDENT"])
+    # Behind the slots are the sums of two turns: three numbers of what a vector has of each set.
+    slots = constants["THREADS"] * constants["AHEAD"] * constants["RESIDENT"] * 16
+    unit = math.gcd(constants["VECTOR"], problem.channels_per_set)
+    sums = 2 * 3 * _sum_rows(constants) * _tile_channels(constants) // unit * compute_bytes(problem)
+    assert slots % 16 == 0 and item.shared_bytes == slots + sums
 
 
 def _assert_parts(
@@ -289,8 +321,8 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, dev
     size, sizes = compute_bytes(problem), {scratch.name: scratch.bytes for scratch in chosen.scratch}
     every_channel = problem.samples * problem.channels
     for item in chosen.launches:
-        if item.kernel.startswith("channel_grid"):
-            _scratch_of_grid(problem, item, chosen)
+        if item.kernel.startswith(("channel_grid", "channel_pipeline")):
+            _scratch_of_exchange(problem, item, chosen)
             continue
         splits = dict(item.arguments).get("splits", 0)
         expected = {
@@ -308,12 +340,17 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, dev
                 assert sizes[str(value)] == expected[name], (item.kernel, name)
 
 
-def _scratch_of_grid(problem: ChannelProblem, item: Launch, chosen: Plan) -> None:
-    """Words for two turns of every block, and of the answers to every group, all cleared by the launch before."""
+def _scratch_of_exchange(problem: ChannelProblem, item: Launch, chosen: Plan) -> None:
+    """Words for the turns that are kept, of every block and of the answers to every group, which the launch before
+    has cleared."""
     sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
     constants, arguments, size = dict(item.constants), dict(item.arguments), compute_bytes(problem)
     blocks: Any = arguments["blocks_per_slab"]
-    words = 2 * (item.grid + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
+    turns, places = 2, item.grid
+    if item.kernel == "channel_pipeline_forward":
+        lag, per_lane = (int(constants[name]) for name in ("LAG", "PARTS_PER_LANE"))
+        turns, places = lag + 1, item.grid // blocks * 32 * per_lane
+    words = turns * (places + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
     assert sizes[str(arguments["words"])] == 8 * words
     clearing, following = chosen.launches[:2]
     assert clearing.kernel == "column_sums" and following is item
@@ -427,17 +464,20 @@ SHAPES: list[tuple[tuple[int, int, int], int | None]] = [
     ((2, 512, 64), 16),
     ((64, 2048, 49), None),
     ((3, 6, 35), None),
+    # That pipelines take, where the channels are last.
+    ((8, 320, 4096), 10),
+    ((4, 256, 32**3), 1),
 ]
 
 
-def some(geometries: Sequence[Slab | Grid]) -> Sequence[Slab | Grid]:
+def some(geometries: Sequence[Grid | ChannelPipeline]) -> Sequence[Grid | ChannelPipeline]:
     """Up to a few tens of them, of every kind: neighbours are alike."""
     return geometries[:: len(geometries) // 30 + 1]
 
 
 @functools.cache
-def every_geometry(problem: ChannelProblem, device: Device) -> tuple[Slab | Grid, ...]:
-    grids = list(channel_grid.candidates(problem, device))
+def every_geometry(problem: ChannelProblem, device: Device) -> tuple[Slab | Grid | ChannelPipeline, ...]:
+    grids = [*channel_grid.candidates(problem, device), *channel_pipeline.candidates(problem, device)]
     assert len(grids) == len(set(grids))
     return (*set(channel_slab.candidates(problem, device)), *some(grids))
 
@@ -472,6 +512,45 @@ def test_slabs_where_rows_of_clusters_are_slower() -> None:
     assert _strategies((8, 32, 64**3), "float16") == ["channel_slab", "row_cluster"]
     assert _strategies((4, 256, 32**3), activation="silu") == ["row_block", "channel_slab"]
     assert _strategies((4, 256, 32**3)) == ["row_block", "row_cluster"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels_per_set", "activation", "expected"),
+    [
+        # Channels of a tile, groups of blocks, slabs in shared memory.
+        ((8, 512, 64**2), "float16", 16, None, (512, 1, 6)),
+        ((8, 512, 64**2), "float16", 16, "silu", (512, 1, 6)),
+        ((8, 320, 64**2), "float16", 10, None, (320, 2, 4)),
+        ((8, 128, 256**2), "float16", 4, None, (64, 1, 3)),
+        ((8, 128, 256**2), "float16", 4, "silu", (64, 1, 3)),
+        ((4, 256, 32**3), "float32", 1, None, (32, 1, 6)),
+        ((8, 256, 32**3), "float16", 1, None, (64, 1, 6)),
+    ],
+)
+def test_slabs_in_a_pipeline_lie_as_was_timed(
+    shape: tuple[int, int, int],
+    dtype: str,
+    channels_per_set: int,
+    activation: str | None,
+    expected: tuple[int, int, int],
+) -> None:
+    forward, backward = plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation)
+    chosen = plan(forward, Device())
+    assert chosen.strategy == "channel_pipeline" != plan(backward, Device()).strategy
+    item = chosen.launches[1]
+    constants, arguments = dict(item.constants), dict(item.arguments)
+    groups = item.grid // int(arguments["blocks_per_slab"])
+    assert (_tile_channels(constants), groups, constants["AHEAD"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels_per_set"),
+    [((2, 512, 64**2), "float16", 16), ((8, 1280, 16**2), "float16", 40), ((64, 2048, 49), "float32", None)],
+)
+def test_few_numbers_are_not_worth_a_pipeline(
+    shape: tuple[int, int, int], dtype: str, channels_per_set: int | None
+) -> None:
+    assert _strategies(shape, dtype, channels_per_set, last=True)[0] == "channel_slab"
 
 
 def test_long_rows_that_leave_multiprocessors_idle_are_shared() -> None:

@@ -12,11 +12,12 @@ which one takes from a tenth of a second to two. Covered is:
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   row_pipeline_* with few rows on their way and many, short parts of them and long, pointwise_*, channel_* along points
-   and along channels, row_weight_gradients and column_sums: for every dtype and architecture.
+   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_forward with sets
+   of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for
+   every dtype and architecture.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
-for channel_grid_*, row_pipeline_* and row_weight_gradients, which may read what the plan was given.
+for channel_grid_*, channel_pipeline_*, row_pipeline_* and row_weight_gradients, which may read what the plan was given.
 
 The kernels are not listed here but asked of ``plan``.
 """
@@ -28,12 +29,14 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forward, plain_channel_norm, plan_of
 
 from cunorm import kernels, launch, resources
-from cunorm.plan import Device, Launch, channel_grid, channel_slab, plan
+from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
+from cunorm.plan.channel_cost import pipeline_cost
 from cunorm.plan.rows_of_channels import as_rows, plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
@@ -236,6 +239,21 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
             yield from () if chosen is None else chosen.launches
 
 
+def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Slabs of whole samples and of tiles, with sets of a channel and of many, and all that takes registers."""
+    shapes = [((8, 320, 4096), 10), ((8, 512, 4096), 16), ((8, 128, 256**2), 4), ((4, 256, 32**3), 1)]
+    shapes += [((64, 64, 4096), 1), ((8, 96, 112**2), 3), ((1, 1024, 56**2), 1)]
+    weights = itertools.cycle((dtype, "float32", None, "float16", "float64"))
+    for (shape, channels_per_set), activation in itertools.product(shapes, (None, "silu", "gelu")):
+        problem = plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation)[0]
+        weight = next(weights)
+        vector = weight and Vector(weight)
+        problem = dataclasses.replace(problem, weight=vector, bias=vector)
+        every = channel_pipeline.candidates(problem, GPUS[arch])
+        for way in sorted(every, key=lambda way: pipeline_cost(way, problem, GPUS[arch]))[:2]:
+            yield from plan_of(way, problem).launches
+
+
 def sums_problems(dtype: str) -> Iterator[Problem]:
     """Gradients of every type, of two vectors and of one, of few rows, and those that a single block finishes."""
     x = Matrix(dtype, (1024,), (1,))
@@ -280,6 +298,7 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((2, 32, 216), 1, True, None),
     ((8, 320, 64 * 64), 10, False, "silu"),
     ((8, 320, 64 * 64), 10, True, "silu"),
+    ((8, 320, 64 * 64), 10, True, None),
     ((2, 512, 64 * 64), 16, False, None),
     ((64, 256, 56 * 56), None, False, None),
     ((64, 256, 56 * 56), None, True, "silu"),
@@ -310,6 +329,8 @@ def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     every = itertools.chain(every, channel_launches(dtype, arch))
     if kernel.startswith("row_pipeline"):
         every = itertools.chain(every, launches(pipeline_problems(dtype), arch))
+    if kernel.startswith("channel_pipeline"):
+        every = itertools.chain(every, slab_pipeline_launches(dtype, arch))
     return list({item.constants: item for item in every if item.kernel == kernel}.values())
 
 
@@ -339,9 +360,9 @@ def complaint(item: Launch, taken: Resources, device: Device, known_spill: int =
 def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) -> None:
     every = launches_of(arch, dtype, kernel)
     # These copy asynchronously, which there is since sm_80; and some would spill doubles.
-    asynchronous = any(family in kernel for family in ("row_grid", "row_pipeline", "channel_grid"))
+    asynchronous = any(family in kernel for family in ("row_grid", "pipeline", "channel_grid"))
     asked_for = not asynchronous or GPUS[arch].capability >= 80
-    assert bool(every) == (asked_for and not (kernel.startswith("row_pipeline") and dtype == "float64"))
+    assert bool(every) == (asked_for and not ("pipeline" in kernel and dtype == "float64"))
     complaints = {}
     for item in every:
         known = 0
@@ -358,11 +379,11 @@ def test_slabs_know_what_their_kernels_declare(dtype: str) -> None:
     """A slab's shared memory is reckoned before anything is compiled: never with less than there will be."""
     device, seen = GPUS["sm_90"], 0
     for problem in channel_problems(dtype):
-        for family in (channel_slab, channel_grid):
-            slab = next(iter(family.candidates(problem, device)), None)
+        for family in (channel_slab, channel_grid, channel_pipeline):
+            slab: Any = next(iter(family.candidates(problem, device)), None)
             if slab is None:
                 continue
-            kernel = f"channel_{'slab' if family is channel_slab else 'grid'}_"
+            kernel = family.__name__.removeprefix("cunorm.plan.") + "_"
             item = next(item for item in plan_of(slab, problem).launches if item.kernel.startswith(kernel))
             taken = compile_resources(item.kernel, dict(item.constants), device.arch)
             # The compiler drops what a single block does not tell others, and moments that update nothing.
@@ -488,7 +509,8 @@ def launches_at(places: slice, dtype: str) -> list[Launch]:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = launches_at(slice(1, None), dtype)
-    pipelines = set() if dtype == "float64" else {"row_pipeline_forward", "row_pipeline_backward"}
+    pipelines = {"row_pipeline_forward", "row_pipeline_backward", "channel_pipeline_forward"}
+    pipelines = set() if dtype == "float64" else pipelines
     assert {item.kernel for item in later} == pipelines | {
         "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
         "channel_split_merge", "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward",
@@ -498,7 +520,7 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
         ptx = ptx_of(item)
         assert any(map(touches_memory, ptx)), item.kernel
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
-        if item.kernel.startswith(("channel_grid", "row_pipeline")) or item.kernel == "row_weight_gradients":
+        if item.kernel.startswith(("channel_grid", "row_weight_gradients")) or "pipeline" in item.kernel:
             # The second launch of its plan, before which nothing is written that it reads, as the rules of plans have
             # it (test_channel_plan_rules.py, plan_rules.py).
             early = [line for line in early if not reads_memory(line)]

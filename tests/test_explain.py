@@ -210,14 +210,14 @@ def check_shares(item: Any, found: Explanation) -> None:
     assert item.blocks_per_row <= columns
     assert (item.threads_per_row - 1) * item.thread_stride < item.threads
     assert item.vector_bytes in (2, 4, 8, 16)
-    if item.kernel.startswith(("row_block", "row_grid", "row_pipeline", "channel_slab", "channel_grid")):
+    if "pipeline" in item.kernel or item.kernel.startswith(("row_block", "row_grid", "channel_slab", "channel_grid")):
         numbers = (
             item.vectors * item.vector_bytes // np.dtype("f2" if found.dtype == "bfloat16" else found.dtype).itemsize
         )
         threads = item.threads
-        if item.kernel.startswith("row_pipeline"):
-            threads -= 64  # for what the blocks tell each other
-            assert item.threads_per_row == threads
+        if "pipeline" in item.kernel:
+            threads = int(item.constants["THREADS"])  # others are for what the blocks tell each other
+            assert item.threads_per_row == threads // int(item.constants.get("CHANNEL_LANES", 1))
         assert numbers * threads + 64 >= math.prod(item.share), "threads hold their share"
 
 

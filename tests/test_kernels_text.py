@@ -71,11 +71,15 @@ def test_launch_bounds_name_how_many_blocks(kernel: str) -> None:
     assert re.search(bounds + kernel + r"\(", code_of(f"{kernel}.cu"))
 
 
+# How warps and blocks share work, apart from what they compute.
+OF_ONE_KERNEL = ("channel_pipeline.cuh", "handover.cuh")
+
+
 @pytest.mark.parametrize("header", HEADERS)
 def test_headers_have_no_entry_point_and_serve_two_kernels(header: str) -> None:
     assert "__global__" not in code_of(header)
     users = [kernel for kernel in KERNELS if f'#include "{header}"' in text_of(f"{kernel}.cu")]
-    assert len(users) >= 2
+    assert len(users) >= (1 if header in OF_ONE_KERNEL else 2)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -90,9 +94,11 @@ def test_no_floating_point_atomics(file: str) -> None:
 PTX = {file: re.findall(r'asm(?: volatile)?\(\s*((?:"[^"]*"\s*)+)', text_of(file)) for file in FILES}
 # What the condition around each instruction asks for, where sm_75 has it not. A cluster has more than one block a row,
 # and no plan gives an older GPU one.
-PTX_NEEDS = {"cp.async": "__CUDA_ARCH__", "griddepcontrol": "__CUDA_ARCH__ >= 900"} | dict.fromkeys(
-    ("barrier.cluster", "mbarrier", "fence.mbarrier_init", "mapa", "st.async"), "BLOCKS_PER_ROW"
-)
+PTX_NEEDS = {
+    "cp.async": "__CUDA_ARCH__",
+    "griddepcontrol": "__CUDA_ARCH__ >= 900",
+    "mbarrier": "BLOCKS_PER_ROW|__CUDA_ARCH__ >= 800",
+} | dict.fromkeys(("barrier.cluster", "fence.mbarrier_init", "mapa", "st.async"), "BLOCKS_PER_ROW")
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if any(text.strip('" \n') for text in PTX[file])])
@@ -111,7 +117,7 @@ def test_the_emulator_and_older_gpus_are_spared_instructions_of_newer_ones(file:
             around = " ".join(conditions)
             assert "CUNORM_EMULATOR" in around, line
             for name in found:
-                assert PTX_NEEDS[name] in around, line
+                assert re.search(PTX_NEEDS[name], around), line
     assert not conditions
 
 
@@ -258,6 +264,7 @@ def test_every_kernel_is_used_by_some_plan() -> None:
         for problem in (*norms, plain_gelu(columns), plain_gelu_backward(columns)):
             used |= {launch.kernel for launch in plan(problem, Device()).launches}
     for points in (100, 30_000, 300_000_000):
-        for channel_problem in plain_channel_norm((8, 64, points), channels_per_set=None):
+        norms_of_channels = plain_channel_norm((8, 64, points), channels_per_set=None)
+        for channel_problem in (*norms_of_channels, *plain_channel_norm((64, 64, points), last=True)):
             used |= {launch.kernel for launch in plan(channel_problem, Device()).launches}
     assert used == set(KERNELS)

@@ -19,7 +19,20 @@ from cunorm import execute
 from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Described, Op, Output, numpy_dtype
 from cunorm.ops import RowNorm
-from cunorm.plan import Device, Launch, Plan, channel_grid, channel_split, plan, row_grid, row_pipeline, row_split
+from cunorm.plan import (
+    Device,
+    Launch,
+    Plan,
+    channel_grid,
+    channel_pipeline,
+    channel_split,
+    plan,
+    row_grid,
+    row_pipeline,
+    row_split,
+)
+from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
 from cunorm.plan.constants import are_rows, lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
@@ -457,6 +470,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             return builder.finished(row_grid.plan_forward(problem, geometry, builder))
     if family == "row_pipeline" and of_rows:
         return _in_a_pipeline(cast(Problem, problem)) or own
+    if family == "channel_pipeline" and isinstance(problem, ChannelForward):
+        return _slabs_in_a_pipeline(problem) or own
     return own
 
 
@@ -473,3 +488,17 @@ def _in_a_pipeline(problem: Problem) -> Plan | None:
     if isinstance(problem, ForwardProblem):
         return builder.finished(row_pipeline.plan_forward(problem, geometry, builder))
     return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))
+
+
+def _slabs_in_a_pipeline(problem: ChannelForward) -> Plan | None:
+    """The plan for blocks of 64 threads that share slabs of two lanes of channels, or more; None for other tensors."""
+    way, builder = direction(problem), Builder()
+    for lanes, threads in tile_lanes(problem, way, 64) if channel_pipeline.is_possible(problem, SMALL_DEVICE) else ():
+        tiles = Tiles(way, lanes, threads, 1)
+        sets = tiles.channels // problem.channels_per_set
+        per_block = -(-problem.points // max(sets, 4))
+        blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
+        if problem.channels % tiles.channels == 0 and sets <= min(32, blocks) and resident <= 12:
+            geometry = ChannelPipeline(tiles, resident, blocks, 1, per_block, ahead=3, lag=2)
+            return builder.finished(channel_pipeline.plan_forward(problem, geometry, builder))
+    return None

@@ -105,7 +105,7 @@ def explained_launches(chosen: Plan, problem: AnyProblem, device: Device) -> tup
             vectors = layout["vectors"]
             read += read * max(0, vectors - int(constants["SLOTS"])) // vectors
             through = read
-        elif item.kernel.startswith(("channel_slab", "row_pipeline")) or constants.get("STAGE") == "ahead":
+        elif item.kernel.startswith("channel_slab") or "pipeline" in item.kernel or constants.get("STAGE") == "ahead":
             through = read
         elif constants.get("STAGE") == "run":
             through = read + written
@@ -164,7 +164,7 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
     along, plane = constants.get("ALONG_CHANNELS", 0), constants.get("PLANE", 1)
     vectors = constants.get("VECTORS") or constants.get("STEPS") or constants.get("UNROLL", 0)
-    # Of row_block, row_grid and row_pipeline, of channel_slab and channel_grid; else tiles.
+    # Of row_block, row_grid and row_pipeline, of channel_slab, channel_grid and channel_pipeline; else tiles.
     columns = given.get("columns_per_block") or given.get("points_per_block")
     if not columns:
         columns = threads_per_row * (plane if along else width) * (1 if "STEPS" in constants else vectors)
@@ -173,8 +173,8 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
         rows, columns = 1, columns * rows
     if item.kernel.startswith("channel_grid"):
         vectors = given["vectors"]
-    if item.kernel.startswith("row_pipeline"):  # whose other threads have nothing of the row
-        threads_per_row, vectors = constants["THREADS"], constants["RESIDENT"]
+    if "pipeline" in item.kernel:  # whose other threads have nothing of the row
+        threads_per_row, vectors = constants["THREADS"] // lanes, constants["RESIDENT"]
     if item.kernel == "row_grid_forward":
         vectors = max(1, _times(columns - 2 * width * constants["PEELED"], width * threads))
     share = min(rows, area[0]), min(columns, area[1])

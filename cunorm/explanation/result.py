@@ -85,6 +85,8 @@ class Explanation:
             held = " and the registers" * (main.constants["HELD"] != 0)
             rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)
             return f"in the shared memory{held} {together} that share it{rest}"
+        if self.strategy == "channel_pipeline":
+            return f"in the shared memory {together} that share it, with the slabs after it"
         if self.strategy == "channel_slab":
             return f"in the shared memory {f'{together} of a cluster' if main.cluster > 1 else 'of a block'}"
         if self.strategy == "channel_grid":

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from cunorm.plan import channel_grid, channel_slab, channel_split, rows_of_channels
-from cunorm.plan.channel_cost import grid_cost, slab_cost, split_cost
+from cunorm.plan import channel_grid, channel_pipeline, channel_slab, channel_split, rows_of_channels
+from cunorm.plan.channel_cost import grid_cost, pipeline_cost, slab_cost, split_cost
 from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
@@ -30,6 +31,8 @@ def plan_forward(problem: ChannelForward, device: Device) -> Plan:
         return builder.finished(channel_slab.plan_forward(problem, way, builder))
     if isinstance(way, Grid):
         return builder.finished(channel_grid.plan_forward(problem, way, builder))
+    if isinstance(way, ChannelPipeline):
+        return builder.finished(channel_pipeline.plan_forward(problem, way, builder))
     return builder.finished(channel_split.plan_forward(problem, device, builder))
 
 
@@ -48,7 +51,7 @@ def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
     return builder.finished(channel_split.plan_backward(problem, device, builder))
 
 
-def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | None:
+def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | ChannelPipeline | None:
     """The best way to move every number once: a plan by rows, or slabs; None where two passes take less time.
 
     Rows are best where they are possible, but for those whose blocks all wait for each other (row_grid), or that take
@@ -66,7 +69,10 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | No
     grid = _least(grid_cost, channel_grid.candidates(problem, device), problem, device)
     if grid is not None and 8 * grid.words(problem) > problem.bytes_moved // 3:
         grid = None  # the words between its blocks would be as much as the numbers
-    ways: list[tuple[float, Slab | Grid | None]] = [(split_cost(problem, device), None)]
+    pipeline = _least(pipeline_cost, channel_pipeline.candidates(problem, device), problem, device)
+    ways: list[tuple[float, Slab | Grid | ChannelPipeline | None]] = [(split_cost(problem, device), None)]
+    if pipeline is not None:
+        ways.append((pipeline_cost(pipeline, problem, device), pipeline))
     if grid is not None:
         ways.append((grid_cost(grid, problem, device), grid))
     if slab is not None and rows is None:

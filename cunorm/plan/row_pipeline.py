@@ -113,7 +113,7 @@ class RowPipeline:
             **added,
             "VECTOR": self.width,
             "RESIDENT": self.resident,
-            "ROWS_AHEAD": self.rows_ahead,
+            "AHEAD": self.rows_ahead,
             "LAG": self.lag,
             "THREADS": self.threads,
             "BLOCKS_PER_MULTIPROCESSOR": self.blocks_per_multiprocessor,

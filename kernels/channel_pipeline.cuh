@@ -1,0 +1,155 @@
+// How the blocks of channel_pipeline_forward share slabs (some channels of a sample with all their points) that lie
+// along the channels, and none waits for another.
+//
+// All blocks run at the same time, a group of blocks_per_slab of them for every groups-th slab, of which a block has
+// the same points each time (see pipeline.cuh). A thread has the same channels of every POINT_LANES-th point.
+//
+// Until a slab is finished, LAG turns after it was summed, three kinds of warps that have no slots see to its sums. Some
+// tell what their block has of each set of channels. Of set s the block of rank s is the owner: one of its warps
+// collects what all blocks tell, and answers what follows from that. And a warp of each block reads the answers. What
+// is told are words that carry the number of the turn beside the bits, so that it takes neither fence nor barrier. They
+// must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other is handed
+// over in two places of shared memory in turns (see handover.cuh).
+static_assert(ALONG_CHANNELS && PLANE == 1 && HOLDERS == THREADS);
+constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
+static_assert(TILE_SETS * SET_LANES <= 32 * TELLING_WARPS);
+constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP + 1;
+// Turns whose words are kept. A block that tells of a turn has read the answers of so many turns before, so their
+// owners have read what was told then; and an owner that answers has seen all blocks tell of that turn, so all have
+// read the answers of so many turns before.
+constexpr int KEPT = LAG + 1;
+constexpr int BLOCK_THREADS = 32 * (OWNING_WARP + 1);
+
+// That of a turn, of all slabs.
+struct Slab {
+  bool there;
+  unsigned sample;
+  unsigned tile;  // of the sample's channels
+};
+
+// Those of a group, one a turn.
+struct Slabs {
+  long long count;  // of all
+  Part part;
+
+  __device__ __forceinline__ Slab operator[](int turn) const {
+    const long long index = part.group + turn * part.groups;
+    const bool there = turn >= 0 && index < count;
+    const unsigned place = there ? static_cast<unsigned>(index) : 0;
+    return {there, place / TILES, place % TILES};
+  }
+};
+
+// How many vectors of a part of so many points are a thread's.
+__device__ __forceinline__ int own_vectors_of(int points) {
+  return threadIdx.x < THREADS ? (points + POINT_LANES - 1 - point_lane()) / POINT_LANES : 0;
+}
+
+// Where a tensor has a thread's numbers: its first channel of its first point.
+struct Place {
+  long long sample_stride;
+  long long step;  // from one of the thread's vectors to the next
+  long long first;
+
+  __device__ __forceinline__ Place(long long sample_stride, long long point_stride, const Part& part)
+      : sample_stride(sample_stride), step(POINT_LANES * point_stride),
+        first((part.first + point_lane()) * point_stride + channel_lane() * VECTOR) {}
+
+  __device__ __forceinline__ long long of(const Slab& slab) const {
+    return first + slab.sample * sample_stride + static_cast<long long>(slab.tile) * TILE_CHANNELS;
+  }
+};
+
+// A block's sums of a slab: COUNT numbers of every unit of neighbouring channels, of which a vector has UNITS, in rows
+// that are still to be added up.
+template <int COUNT, int UNITS>
+struct PartialSums {
+  static constexpr int ROW_UNITS = CHANNEL_LANES * UNITS;
+  static constexpr int ROW = COUNT * ROW_UNITS;
+
+  Compute* rows;
+
+  __device__ __forceinline__ static int row() { return SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane(); }
+  // Whether the thread is one of those that have the sums of a row.
+  __device__ __forceinline__ static bool is_of_row() { return !SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES; }
+
+  // Some numbers, from the first on, of each unit of the thread's channels.
+  template <int SEVERAL>
+  __device__ __forceinline__ void put(int first, const Compute (&sums)[SEVERAL * UNITS]) const {
+    if (!is_of_row()) return;
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      Vector<Compute, UNITS> of_number;
+#pragma unroll
+      for (int j = 0; j < UNITS; ++j) of_number.lane[j] = sums[i * UNITS + j];
+      store(rows + row() * ROW + (first + i) * ROW_UNITS + channel_lane() * UNITS, of_number);
+    }
+  }
+
+  __device__ __forceinline__ Compute get(int row, int number, int unit) const {
+    return rows[row * ROW + number * ROW_UNITS + unit];
+  }
+};
+
+// The set that a thread of the telling warps sees to, with SET_LANES - 1 others.
+__device__ __forceinline__ int told_set() { return (static_cast<int>(threadIdx.x) - THREADS) / SET_LANES; }
+__device__ __forceinline__ int set_lane() { return (static_cast<int>(threadIdx.x) - THREADS) % SET_LANES; }
+
+// What the blocks of a group tell each other of each set: COUNT numbers; and as many that its owner answers.
+template <int COUNT>
+struct SetWords {
+  static constexpr int COUNT_WORDS = COUNT * WORDS;
+  static constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
+  static constexpr int TOLD = TILE_SETS * COUNT_WORDS * COLLECTED_PITCH;  // words of a turn
+  static constexpr int ANSWERED = TILE_SETS * COUNT_WORDS;
+
+  long long* told;     // of the group: [KEPT][TILE_SETS][COUNT_WORDS][COLLECTED_PITCH]
+  long long* answers;  // [KEPT][COUNT_WORDS][TILE_SETS]
+  int rank;
+  int blocks;
+
+  __device__ __forceinline__ SetWords(long long* all, const Part& part)
+      : told(all + part.group * KEPT * (TOLD + ANSWERED)), answers(told + KEPT * TOLD), rank(part.rank),
+        blocks(part.blocks) {}
+
+  __device__ __forceinline__ static void put(long long* place, int pitch, const Compute (&numbers)[COUNT], int turn) {
+#pragma unroll
+    for (int i = 0; i < COUNT_WORDS; ++i) {
+      store_word(place + i * pitch, turn + 1, bits_of(numbers[i / WORDS], i % WORDS));
+    }
+  }
+  __device__ __forceinline__ void tell(int set, const Compute (&numbers)[COUNT], int turn) const {
+    put(told + turn % KEPT * TOLD + set * COUNT_WORDS * COLLECTED_PITCH + rank, COLLECTED_PITCH, numbers, turn);
+  }
+  __device__ __forceinline__ void answer(int set, const Compute (&numbers)[COUNT], int turn) const {
+    put(answers + turn % KEPT * ANSWERED + set, TILE_SETS, numbers, turn);
+  }
+
+  // What the blocks have of a set (see await_parts).
+  __device__ __forceinline__ void await_told(Compute (&numbers)[PARTS_PER_LANE][COUNT], int set, int turn) const {
+    await_parts(numbers, told + turn % KEPT * TOLD + set * COUNT_WORDS * COLLECTED_PITCH, blocks, turn + 1);
+  }
+
+  // Calls use(set, numbers) for every 32nd set.
+  template <typename Use>
+  __device__ __forceinline__ void await_answers(int turn, const Use& use) const {
+    const int lane = threadIdx.x % 32;
+    const long long* from = answers + turn % KEPT * ANSWERED + lane;
+    const auto there = [&](int i) { return lane + 32 * (i / COUNT_WORDS) < TILE_SETS; };
+    long long seen[SETS_PER_LANE * COUNT_WORDS];
+    await_words(seen, turn + 1, there,
+                [&](int i) { return from + i % COUNT_WORDS * TILE_SETS + 32 * (i / COUNT_WORDS); });
+#pragma unroll
+    for (int i = 0; i < SETS_PER_LANE; ++i) {
+      Compute numbers[COUNT];
+#pragma unroll
+      for (int j = 0; j < COUNT; ++j) {
+        unsigned bits[WORDS];
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) bits[k] = bits_of_word(seen[i * COUNT_WORDS + j * WORDS + k]);
+        numbers[j] = number_of(bits);
+      }
+      if (there(i * COUNT_WORDS)) use(lane + 32 * i, numbers);
+    }
+  }
+};

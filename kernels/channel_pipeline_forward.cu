@@ -1,0 +1,264 @@
+// Instance, group and batch norm of slabs along the channels, each of which several blocks share: y = activate((x -
+// mean) * rstd * weight + bias), moving x once in and y once out. How blocks share slabs and tell each other what they
+// have of them is in channel_pipeline.cuh.
+//
+// The statistics are taken in one pass, as the slab arrives, of the differences from a pivot: the mean of the thread's
+// first vector, or of those of all threads of a warp that have the same channels. That is a share of one in RESIDENT of
+// what they have, or more, so little cancels whatever the data are.
+#include "types.cuh"
+#include "dependent_launch.cuh"
+#include "grid_words.cuh"
+#include "reduce.cuh"
+#include "copy_async.cuh"
+#include "channel_tile.cuh"
+#include "activation.cuh"
+#include "affine.cuh"
+#include "statistics.cuh"
+#include "channel_affine.cuh"
+#include "channel_merge.cuh"
+#include "channel_running.cuh"
+#include "channel_statistics.cuh"
+#include "group_part.cuh"
+#include "handover.cuh"
+#include "pipeline.cuh"
+#include "channel_pipeline.cuh"
+
+struct Arguments {
+  const X_TYPE* x;
+  const WEIGHT_TYPE* weight;
+  const BIAS_TYPE* bias;
+  X_TYPE* y;
+  Compute* mean;  // [sets]; null where the statistics are not asked for; so is rstd
+  Compute* rstd;
+  RUNNING_MEAN_TYPE* running_mean;
+  RUNNING_VARIANCE_TYPE* running_var;
+  long long* words;     // zeros; see SetWords
+  long long slabs;      // of all samples; fewer than 2^32
+  long long channels;   // TILES * TILE_CHANNELS
+  long long points;
+  long long blocks_per_slab;   // divides gridDim.x; TILE_SETS or more, and at most 32 * PARTS_PER_LANE
+  long long points_per_block;  // the last block of a slab may have fewer, but has some
+  long long x_sample_stride;
+  long long x_point_stride;
+  long long y_sample_stride;
+  long long y_point_stride;
+  double eps;
+  double kept;
+  double taken;
+};
+
+// Neighbouring channels that are of the same set, of one vector; and how many such units a vector has.
+constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
+constexpr int UNIT = greatest_common_divisor(VECTOR, CHANNELS_PER_SET);
+constexpr int UNITS = VECTOR / UNIT;
+constexpr int SET_UNITS = CHANNELS_PER_SET / UNIT;
+using Sums = PartialSums<3, UNITS>;
+
+// The sums over the threads of a warp that have the same channels, for all of them.
+template <int COUNT>
+__device__ __forceinline__ void sum_alike(Compute (&values)[COUNT]) {
+  if constexpr (SUMS_BY_WARPS) {
+    warp_sum_apart<CHANNEL_LANES>(values);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = __shfl_sync(0xffffffffu, values[i], threadIdx.x % 32 % CHANNEL_LANES);
+  }
+}
+
+// How many numbers a row of sums has of each unit, and one over that; zeros where it has none.
+struct RowCount {
+  Compute count;
+  Compute reciprocal;
+};
+
+// What a thread has of a slab's units.
+struct OfUnits {
+  Compute pivots[UNITS];
+  Compute sums[2 * UNITS];
+
+  // Takes the pivots from the first vector.
+  __device__ __forceinline__ void begin(const Vector<X_TYPE, VECTOR>& values, Compute pivot_share) {
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) pivots[i] = sums[i] = sums[UNITS + i] = 0;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) pivots[j / UNIT] += widen(values, j);
+    sum_alike(pivots);
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) pivots[i] *= pivot_share;
+  }
+  __device__ __forceinline__ void add(const Vector<X_TYPE, VECTOR>& values) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const Compute difference = widen(values, j) - pivots[j / UNIT];
+      sums[j / UNIT] += difference;
+      sums[UNITS + j / UNIT] += difference * difference;
+    }
+  }
+};
+
+// A part's statistics of a set, from the rows of sums, by the threads that see to it: a mean, its remainder, and the
+// variance.
+__device__ __forceinline__ Statistics merged_rows(const Sums& rows, const RowCount* row_counts, int set,
+                                                  Compute part_share) {
+  // From the mean of the set's first row, which is pivot + first_shift.
+  const int first = set * SET_UNITS;
+  const Compute pivot = rows.get(0, 0, first);
+  const Compute first_shift = rows.get(0, 1, first) * row_counts[first / UNITS].reciprocal;
+  Compute sums[2] = {0, 0};
+#pragma unroll 4
+  for (int i = set_lane(); i < SUM_ROWS * SET_UNITS; i += SET_LANES) {
+    const int row = i / SET_UNITS, unit = first + i % SET_UNITS;
+    const RowCount of = row_counts[row * CHANNEL_LANES + unit / UNITS];
+    const Compute sum = rows.get(row, 1, unit), shift = sum * of.reciprocal;
+    const Compute difference = rows.get(row, 0, unit) - pivot + shift - first_shift;
+    sums[0] += of.count * difference;
+    sums[1] += rows.get(row, 2, unit) - sum * shift + of.count * difference * difference;
+  }
+  warp_sum<SET_LANES, 1>(sums);
+  const Compute shift = sums[0] * part_share;
+  return {pivot, first_shift + shift, sums[1] * part_share - shift * shift};
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
+    channel_pipeline_forward(const Arguments arguments) {
+  __shared__ SetStatistics sets[2][TILE_SETS];
+  __shared__ TwoPlaces of_sums;
+  __shared__ TwoPlaces of_sets;
+  __shared__ RowCount row_counts[SUM_ROWS * CHANNEL_LANES];
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // then the rows of sums
+  using Values = Vector<X_TYPE, VECTOR>;
+
+  const Part part = part_of_block(arguments.points, arguments.points_per_block, arguments.blocks_per_slab);
+  const Slabs slabs = {arguments.slabs, part};
+  const int own_vectors = own_vectors_of(part.count);
+  const auto has = [&](const Slab& slab, int i) { return slab.there && i < own_vectors; };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto sums_of = [&](int turn) {
+    return Sums{reinterpret_cast<Compute*>(staged + STAGED) + turn % 2 * SUM_ROWS * Sums::ROW};
+  };
+
+  const Place x_place(arguments.x_sample_stride, arguments.x_point_stride, part);
+  const Place y_place(arguments.y_sample_stride, arguments.y_point_stride, part);
+  const auto fill = [&](X_TYPE* slots, const X_TYPE* x, const Slab& slab, int i) {
+    if (has(slab, i)) copy_async<VECTOR>(slots + i * STEP, x + i * x_place.step);
+    copy_async_commit();
+  };
+  // Weights and biases of the thread's channels of a tile, as they lie in memory.
+  Vector<WEIGHT_TYPE, VECTOR> kept_weight;
+  Vector<BIAS_TYPE, VECTOR> kept_bias;
+  const auto keep_affine = [&](const Slab& slab) {
+    const int channel = slab.tile * TILE_CHANNELS + channel_lane() * VECTOR;
+    if constexpr (HAS_WEIGHT) kept_weight = load_in_pieces<VECTOR, WEIGHT_ACCESS>(arguments.weight + channel);
+    if constexpr (HAS_BIAS) kept_bias = load_in_pieces<VECTOR, BIAS_ACCESS>(arguments.bias + channel);
+  };
+  Compute pivot_share = 0;
+  if (warp < WARPS) {
+    for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
+      const X_TYPE* const x = arguments.x + x_place.of(slabs[ahead]);
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) fill(slots_of(staged, ahead), x, slabs[ahead], i);
+    }
+    keep_affine(slabs[0]);
+    Compute points[2] = {static_cast<Compute>(own_vectors), static_cast<Compute>(own_vectors > 0 ? 1 : 0)};
+    sum_alike(points);
+    pivot_share = points[1] > 0 ? 1 / (points[1] * UNIT) : 0;
+    if (Sums::is_of_row()) {
+      const Compute count = points[0] * UNIT;
+      row_counts[Sums::row() * CHANNEL_LANES + channel_lane()] = {count, count > 0 ? 1 / count : 0};
+    }
+  }
+  if (threadIdx.x == 0) {
+    of_sums.expect(WARPS, TELLING_WARPS);
+    of_sets.expect(1, WARPS);
+  }
+  wait_for_earlier_launches();
+  __syncthreads();
+  const SetWords<3> words(arguments.words, part);
+
+  if (warp == OWNING_WARP) {
+    // The statistics of a set of every slab.
+    if (part.rank >= TILE_SETS) return;
+    const Shares of_blocks = shares_of_blocks(arguments.points, arguments.points_per_block, part.blocks);
+    Compute shares[PARTS_PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < part.blocks ? of_blocks.of(lane + 32 * i) : 0;
+    for (int turn = 0; slabs[turn].there; ++turn) {
+      const Slab slab = slabs[turn];
+      Compute parts[PARTS_PER_LANE][3];
+      words.await_told(parts, part.rank, turn);
+      const Statistics whole = merged_of_lanes(parts, shares);
+      const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
+      if (lane > 0) continue;
+      words.answer(part.rank, {whole.mean, whole.remainder, rstd}, turn);
+      const long long place =
+          (slab.sample * arguments.channels + slab.tile * TILE_CHANNELS) / CHANNELS_PER_SET + part.rank;
+      if (arguments.rstd != nullptr) {
+        arguments.mean[place] = whole.mean + whole.remainder;
+        arguments.rstd[place] = rstd;
+      }
+      if constexpr (UPDATES_RUNNING) {
+        const double count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
+        const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
+        RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[place],
+                                                             arguments.running_var[place]);
+      }
+    }
+  } else if (warp == READING_WARP) {
+    for (int turn = 0; slabs[turn].there; ++turn) {
+      of_sets.wait_empty(turn);
+      words.await_answers(turn, [&](int set, const Compute (&numbers)[3]) {
+        sets[turn % 2][set] = {numbers[0], numbers[1], numbers[2]};
+      });
+      of_sets.filled(turn);
+    }
+  } else if (warp >= WARPS) {
+    const Compute part_share = static_cast<Compute>(1) / (part.count * CHANNELS_PER_SET);
+    const int set = min(told_set(), TILE_SETS - 1);
+    for (int turn = 0; slabs[turn].there; ++turn) {
+      of_sums.wait_full(turn);
+      const Statistics own = merged_rows(sums_of(turn), row_counts, set, part_share);
+      of_sums.emptied(turn);
+      if (set_lane() == 0 && told_set() == set) words.tell(set, {own.mean, own.remainder, own.variance}, turn);
+    }
+  } else {
+    for (int turn = 0; turn < LAG || slabs[turn - LAG].there; ++turn) {
+      // Load and reduce.
+      const int done_turn = turn - LAG;
+      const Slab summed = slabs[turn], done = slabs[done_turn], next = slabs[done_turn + AHEAD];
+      const X_TYPE* const arrived = slots_of(staged, turn);
+      OfUnits of_units;
+      as_they_arrive<0, RESIDENT>([&](int i) {
+        Values values = {};
+        if (has(summed, i)) values = load<X_TYPE, VECTOR>(arrived + i * STEP);
+        if (i == 0) of_units.begin(values, pivot_share);
+        if (has(summed, i)) of_units.add(values);
+      });
+      if (summed.there) {
+        if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(of_units.sums);
+        of_sums.wait_empty(turn);
+        sums_of(turn).put<1>(0, of_units.pivots);
+        sums_of(turn).put<2>(1, of_units.sums);
+        of_sums.filled(turn);
+      }
+
+      // Finish and store; and fill again what was stored.
+      Finish finish = {};
+      if (done.there) {
+        Compute weight[VECTOR] = {}, bias[VECTOR] = {};
+        if constexpr (HAS_WEIGHT) widen_all(kept_weight, weight);
+        if constexpr (HAS_BIAS) widen_all(kept_bias, bias);
+        of_sets.wait_full(done_turn);
+        finish = Finish(sets[done_turn % 2], weight, bias);
+        of_sets.emptied(done_turn);
+        if (TILES > 1) keep_affine(slabs[done_turn + 1]);
+      }
+      X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of the slab that is finished
+      X_TYPE* const y = arguments.y + y_place.of(done);
+      const X_TYPE* const x = arguments.x + x_place.of(next);
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) {
+        if (has(done, i)) store_global(y + i * y_place.step, finish.of(load<X_TYPE, VECTOR>(own + i * STEP)));
+        fill(own, x, next, i);
+      }
+    }
+  }
+}
