@@ -4,8 +4,8 @@
 // All blocks run at the same time, a group of blocks_per_slab of them for every groups-th slab, of which a block has
 // the same points each time (see pipeline.cuh). A thread has the same channels of every POINT_LANES-th point.
 //
-// Until a slab is finished, LAG turns after it was summed, three kinds of warps that have no slots see to its sums. Some
-// tell what their block has of each set of channels. Of set s the block of rank s is the owner: one of its warps
+// Until a slab is finished, LAG turns after it was summed, three kinds of warps that have no slots see to its sums.
+// Some tell what their block has of each set of channels. Of set s the block of rank s is the owner: one of its warps
 // collects what all blocks tell, and answers what follows from that. And a warp of each block reads the answers. What
 // is told are words that carry the number of the turn beside the bits, so that it takes neither fence nor barrier. They
 // must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other is handed

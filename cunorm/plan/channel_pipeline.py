@@ -33,8 +33,9 @@ _LEAST_PART_BYTES = 30 << 10
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
-# Of these the one whose lanes have less left over.
-_THREADS = (512, 384)
+# Of these the one whose lanes have less left over. With weights of float64, of which a thread keeps up to 16, ptxas
+# would spill registers of 512.
+_THREADS, _THREADS_OF_DOUBLES = (512, 384), (384,)
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
 # Warps that tell, with SET_LANES lanes for each set.
@@ -138,8 +139,9 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
     if not is_possible(problem, device):
         return
     way = direction(problem)
-    both = (tile_lanes(problem, way, most_threads) for most_threads in _THREADS)
-    for lanes, threads in dict.fromkeys(itertools.chain(*both)):
+    doubles = any(vector is not None and vector.dtype == "float64" for vector in (problem.weight, problem.bias))
+    every = (tile_lanes(problem, way, most) for most in (_THREADS_OF_DOUBLES if doubles else _THREADS))
+    for lanes, threads in dict.fromkeys(itertools.chain(*every)):
         tiles = Tiles(way, lanes, threads, 1)
         sets, slabs = tiles.channels // problem.channels_per_set, tiles.count(problem)
         if problem.channels % tiles.channels or sets > 32 * _TELLING_WARPS:
