@@ -325,6 +325,7 @@ _GPU_CHANNELS = [
     ("instance_norm", (2, 2, 1_500_001), "NC...", None),
     ("instance_norm", (2, 3, 1_000_000), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
+    ("group_norm", (8, 64, 64, 512), "N...C", 32),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
@@ -496,9 +497,9 @@ def _slabs_in_a_pipeline(problem: ChannelForward) -> Plan | None:
     for lanes, threads in tile_lanes(problem, way, 64) if channel_pipeline.is_possible(problem, SMALL_DEVICE) else ():
         tiles = Tiles(way, lanes, threads, 1)
         sets = tiles.channels // problem.channels_per_set
-        per_block = -(-problem.points // max(sets, 4))
+        per_block = max(1, min(problem.points // max(sets, 4), 12 * tiles.point_lanes))
         blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
-        if problem.channels % tiles.channels == 0 and sets <= min(32, blocks) and resident <= 12:
+        if problem.channels % tiles.channels == 0 and sets <= min(32, blocks):
             geometry = ChannelPipeline(tiles, resident, blocks, 1, per_block, ahead=3, lag=2)
             return builder.finished(channel_pipeline.plan_forward(problem, geometry, builder))
     return None
