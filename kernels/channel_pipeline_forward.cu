@@ -118,6 +118,38 @@ __device__ __forceinline__ Statistics merged_rows(const Sums& rows, const RowCou
   return {pivot, first_shift + shift, sums[1] * part_share - shift * shift};
 }
 
+// What the owning warp does: of every slab in turn it tells all blocks the statistics of the set whose number is the
+// block's rank, if there is one, and stores them where they are asked for.
+__device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slabs& slabs, const SetWords<3>& words) {
+  const int lane = threadIdx.x % 32, set = words.rank, blocks = words.blocks;
+  if (set >= TILE_SETS) return;
+  const Shares of_blocks = shares_of_blocks(arguments.points, arguments.points_per_block, blocks);
+  Compute shares[PARTS_PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < blocks ? of_blocks.of(lane + 32 * i) : 0;
+  for (int turn = 0; slabs[turn].there; ++turn) {
+    const Slab slab = slabs[turn];
+    Compute parts[PARTS_PER_LANE][3];
+    words.await_told(parts, set, turn);
+    const Statistics whole = merged_of_lanes(parts, shares);
+    const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
+    if (lane > 0) continue;
+    words.answer(set, {whole.mean, whole.remainder, rstd}, turn);
+    const long long first_channel = slab.sample * arguments.channels + slab.tile * TILE_CHANNELS;
+    const long long place = first_channel / CHANNELS_PER_SET + set;
+    if (arguments.rstd != nullptr) {
+      arguments.mean[place] = whole.mean + whole.remainder;
+      arguments.rstd[place] = rstd;
+    }
+    if constexpr (UPDATES_RUNNING) {
+      const double count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
+      const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
+      RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[place],
+                                                           arguments.running_var[place]);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     channel_pipeline_forward(const Arguments arguments) {
   __shared__ SetStatistics sets[2][TILE_SETS];
@@ -131,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   const Slabs slabs = {arguments.slabs, part};
   const int own_vectors = own_vectors_of(part.count);
   const auto has = [&](const Slab& slab, int i) { return slab.there && i < own_vectors; };
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const auto sums_of = [&](int turn) {
     return Sums{reinterpret_cast<Compute*>(staged + STAGED) + turn % 2 * SUM_ROWS * Sums::ROW};
   };
@@ -175,33 +207,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   const SetWords<3> words(arguments.words, part);
 
   if (warp == OWNING_WARP) {
-    // The statistics of a set of every slab.
-    if (part.rank >= TILE_SETS) return;
-    const Shares of_blocks = shares_of_blocks(arguments.points, arguments.points_per_block, part.blocks);
-    Compute shares[PARTS_PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < part.blocks ? of_blocks.of(lane + 32 * i) : 0;
-    for (int turn = 0; slabs[turn].there; ++turn) {
-      const Slab slab = slabs[turn];
-      Compute parts[PARTS_PER_LANE][3];
-      words.await_told(parts, part.rank, turn);
-      const Statistics whole = merged_of_lanes(parts, shares);
-      const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
-      if (lane > 0) continue;
-      words.answer(part.rank, {whole.mean, whole.remainder, rstd}, turn);
-      const long long place =
-          (slab.sample * arguments.channels + slab.tile * TILE_CHANNELS) / CHANNELS_PER_SET + part.rank;
-      if (arguments.rstd != nullptr) {
-        arguments.mean[place] = whole.mean + whole.remainder;
-        arguments.rstd[place] = rstd;
-      }
-      if constexpr (UPDATES_RUNNING) {
-        const double count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
-        const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
-        RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[place],
-                                                             arguments.running_var[place]);
-      }
-    }
+    own_a_set(arguments, slabs, words);
   } else if (warp == READING_WARP) {
     for (int turn = 0; slabs[turn].there; ++turn) {
       of_sets.wait_empty(turn);
