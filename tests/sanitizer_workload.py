@@ -125,6 +125,8 @@ CHANNEL_PROBLEMS = [
     (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),
     (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge
+    (Shape("group_norm", (5, 250, 240, 64), "NHWC", 8), "bfloat16"),  # slabs in a pipeline, of whole samples
+    (Shape("group_norm", (4, 200, 200, 192), "NHWC", 32), "float16"),  # of half of a sample's channels
 ]
 
 

@@ -266,9 +266,9 @@ def test_nothing_is_synchronized_and_nothing_new_allocated() -> None:
 # ---- Instance, group and batch norm.
 
 
-CHANNEL_SHAPES = [(8, 64, 16, 16), (2, 32, 300, 301), (64, 96, 7, 7), (2, 6, 1000, 2000)]
-# For plans with clusters, with many chunks, with slabs for all blocks, with those that stream, and with more channels
-# than a block takes.
+CHANNEL_SHAPES = [(8, 64, 16, 16), (2, 32, 300, 301), (64, 96, 7, 7), (2, 6, 1000, 2000), (9, 96, 150, 200)]
+# For plans with clusters, with many chunks, with slabs for all blocks, with those that stream, with more channels than
+# a block takes, and with slabs in a pipeline.
 LARGER = [
     Shape("instance_norm", (2, 32, 24, 24, 24), "NCDHW"),
     Shape("instance_norm", (2, 24, 24, 24, 32), "NDHWC"),
@@ -290,6 +290,9 @@ LARGER = [
     Shape("batch_norm", (2, 600, 500, 24), "NHWC"),
     Shape("instance_norm", (3, 500, 700, 24), "NHWC"),
     Shape("instance_norm", (2, 3, 2000, 2000), "NCHW"),
+    Shape("group_norm", (5, 250, 240, 64), "NHWC", 8),
+    Shape("instance_norm", (9, 150, 200, 96), "NHWC"),
+    Shape("group_norm", (4, 200, 200, 192), "NHWC", 32),
 ]
 
 
