@@ -149,12 +149,15 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
 def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, way.groups * way.blocks_per_slab / (0.97 * device.multiprocessors))
     waste = _waste(problem, way.tiles) / busy * way.turns(problem) * way.groups / way.tiles.count(problem)
-    # Whole samples lie behind each other in memory; a tile of them in short pieces.
-    waste *= 1.15 if way.tiles.channels == problem.channels else 1.26
+    # Whole samples lie behind each other in memory, a tile of them in short pieces: which leaves time for an activation.
+    if way.tiles.channels == problem.channels:
+        waste *= 1.15 * _activation(problem, 1.39, 1.0)
+    else:
+        waste *= 1.26 * _activation(problem, 1.31, 1.0)
     # Eight sums to a vector instead of four or fewer.
     waste *= 1.2 if math.gcd(way.tiles.width, problem.channels_per_set) * 8 == way.tiles.width else 1.0
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
-    return 9.6 + stream * _activation(problem, 1.3, 1.0) + 3e-5 * way.part_bytes
+    return 9.6 + stream + 3e-5 * way.part_bytes
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
