@@ -149,7 +149,7 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
 def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, way.groups * way.blocks_per_slab / (0.97 * device.multiprocessors))
     waste = _waste(problem, way.tiles) / busy * way.turns(problem) * way.groups / way.tiles.count(problem)
-    # Whole samples lie behind each other in memory, a tile of them in short pieces: which leaves time for an activation.
+    # Whole samples lie behind each other in memory; tiles of them in pieces, which leaves time for an activation.
     if way.tiles.channels == problem.channels:
         waste *= 1.15 * _activation(problem, 1.39, 1.0)
     else:
