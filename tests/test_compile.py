@@ -240,18 +240,27 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
 
 
 def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
-    """Slabs of whole samples and of tiles, with sets of a channel and of many, and all that takes registers."""
+    """Slabs of whole samples and of tiles, with sets of a channel and of many, and all that takes registers.
+
+    Architectures that are alike share them.
+    """
     shapes = [((8, 320, 4096), 10), ((8, 512, 4096), 16), ((8, 128, 256**2), 4), ((4, 256, 32**3), 1)]
     shapes += [((64, 64, 4096), 1), ((8, 96, 112**2), 3), ((1, 1024, 56**2), 1)]
     weights = itertools.cycle((dtype, "float32", None, "float16", "float64"))
-    for (shape, channels_per_set), activation in itertools.product(shapes, (None, "silu", "gelu")):
-        problem = plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation)[0]
+    place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
+    for number, ((shape, channels_per_set), activation) in enumerate(
+        itertools.product(shapes, (None, "silu", "gelu", "gelu_tanh"))
+    ):
         weight = next(weights)
+        if number % share != place % share:
+            continue
+        problem = plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation)[0]
         vector = weight and Vector(weight)
         problem = dataclasses.replace(problem, weight=vector, bias=vector)
         every = channel_pipeline.candidates(problem, GPUS[arch])
-        for way in sorted(every, key=lambda way: pipeline_cost(way, problem, GPUS[arch]))[:2]:
-            yield from plan_of(way, problem).launches
+        best = min(every, key=lambda way: pipeline_cost(way, problem, GPUS[arch]), default=None)
+        if best is not None:
+            yield from plan_of(best, problem).launches
 
 
 def sums_problems(dtype: str) -> Iterator[Problem]:
