@@ -25,7 +25,7 @@ __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_forward"]
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
 # A block's part of a slab. 8 x 512 x 64^2 float16 numbers in 32 groups take 1.36 in parts of 32 KB and 1.39 in such of
-# 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and 1.64 in such of 20: for what blocks tell each other takes some
+# 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other takes 6 to 9
 # microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
 # Parts that lie in shared memory. All but one may wait for what blocks tell each other: 8 x 256 x 32^3 float32 numbers
@@ -40,8 +40,7 @@ _THREADS, _THREADS_OF_DOUBLES = (512, 384), (384,)
 _MOST_RESIDENT = 12
 # Warps that tell, with SET_LANES lanes for each set.
 _TELLING_WARPS = 2
-# What the runtime keeps of shared memory for each block, and what a kernel declares itself beside what is counted here.
-_RESERVED_BYTES = 1024
+# What a kernel declares of shared memory beside what is counted here.
 _OTHER_STATIC_BYTES = 256
 
 
@@ -151,14 +150,14 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
                 continue  # as many turns as with fewer groups
             per_block = -(-problem.points // (device.multiprocessors // groups))
             blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
-            way_of_blocks = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, 0)
-            part_bytes = way_of_blocks.part_bytes
+            pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, 0)
+            part_bytes = pipeline.part_bytes
             if blocks < max(2, sets) or resident > _MOST_RESIDENT or part_bytes < _LEAST_PART_BYTES:
                 continue
-            taken = way_of_blocks.static_bytes(problem) + way_of_blocks.shared_bytes(problem)
+            taken = pipeline.static_bytes(problem) + pipeline.shared_bytes(problem)
             ahead = min((device.shared_bytes - taken) // part_bytes, _MOST_AHEAD)
             if ahead >= _LEAST_AHEAD:
-                yield replace(way_of_blocks, ahead=ahead, lag=ahead - 1)
+                yield replace(pipeline, ahead=ahead, lag=ahead - 1)
 
 
 def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder) -> str:
