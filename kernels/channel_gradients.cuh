@@ -18,7 +18,7 @@ struct Own {
     const long long first_set = (part.sample * channels + part.first_channel) / CHANNELS_PER_SET;
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + channel_in_tile(j) / CHANNELS_PER_SET;
+      const long long set = first_set + set_in_tile(j);
       mean[j] = means[set];
       rstd[j] = rstds[set];
     }
@@ -53,10 +53,11 @@ struct Finish {
   Compute offsets[CHANNEL_VECTOR];
   Compute slopes[CHANNEL_VECTOR];
 
+  Finish() = default;
   __device__ __forceinline__ Finish(const SetMeans* sets, const Own& thread) {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const SetMeans means = sets[channel_in_tile(j) / CHANNELS_PER_SET];
+      const SetMeans means = sets[set_in_tile(j)];
       offsets[j] = -means.g * thread.rstd[j];
       slopes[j] = -means.product * thread.rstd[j];
     }

@@ -8,6 +8,7 @@
 #include "grid_words.cuh"
 #include "copy_async.cuh"
 #include "channel_tile.cuh"
+#include "channel_sets.cuh"
 #include "channel_slab.cuh"
 #include "channel_grid.cuh"
 #include "activation.cuh"

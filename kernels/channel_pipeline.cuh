@@ -1,4 +1,4 @@
-// How the blocks of channel_pipeline_forward share slabs (some channels of a sample with all their points) that lie
+// How the blocks of channel_pipeline_* share slabs (some channels of a sample with all their points) that lie
 // along the channels, and none waits for another.
 //
 // All blocks run at the same time, a group of blocks_per_slab of them for every groups-th slab, of which a block has
@@ -11,7 +11,6 @@
 // must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other is handed
 // over in two places of shared memory in turns (see handover.cuh).
 static_assert(ALONG_CHANNELS && PLANE == 1 && HOLDERS == THREADS);
-constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
 static_assert(TILE_SETS * SET_LANES <= 32 * TELLING_WARPS);
 constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP + 1;
 // Turns whose words are kept. A block that tells of a turn has read the answers of so many turns before, so their
@@ -19,6 +18,10 @@ constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP +
 // read the answers of so many turns before.
 constexpr int KEPT = LAG + 1;
 constexpr int BLOCK_THREADS = 32 * (OWNING_WARP + 1);
+
+// The rows of sums, which working warps fill for those that tell; and statistics, which the reading warp has for them.
+using PlacesOfSums = TwoPlaces<Mbarriers<SUM_ROWS * CHANNEL_LANES>, Mbarriers<32 * TELLING_WARPS>>;
+using PlacesOfSets = TwoPlaces<Mbarriers<32>, WarpBarriers<1, THREADS, 32>>;
 
 // That of a turn, of all slabs.
 struct Slab {

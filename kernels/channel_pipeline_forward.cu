@@ -11,6 +11,7 @@
 #include "reduce.cuh"
 #include "copy_async.cuh"
 #include "channel_tile.cuh"
+#include "channel_sets.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 #include "statistics.cuh"
@@ -47,10 +48,7 @@ struct Arguments {
   double taken;
 };
 
-// Neighbouring channels that are of the same set, of one vector; and how many such units a vector has.
-constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
-constexpr int UNIT = greatest_common_divisor(VECTOR, CHANNELS_PER_SET);
-constexpr int UNITS = VECTOR / UNIT;
+// Units of a set, over the threads that have the same points.
 constexpr int SET_UNITS = CHANNELS_PER_SET / UNIT;
 using Sums = PartialSums<3, UNITS>;
 
@@ -153,8 +151,8 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     channel_pipeline_forward(const Arguments arguments) {
   __shared__ SetStatistics sets[2][TILE_SETS];
-  __shared__ TwoPlaces of_sums;
-  __shared__ TwoPlaces of_sets;
+  __shared__ PlacesOfSums of_sums;
+  __shared__ PlacesOfSets of_sets;
   __shared__ RowCount row_counts[SUM_ROWS * CHANNEL_LANES];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // then the rows of sums
   using Values = Vector<X_TYPE, VECTOR>;
@@ -199,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     }
   }
   if (threadIdx.x == 0) {
-    of_sums.expect(WARPS, TELLING_WARPS);
-    of_sets.expect(1, WARPS);
+    of_sums.begin();
+    of_sets.begin();
   }
   wait_for_earlier_launches();
   __syncthreads();
@@ -243,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         of_sums.wait_empty(turn);
         sums_of(turn).put<1>(0, of_units.pivots);
         sums_of(turn).put<2>(1, of_units.sums);
-        of_sums.filled(turn);
+        if (Sums::is_of_row()) of_sums.filled(turn);
       }
 
       // Finish and store; and fill again what was stored.
@@ -254,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         if constexpr (HAS_BIAS) widen_all(kept_bias, bias);
         of_sets.wait_full(done_turn);
         finish = Finish(sets[done_turn % 2], weight, bias);
-        of_sets.emptied(done_turn);
+        if (slabs[done_turn + 2].there) of_sets.emptied(done_turn);
         if (TILES > 1) keep_affine(slabs[done_turn + 1]);
       }
       X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of the slab that is finished

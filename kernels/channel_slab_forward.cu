@@ -7,6 +7,7 @@
 #include "cluster.cuh"
 #include "copy_async.cuh"
 #include "channel_tile.cuh"
+#include "channel_sets.cuh"
 #include "channel_slab.cuh"
 #include "activation.cuh"
 #include "affine.cuh"

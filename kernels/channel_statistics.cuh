@@ -28,7 +28,7 @@ struct Finish {
                                     const Compute (&bias)[CHANNEL_VECTOR]) {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const SetStatistics statistics = sets[channel_in_tile(j) / CHANNELS_PER_SET];
+      const SetStatistics statistics = sets[set_in_tile(j)];
       means[j] = statistics.mean;
       scales[j] = HAS_WEIGHT ? statistics.rstd * weight[j] : statistics.rstd;
       shifts[j] = (HAS_BIAS ? bias[j] : 0) - statistics.mean_remainder * scales[j];

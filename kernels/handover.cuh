@@ -1,45 +1,59 @@
-// How warps of a block hand numbers in shared memory to each other without a barrier of the block: by an mbarrier (from
-// sm_80 on), whose phases end one after the other, each when as many warps have arrived as it expects. What a warp
-// wrote before it arrived is seen by a warp that has waited for that phase.
-struct alignas(8) Handover {
+// How warps of a block hand numbers in shared memory to each other without a barrier of the whole block: in two places,
+// which some threads fill in turns and others empty again. What a thread wrote before it arrived somewhere is seen by
+// one that has waited for that: for the phase, of those of a place, in which as many threads arrived as are to arrive.
+
 #ifdef CUNORM_EMULATOR
-  int expected;
-  int arrived;
-  unsigned phases;  // that have ended
-#else
-  unsigned long long state;
+template <int ARRIVING>
+struct Phases {
+  int arrived[2];
+  unsigned ended[2];
+
+  void begin() { *this = {}; }
+  void arrive(int place) {
+    if (++arrived[place] < ARRIVING) return;
+    arrived[place] = 0;
+    ++ended[place];
+  }
+  void wait(int place, int phase) {
+    while (ended[place] <= static_cast<unsigned>(phase)) cunorm_emulator::yield();
+  }
+};
 #endif
+
+// For threads that wait each at its own time: by mbarriers (from sm_80 on).
+//
+// One thread could arrive for its warp, after a __syncwarp. That takes as long, and compute-sanitizer's racecheck then
+// reports what the other lanes wrote as races.
+template <int ARRIVING>
+struct Mbarriers {
+#ifdef CUNORM_EMULATOR
+  Phases<ARRIVING> phases;
+
+  void begin() { phases.begin(); }
+  void arrive(int place) { phases.arrive(place); }
+  void wait(int place, int phase) { phases.wait(place, phase); }
+#else
+  unsigned long long states[2];
 
   // By one thread; all others see it after a barrier of the block.
-  __device__ __forceinline__ void expect(int warps) {
-#if defined(CUNORM_EMULATOR)
-    expected = warps;
-    arrived = 0;
-    phases = 0;
-#elif __CUDA_ARCH__ >= 800
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(warps) : "memory");
-#endif
-  }
-
-  // By all lanes of a warp.
-  __device__ __forceinline__ void arrive() {
-    __syncwarp();
-    if (threadIdx.x % 32 > 0) return;
-#if defined(CUNORM_EMULATOR)
-    if (++arrived == expected) {
-      arrived = 0;
-      ++phases;
+  __device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 800
+    for (int i = 0; i < 2; ++i) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(i)), "n"(ARRIVING) : "memory");
     }
-#elif __CUDA_ARCH__ >= 800
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address()) : "memory");
 #endif
   }
 
-  // Until the phase has ended, counted from 0; the one before it has, or is waited for no more.
-  __device__ __forceinline__ void wait(int phase) {
-#if defined(CUNORM_EMULATOR)
-    while (phases <= static_cast<unsigned>(phase)) cunorm_emulator::yield();
-#elif __CUDA_ARCH__ >= 800
+  __device__ __forceinline__ void arrive(int place) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address(place))
+                 : "memory");
+#endif
+  }
+
+  // Until the place's phase has ended, counted from 0; the one before it has, or is waited for no more.
+  __device__ __forceinline__ void wait(int place, int phase) {
+#if __CUDA_ARCH__ >= 800
     unsigned over;
     do {
       asm volatile(
@@ -50,34 +64,59 @@ struct alignas(8) Handover {
           "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
 #endif
           : "=r"(over)
-          : "r"(address()), "r"(phase & 1)
+          : "r"(address(place)), "r"(phase & 1)
           : "memory");
     } while (over == 0);
 #endif
   }
 
-#ifndef CUNORM_EMULATOR
-  __device__ __forceinline__ unsigned address() { return static_cast<unsigned>(__cvta_generic_to_shared(this)); }
+  __device__ __forceinline__ unsigned address(int place) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(states + place));
+  }
 #endif
 };
 
-// Two places that some warps fill in turns, and others empty again.
-struct TwoPlaces {
-  Handover full[2];
-  Handover empty[2];
+// For WAITING threads that wait together: by the barriers FIRST and FIRST + 1 of those that a block has beside that of
+// __syncthreads. To these a warp arrives by one instruction, and those that wait ask for nothing meanwhile.
+template <int FIRST, int ARRIVING, int WAITING>
+struct WarpBarriers {
+  static_assert(FIRST > 0 && FIRST < 15 && ARRIVING % 32 == 0 && WAITING % 32 == 0);
+#ifdef CUNORM_EMULATOR
+  Phases<ARRIVING> phases;
 
-  __device__ __forceinline__ void expect(int filling, int emptying) {
-    for (int i = 0; i < 2; ++i) {
-      full[i].expect(filling);
-      empty[i].expect(emptying);
-    }
+  void begin() { phases.begin(); }
+  void arrive(int place) { phases.arrive(place); }
+  void wait(int place, int phase) { phases.wait(place, phase); }
+#else
+  __device__ __forceinline__ void begin() {}
+
+  // By all lanes of a warp.
+  __device__ __forceinline__ void arrive(int place) {
+    __syncwarp();
+    asm volatile("bar.arrive %0, %1;" ::"r"(FIRST + place), "n"(ARRIVING + WAITING) : "memory");
+  }
+  __device__ __forceinline__ void wait(int place, int) {
+    asm volatile("bar.sync %0, %1;" ::"r"(FIRST + place), "n"(ARRIVING + WAITING) : "memory");
+  }
+#endif
+};
+
+template <typename Full, typename Empty>
+struct TwoPlaces {
+  Full full;
+  Empty empty;
+
+  // By one thread; all others see it after a barrier of the block.
+  __device__ __forceinline__ void begin() {
+    full.begin();
+    empty.begin();
   }
   // Around filling the place of a turn.
   __device__ __forceinline__ void wait_empty(int turn) {
-    if (turn >= 2) empty[turn % 2].wait(turn / 2 - 1);
+    if (turn >= 2) empty.wait(turn % 2, turn / 2 - 1);
   }
-  __device__ __forceinline__ void filled(int turn) { full[turn % 2].arrive(); }
+  __device__ __forceinline__ void filled(int turn) { full.arrive(turn % 2); }
   // Around using it.
-  __device__ __forceinline__ void wait_full(int turn) { full[turn % 2].wait(turn / 2); }
-  __device__ __forceinline__ void emptied(int turn) { empty[turn % 2].arrive(); }
+  __device__ __forceinline__ void wait_full(int turn) { full.wait(turn % 2, turn / 2); }
+  __device__ __forceinline__ void emptied(int turn) { empty.arrive(turn % 2); }
 };

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import FAR, Array, data, far_data
-from channel_cases import Case, EmulatorRunner, Results, Shape, assert_forward
+from channel_cases import Case, EmulatorRunner, Results, Shape, assert_forward, assert_gradients
 from plan_cases import GPUS, plain_channel_norm, plan_of
 
 from cunorm.plan import Device, Plan, channel_pipeline
@@ -89,6 +89,11 @@ ASKED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
         {"affine": "bias"},
         {"lanes": 64, "blocks": 7, "threads": 128},
     ),
+    "lanes that see to no set": (
+        Shape("group_norm", (2, 7, 9, 72), "NHWC", 6),
+        {"activation": "silu"},
+        {"lanes": 9, "blocks": 4, "threads": 288},
+    ),
     "half a vector a set": (
         Shape("group_norm", (4, 27, 9, 64), "NHWC", 16),
         {"dtype": "float16", "activation": "relu", "affine": "none"},
@@ -152,9 +157,8 @@ def test_numbers_far_from_zero_or_from_the_pivot(kind: str, groups: int | None) 
 def test_where_it_is_possible(arch: str) -> None:
     device, options = GPUS[arch], {"channels_per_set": 16, "last": True}
     for dtype in ("float16", "bfloat16", "float32", "float64"):
-        forward, backward = plain_channel_norm((8, 512, 4096), dtype, **options)  # type: ignore[arg-type]
-        assert channel_pipeline.is_possible(forward, device) == (arch != "sm_75" and dtype != "float64")
-        assert not channel_pipeline.is_possible(backward, device)
+        for problem in plain_channel_norm((8, 512, 4096), dtype, **options):  # type: ignore[arg-type]
+            assert channel_pipeline.is_possible(problem, device) == (arch != "sm_75" and dtype != "float64")
     # Channels second; vectors of 8 bytes; nothing.
     second, *_ = plain_channel_norm((8, 512, 4096), "float16", 16)
     short, *_ = plain_channel_norm((8, 516, 4096), "float16", 129, last=True)
@@ -171,3 +175,14 @@ def test_every_set_has_an_owner_and_lanes_that_tell_of_it() -> None:
             for way in ways:
                 assert way.sets(problem) <= way.blocks_per_slab
                 assert way.sets(problem) * way.set_lanes(problem) <= 64
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_backward(asked: str) -> None:
+    shape, options, way = ASKED[asked]
+    case = shape.case(**options)
+    dy = shape.array(7, case.x.dtype.name, outliers=False)
+    before = EmulatorRunner().forward(case)
+    runner = EmulatorRunner(choose=functools.partial(in_a_pipeline, **way))
+    results = runner.backward(case.backward(before, dy))
+    assert_gradients(case, results, dy)

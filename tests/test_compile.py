@@ -12,7 +12,7 @@ which one takes from a tenth of a second to two. Covered is:
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_forward with sets
+   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
    of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for
    every dtype and architecture.
 
@@ -254,13 +254,13 @@ def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
         weight = next(weights)
         if number % share != place % share:
             continue
-        problem = plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation)[0]
-        vector = weight and Vector(weight)
-        problem = dataclasses.replace(problem, weight=vector, bias=vector)
-        every = channel_pipeline.candidates(problem, GPUS[arch])
-        best = min(every, key=lambda way: pipeline_cost(way, problem, GPUS[arch]), default=None)
-        if best is not None:
-            yield from plan_of(best, problem).launches
+        for plain in plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation):
+            vector = weight and Vector(weight)
+            problem = dataclasses.replace(plain, weight=vector, bias=vector)
+            ways = list(channel_pipeline.candidates(problem, GPUS[arch]))
+            costs = [pipeline_cost(way, problem, GPUS[arch]) for way in ways]
+            if ways:
+                yield from plan_of(ways[costs.index(min(costs))], problem).launches
 
 
 def sums_problems(dtype: str) -> Iterator[Problem]:
@@ -307,7 +307,7 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((2, 32, 216), 1, True, None),
     ((8, 320, 64 * 64), 10, False, "silu"),
     ((8, 320, 64 * 64), 10, True, "silu"),
-    ((8, 320, 64 * 64), 10, True, None),
+    ((8, 128, 256 * 256), 4, True, None),
     ((2, 512, 64 * 64), 16, False, None),
     ((64, 256, 56 * 56), None, False, None),
     ((64, 256, 56 * 56), None, True, "silu"),
@@ -371,6 +371,8 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
     # These copy asynchronously, which there is since sm_80; and some would spill doubles.
     asynchronous = any(family in kernel for family in ("row_grid", "pipeline", "channel_grid"))
     asked_for = not asynchronous or GPUS[arch].capability >= 80
+    if kernel == "channel_pipeline_backward" and DTYPES[dtype].itemsize == 2:
+        asked_for = asked_for and GPUS[arch].shared_bytes > 100 << 10  # else it has no room for three parts
     assert bool(every) == (asked_for and not ("pipeline" in kernel and dtype == "float64"))
     complaints = {}
     for item in every:
@@ -518,7 +520,7 @@ def launches_at(places: slice, dtype: str) -> list[Launch]:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = launches_at(slice(1, None), dtype)
-    pipelines = {"row_pipeline_forward", "row_pipeline_backward", "channel_pipeline_forward"}
+    pipelines = {f"{of}_pipeline_{way}" for of in ("row", "channel") for way in ("forward", "backward")}
     pipelines = set() if dtype == "float64" else pipelines
     assert {item.kernel for item in later} == pipelines | {
         "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
@@ -539,7 +541,7 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
-    pipelines = set() if dtype == "float64" else {"row_pipeline_backward"}
+    pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
     assert {item.kernel for item in earlier} == pipelines | {
         "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
         "row_split_statistics", "channel_split_statistics", "channel_split_merge", "channel_split_gradient_sums",

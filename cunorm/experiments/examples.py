@@ -471,8 +471,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             return builder.finished(row_grid.plan_forward(problem, geometry, builder))
     if family == "row_pipeline" and of_rows:
         return _in_a_pipeline(cast(Problem, problem)) or own
-    if family == "channel_pipeline" and isinstance(problem, ChannelForward):
-        return _slabs_in_a_pipeline(problem) or own
+    if family == "channel_pipeline" and of_channels:
+        return _slabs_in_a_pipeline(cast(ChannelProblem, problem)) or own
     return own
 
 
@@ -491,9 +491,11 @@ def _in_a_pipeline(problem: Problem) -> Plan | None:
     return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))
 
 
-def _slabs_in_a_pipeline(problem: ChannelForward) -> Plan | None:
+def _slabs_in_a_pipeline(problem: ChannelProblem) -> Plan | None:
     """The plan for blocks of 64 threads that share slabs of two lanes of channels, or more; None for other tensors."""
     way, builder = direction(problem), Builder()
+    if isinstance(problem, ChannelBackward) and (problem.dx is None or problem.given):
+        return None
     for lanes, threads in tile_lanes(problem, way, 64) if channel_pipeline.is_possible(problem, SMALL_DEVICE) else ():
         tiles = Tiles(way, lanes, threads, 1)
         sets = tiles.channels // problem.channels_per_set
@@ -501,5 +503,7 @@ def _slabs_in_a_pipeline(problem: ChannelForward) -> Plan | None:
         blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
         if problem.channels % tiles.channels == 0 and sets <= min(32, blocks):
             geometry = ChannelPipeline(tiles, resident, blocks, 1, per_block, ahead=3, lag=2)
-            return builder.finished(channel_pipeline.plan_forward(problem, geometry, builder))
+            if isinstance(problem, ChannelForward):
+                return builder.finished(channel_pipeline.plan_forward(problem, geometry, builder))
+            return builder.finished(channel_pipeline.plan_backward(problem, geometry, builder))
     return None

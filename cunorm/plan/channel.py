@@ -48,6 +48,8 @@ def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
         return builder.finished(channel_slab.plan_backward(problem, way, builder))
     if isinstance(way, Grid):
         return builder.finished(channel_grid.plan_backward(problem, way, builder))
+    if isinstance(way, ChannelPipeline):
+        return builder.finished(channel_pipeline.plan_backward(problem, way, builder))
     return builder.finished(channel_split.plan_backward(problem, device, builder))
 
 

@@ -3,7 +3,7 @@
 What counts is which way comes out first. The constants were fitted, and some then rounded or changed by hand, to times
 on an H200 of some fifty problems of the three norms, forward and backward, by up to a hundred ways each. Of the ways
 that were timed, those that come out first took 1 % more than the best on average, of grids that stream and of slabs
-along the channels; 8 % of the other slabs. Those of pipelines are of ten problems, forward, and some twenty ways each.
+along the channels; 8 % of the other slabs. Those of pipelines are of ten problems, and some twenty ways each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
-from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
 
@@ -148,16 +148,38 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
 
 def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, way.groups * way.blocks_per_slab / (0.97 * device.multiprocessors))
-    waste = _waste(problem, way.tiles) / busy * way.turns(problem) * way.groups / way.tiles.count(problem)
-    # Whole samples lie behind each other in memory; tiles of them in pieces, which leaves time for an activation.
-    if way.tiles.channels == problem.channels:
-        waste *= 1.15 * _activation(problem, 1.39, 1.0)
-    else:
-        waste *= 1.26 * _activation(problem, 1.31, 1.0)
+    left_over = way.turns(problem) * way.groups / way.tiles.count(problem) / busy
+    if isinstance(problem, ChannelBackward):
+        return _pipeline_cost_backward(way, problem, device, left_over)
+    waste = _waste(problem, way.tiles) * left_over
+    # Whole samples lie behind each other in memory, tiles of them in pieces.
+    waste *= 1.15 * _activation(problem, 1.2, 1.0) if way.whole(problem) else 1.26 * _activation(problem, 1.15, 1.0)
     # Eight sums to a vector instead of four or fewer.
-    waste *= 1.2 if math.gcd(way.tiles.width, problem.channels_per_set) * 8 == way.tiles.width else 1.0
+    waste *= 1.2 if _eight_sets_a_vector(way, problem) else 1.0
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
     return 9.6 + stream + 3e-5 * way.part_bytes
+
+
+def _eight_sets_a_vector(way: ChannelPipeline, problem: ChannelProblem) -> bool:
+    return math.gcd(way.tiles.width, problem.channels_per_set) * 8 == way.tiles.width
+
+
+def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    run = way.tiles.channels * itemsize
+    if way.whole(problem):
+        waste = (1.22 if way.ahead < 5 else 1.15) * _activation(problem, 1.0, 1.25)
+    elif run * way.groups >= 512:  # groups work on tiles that lie behind each other
+        waste = (1.2 if run % 128 == 0 else 1.24) * _activation(problem, 1.0, 1.2)
+    else:
+        waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
+    if not way.whole(problem) and run % 64:
+        waste *= max(1.3, 96 / run)
+    waste *= _activation(problem, 1.0, 1.15) if _eight_sets_a_vector(way, problem) else 1.0
+    # What waits for what blocks tell each other should take as long as that.
+    waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
+    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste * left_over
+    return 15.0 + stream + 0.15 * way.turns(problem)
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:

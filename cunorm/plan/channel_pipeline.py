@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
+    Direction,
     Tiles,
     affine_constants,
     direction,
@@ -18,30 +19,32 @@ from cunorm.plan.channel_tiles import (
 from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
-from cunorm.problem import DTYPES, ChannelForward, ChannelProblem
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
-__all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_forward"]
+__all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
-# A block's part of a slab. 8 x 512 x 64^2 float16 numbers in 32 groups take 1.36 in parts of 32 KB and 1.39 in such of
-# 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other takes 6 to 9
-# microseconds, however short the parts.
+# A block's part of a slab, of all tensors. 8 x 512 x 64^2 float16 numbers in 32 groups take 1.36 in parts of 32 KB and
+# 1.39 in such of 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other
+# takes 6 to 9 microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
-# Parts that lie in shared memory. All but one may wait for what blocks tell each other: 8 x 256 x 32^3 float32 numbers
-# take as long where four of six do as where five do, and 1.5 where three do.
+# Parts that lie in shared memory. Those of some turns wait for what blocks tell each other, the others are on their way:
+# one, or two from five on. With six, of which four wait or five, 8 x 512 x 64^2 float16 numbers take 1.35 and 1.43, and
+# 1.5 where three do; with five, of which three wait or four, 8 x 320 x 64^2 backward 1.72 and 1.80.
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
-# Of these the one whose lanes have less left over. With weights of float64, of which a thread keeps up to 16, ptxas
-# would spill registers of 512.
-_THREADS, _THREADS_OF_DOUBLES = (512, 384), (384,)
+# Of these the one whose lanes have less left over. ptxas would spill registers of 512: with weights of float64, of
+# which a thread keeps up to 16; backward of whole samples, where it keeps the sums of its channels; and backward if a
+# vector is of many sets. Of these two together also those of 384.
+_THREADS, _FEWER_THREADS = (512, 384), (384,)
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
 # Warps that tell, with SET_LANES lanes for each set.
 _TELLING_WARPS = 2
-# What a kernel declares of shared memory beside what is counted here.
-_OTHER_STATIC_BYTES = 256
+# What a kernel declares of shared memory beside what is counted here, and the most that it may.
+_OTHER_STATIC_BYTES, _MOST_STATIC_BYTES = 256, 48 << 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ChannelPipeline:
 
     @property
     def part_bytes(self) -> int:
-        """Slots for a block's part of a slab."""
+        """Slots for a block's part of a slab, of one tensor."""
         return self.resident * self.tiles.threads * 16
 
     @property
@@ -92,18 +95,35 @@ class ChannelPipeline:
 
         There are places for as many blocks as lanes can collect.
         """
-        numbers = 3 * compute_itemsize(problem) // 4
+        numbers = _numbers(problem) * compute_itemsize(problem) // 4
         return self.groups * (self.lag + 1) * self.sets(problem) * numbers * (32 * self.parts_per_lane + 1)
 
+    def whole(self, problem: ChannelProblem) -> bool:
+        """Whether slabs are whole samples."""
+        return self.tiles.channels == problem.channels
+
     def shared_bytes(self, problem: ChannelProblem) -> int:
-        """Dynamic shared memory: slots, and for two turns three numbers of what vectors have of each set."""
-        unit = math.gcd(self.tiles.width, problem.channels_per_set)
-        sums = 2 * 3 * self.sum_rows * self.tiles.channels // unit
-        return self.ahead * self.part_bytes + sums * compute_itemsize(problem)
+        """Dynamic shared memory: slots, and for two turns a set's numbers of what vectors have of it.
+
+        Backward, of each channel, where slabs are not whole samples.
+        """
+        by_sets = isinstance(problem, ChannelForward) or self.whole(problem)
+        unit = math.gcd(self.tiles.width, problem.channels_per_set) if by_sets else 1
+        sums = 2 * _numbers(problem) * self.sum_rows * self.tiles.channels // unit
+        return _tensors(problem) * self.ahead * self.part_bytes + sums * compute_itemsize(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
-        """What the kernel declares of shared memory: the statistics of two turns, and what rows of sums are of."""
-        numbers = 2 * 3 * self.sets(problem) + 2 * self.sum_rows * self.tiles.channel_lanes
+        """What the kernel declares of shared memory.
+
+        Forward, the statistics of two turns, and what rows of sums are of. Backward, the means of two turns, the given
+        statistics of those that wait, of two and of the next, weights, biases, and sums of the columns.
+        """
+        if isinstance(problem, ChannelForward):
+            numbers = 2 * 3 * self.sets(problem) + 2 * self.sum_rows * self.tiles.channel_lanes
+        else:
+            numbers = 2 * self.sets(problem) * (2 + self.lag + 3)
+            kept = (problem.weight is not None) + (problem.bias is not None) + (0 if self.whole(problem) else 2)
+            numbers += kept * problem.channels
         return numbers * compute_itemsize(problem) + _OTHER_STATIC_BYTES
 
     def constants(self, problem: ChannelProblem) -> Constants:
@@ -121,16 +141,31 @@ class ChannelPipeline:
         return self.tiles.constants(problem) | own
 
 
-def is_possible(problem: ChannelProblem, device: Device) -> bool:
-    """Whether the kernel is for a problem.
+def _numbers(problem: ChannelProblem) -> int:
+    """What blocks tell each other of a set."""
+    return 3 if isinstance(problem, ChannelForward) else 2
 
-    It needs cp.async and mbarriers (sm_80), channels that are contiguous and vectors of 16 bytes of them, and points
+
+def _units(problem: ChannelProblem, way: Direction) -> int:
+    """Of a vector (see kernels/channel_sets.cuh)."""
+    return way.width // math.gcd(way.width, problem.channels_per_set)
+
+
+def _tensors(problem: ChannelProblem) -> int:
+    """Those that slots are for."""
+    return 1 if isinstance(problem, ChannelForward) else 2
+
+
+def is_possible(problem: ChannelProblem, device: Device) -> bool:
+    """Whether the kernels are for a problem.
+
+    They need cp.async and mbarriers (sm_80), channels that are contiguous and vectors of 16 bytes of them, and points
     that are a single dimension. Of float64 ptxas would spill.
     """
     way, itemsize = direction(problem), DTYPES[problem.x.dtype].itemsize
     whole = way.along_channels and way.width * itemsize == 16 and len(problem.point_sizes) == 1
     some = problem.samples * problem.channels * problem.points > 0
-    return isinstance(problem, ChannelForward) and device.capability >= 80 and itemsize < 8 and whole and some
+    return device.capability >= 80 and itemsize < 8 and whole and some
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipeline]:
@@ -139,54 +174,104 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
         return
     way = direction(problem)
     doubles = any(vector is not None and vector.dtype == "float64" for vector in (problem.weight, problem.bias))
-    every = (tile_lanes(problem, way, most) for most in (_THREADS_OF_DOUBLES if doubles else _THREADS))
+    every = (tile_lanes(problem, way, most) for most in (_FEWER_THREADS if doubles else _THREADS))
     for lanes, threads in dict.fromkeys(itertools.chain(*every)):
         tiles = Tiles(way, lanes, threads, 1)
         sets, slabs = tiles.channels // problem.channels_per_set, tiles.count(problem)
         if problem.channels % tiles.channels or sets > 32 * _TELLING_WARPS:
             continue
+        if isinstance(problem, ChannelBackward):
+            whole = tiles.channels == problem.channels
+            many = _units(problem, way) > (4 if device.capability < 100 else 2)
+            if (whole and many) or ((whole or many) and threads > max(_FEWER_THREADS)):
+                continue
         for groups in range(min(slabs // _LEAST_TURNS, device.multiprocessors // max(2, sets)), 0, -1):
             if -(-slabs // -(-slabs // groups)) < groups:
                 continue  # as many turns as with fewer groups
             per_block = -(-problem.points // (device.multiprocessors // groups))
             blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
-            pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, 0)
-            part_bytes = pipeline.part_bytes
+            pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, _MOST_AHEAD - 1)
+            part_bytes = _tensors(problem) * pipeline.part_bytes
             if blocks < max(2, sets) or resident > _MOST_RESIDENT or part_bytes < _LEAST_PART_BYTES:
                 continue
-            taken = pipeline.static_bytes(problem) + pipeline.shared_bytes(problem)
-            ahead = min((device.shared_bytes - taken) // part_bytes, _MOST_AHEAD)
-            if ahead >= _LEAST_AHEAD:
-                yield replace(pipeline, ahead=ahead, lag=ahead - 1)
+            if pipeline.block_threads > device.threads_per_multiprocessor:
+                continue
+            static = pipeline.static_bytes(problem)
+            ahead = min((device.shared_bytes - static - pipeline.shared_bytes(problem)) // part_bytes, _MOST_AHEAD)
+            if ahead >= _LEAST_AHEAD and static <= _MOST_STATIC_BYTES:
+                yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
+
+
+def _words(problem: ChannelProblem, way: ChannelPipeline, builder: Builder) -> Value:
+    """What blocks tell each other; it must begin as zeros: the sums of no rows."""
+    count = way.words(problem) * 8 // compute_itemsize(problem)
+    words = builder.reserve("exchange", count, compute_itemsize(problem))
+    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
+    return words
+
+
+def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: ChannelTensor) -> dict[str, Value]:
+    """Sizes, and the strides of each tensor."""
+    arguments: dict[str, Value] = {
+        "slabs": way.tiles.count(problem),
+        "channels": problem.channels,
+        "points": problem.points,
+        "blocks_per_slab": way.blocks_per_slab,
+        "points_per_block": way.points_per_block,
+    }
+    for name, tensor in tensors.items():
+        arguments |= {f"{name}_sample_stride": tensor.sample_stride, f"{name}_point_stride": tensor.point_strides[0]}
+    return arguments
 
 
 def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder) -> str:
     assert problem.y is not None
-    # Words between blocks must be zeros: the sums of no rows.
-    count = way.words(problem) * 8 // compute_itemsize(problem)
-    words = builder.reserve("exchange", count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
-    strides: dict[str, Value] = {}
-    for name, tensor in (("x", problem.x), ("y", problem.y)):
-        strides |= {f"{name}_sample_stride": tensor.sample_stride, f"{name}_point_stride": tensor.point_strides[0]}
+    words = _words(problem, way, builder)
     builder.launch(
         "channel_pipeline_forward",
         way.constants(problem) | affine_constants(problem, way.tiles) | running_constants(problem),
         way.groups * way.blocks_per_slab,
         (way.block_threads, 1),
         {
+            "words": words,
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
             **running_arguments(problem),
-            "words": words,
-            "slabs": way.tiles.count(problem),
-            "channels": problem.channels,
-            "points": problem.points,
-            "blocks_per_slab": way.blocks_per_slab,
-            "points_per_block": way.points_per_block,
-            **strides,
+            **_arguments(problem, way, x=problem.x, y=problem.y),
             "eps": problem.eps,
         },
         way.shared_bytes(problem),
         cooperative=True,
     )
+    return "channel_pipeline"
+
+
+def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Builder) -> str:
+    assert problem.dx is not None
+    words = _words(problem, way, builder)
+    rows = way.groups * way.blocks_per_slab
+    targets: dict[str, Value] = {}
+    constants: Constants = {}
+    sums = []
+    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
+        targets[name] = 0
+        if dtype is not None:
+            targets[name] = builder.reserve(f"{name}_sums", rows * problem.channels, compute_itemsize(problem))
+            sums.append((targets[name], name, dtype))
+        constants[f"WANTS_{name.upper()}"] = int(dtype is not None)
+    builder.launch(
+        "channel_pipeline_backward",
+        way.constants(problem) | affine_constants(problem, way.tiles) | constants,
+        rows,
+        (way.block_threads, 1),
+        {
+            "words": words,
+            **{name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd", "dx")},
+            **targets,
+            **_arguments(problem, way, dy=problem.dy, x=problem.x, dx=problem.dx),
+        },
+        way.shared_bytes(problem),
+        cooperative=True,
+    )
+    if sums:
+        launch_sum(builder, problem, sums, rows, problem.channels)
     return "channel_pipeline"
