@@ -29,9 +29,9 @@ __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "pla
 # 1.39 in such of 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other
 # takes 6 to 9 microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
-# Parts that lie in shared memory. Those of some turns wait for what blocks tell each other, the others are on their way:
-# one, or two from five on. With six, of which four wait or five, 8 x 512 x 64^2 float16 numbers take 1.35 and 1.43, and
-# 1.5 where three do; with five, of which three wait or four, 8 x 320 x 64^2 backward 1.72 and 1.80.
+# Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: one, or two
+# from five on. With six, of which four wait or five, 8 x 512 x 64^2 float16 numbers take 1.35 and 1.43; with five, of
+# which three wait or four, 8 x 320 x 64^2 backward 1.72 and 1.80.
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
