@@ -51,7 +51,7 @@ constexpr bool THREADS_KEEP_COLUMNS = TILES == 1;
 // dz * xhat.
 constexpr int ROW_NUMBERS = THREADS_KEEP_COLUMNS ? UNITS : VECTOR;
 using Sums = PartialSums<2, ROW_NUMBERS>;
-// The sums of the columns, where the slabs were.
+// The sums of the columns at the end, in the slots.
 using ColumnSums = PartialSums<2, VECTOR>;
 static_assert(!THREADS_KEEP_COLUMNS || SUM_ROWS * ColumnSums::ROW * sizeof(Compute) <= 2 * STAGED * sizeof(X_TYPE));
 
@@ -164,24 +164,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     }
     copy_async_commit();
   };
-  // The given statistics of every 32nd set of a turn's slab, to a lane; then they are put where threads find them.
-  constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
-  const int lane = threadIdx.x % 32;
-  const auto load_given = [&](int turn, Given (&of_lane)[SETS_PER_LANE]) {
+  const auto load_given = [&](int turn, int set) -> Given {
     const Slab slab = slabs[turn];
-    const long long first = (slab.sample * arguments.channels + slab.tile * TILE_CHANNELS) / CHANNELS_PER_SET + lane;
-#pragma unroll
-    for (int i = 0; i < SETS_PER_LANE; ++i) {
-      if (slab.there && lane + 32 * i < TILE_SETS) {
-        of_lane[i] = {arguments.mean[first + 32 * i], arguments.rstd[first + 32 * i]};
-      }
-    }
-  };
-  const auto put_given = [&](int turn, const Given (&of_lane)[SETS_PER_LANE]) {
-#pragma unroll
-    for (int i = 0; i < SETS_PER_LANE; ++i) {
-      if (slabs[turn].there && lane + 32 * i < TILE_SETS) given[turn % GIVEN][lane + 32 * i] = of_lane[i];
-    }
+    if (!slab.there || set >= TILE_SETS) return {};
+    const long long first = (slab.sample * arguments.channels + slab.tile * TILE_CHANNELS) / CHANNELS_PER_SET;
+    return {arguments.mean[first + set], arguments.rstd[first + set]};
   };
   if (warp < WARPS) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
@@ -190,17 +177,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots_of(staged, ahead), dy, x, slabs[ahead], i);
     }
-  } else if (warp == READING_WARP) {
-    for (int turn = 0; turn <= LAG; ++turn) {
-      Given of_lane[SETS_PER_LANE];
-      load_given(turn, of_lane);
-      put_given(turn, of_lane);
+    for (int channel = threadIdx.x; channel < CHANNELS; channel += THREADS) {
+      if constexpr (HAS_WEIGHT) weights[channel] = static_cast<Compute>(widen(arguments.weight[channel]));
+      if constexpr (HAS_BIAS) biases[channel] = static_cast<Compute>(widen(arguments.bias[channel]));
+      if constexpr (!THREADS_KEEP_COLUMNS) kept_columns[channel] = kept_columns[CHANNELS + channel] = 0;
     }
-  }
-  for (int channel = threadIdx.x; channel < CHANNELS; channel += BLOCK_THREADS) {
-    if constexpr (HAS_WEIGHT) weights[channel] = static_cast<Compute>(widen(arguments.weight[channel]));
-    if constexpr (HAS_BIAS) biases[channel] = static_cast<Compute>(widen(arguments.bias[channel]));
-    if constexpr (!THREADS_KEEP_COLUMNS) kept_columns[channel] = kept_columns[CHANNELS + channel] = 0;
+  } else {
+    // The statistics of the first turns: a set to a thread, so that all are on their way at the same time.
+    for (int i = threadIdx.x - THREADS; i < (LAG + 1) * TILE_SETS; i += BLOCK_THREADS - THREADS) {
+      given[i / TILE_SETS][i % TILE_SETS] = load_given(i / TILE_SETS, i % TILE_SETS);
+    }
   }
   if (threadIdx.x == 0) {
     of_sums.begin();
@@ -214,14 +200,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   if (warp == OWNING_WARP) {
     own_a_set(arguments, slabs, words);
   } else if (warp == READING_WARP) {
+    constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
+    const int lane = threadIdx.x % 32;
     for (int turn = 0; slabs[turn].there; ++turn) {
+      const int given_turn = turn + LAG + 1;
       Given of_lane[SETS_PER_LANE];
-      load_given(turn + LAG + 1, of_lane);
+#pragma unroll
+      for (int i = 0; i < SETS_PER_LANE; ++i) of_lane[i] = load_given(given_turn, lane + 32 * i);
       of_sets.wait_empty(turn);
       words.await_answers(turn, [&](int set, const Compute (&numbers)[2]) {
         sets[turn % 2][set] = {numbers[0], numbers[1]};
       });
-      put_given(turn + LAG + 1, of_lane);
+#pragma unroll
+      for (int i = 0; i < SETS_PER_LANE; ++i) {
+        if (lane + 32 * i < TILE_SETS) given[given_turn % GIVEN][lane + 32 * i] = of_lane[i];
+      }
       of_sets.filled(turn);
     }
   } else if (warp >= WARPS) {

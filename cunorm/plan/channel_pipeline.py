@@ -91,7 +91,7 @@ class ChannelPipeline:
         return min(32, 1 << (32 * _TELLING_WARPS // self.sets(problem)).bit_length() - 1)
 
     def words(self, problem: ChannelProblem) -> int:
-        """Words of 8 bytes for the turns that are kept: three numbers a set of each block, and of its owner.
+        """Words of 8 bytes for the turns that are kept: the numbers of each set, of each block and of its owner.
 
         There are places for as many blocks as lanes can collect.
         """
