@@ -14,7 +14,7 @@ which one takes from a tenth of a second to two. Covered is:
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
    of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for
-   every dtype and architecture.
+   every dtype and architecture, but for row_split_* and pointwise_*, which those share that are alike.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_*, channel_pipeline_*, row_pipeline_* and row_weight_gradients, which may read what the plan was given.
@@ -25,6 +25,7 @@ The kernels are not listed here but asked of ``plan``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -57,7 +58,9 @@ pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
 
 ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
+SHARED = ("pointwise", "row_split")
 STATIC_SHARED_BYTES = 48 * 1024
+Constants = tuple[tuple[str, int | str], ...]  # as launches have them
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
 LAYER_NORM = Norm()
@@ -330,17 +333,29 @@ def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
         yield from plan.__wrapped__(problem, GPUS[arch]).launches
 
 
-def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
-    """The launches of a kernel, with each set of constants once."""
+@functools.cache
+def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
+    """The launches of all kernels, by kernel, with each set of constants once."""
     rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
     others = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
-    every = launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch)
-    every = itertools.chain(every, channel_launches(dtype, arch))
-    if kernel.startswith("row_pipeline"):
-        every = itertools.chain(every, launches(pipeline_problems(dtype), arch))
-    if kernel.startswith("channel_pipeline"):
-        every = itertools.chain(every, slab_pipeline_launches(dtype, arch))
-    return list({item.constants: item for item in every if item.kernel == kernel}.values())
+    every = itertools.chain(
+        launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
+        channel_launches(dtype, arch),
+    )
+    # Their other launches are like those of other problems.
+    pipelines = itertools.chain(launches(pipeline_problems(dtype), arch), slab_pipeline_launches(dtype, arch))
+    found: dict[str, dict[Constants, Launch]] = {}
+    for item in itertools.chain(every, (item for item in pipelines if "pipeline" in item.kernel)):
+        found.setdefault(item.kernel, {})[item.constants] = item
+    return found
+
+
+def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
+    """Those to compile: of many that plans lay out the same everywhere, architectures that are alike share them."""
+    every = list(launches_for(arch, dtype).get(kernel, {}).values())
+    if arch in ALIKE and kernel.startswith(SHARED):
+        return every[ALIKE.index(arch) :: len(ALIKE)] or every[:1]
+    return every
 
 
 # ---- The tests.
