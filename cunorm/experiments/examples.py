@@ -314,6 +314,8 @@ _CHANNELS = [
     ("batch_norm", (40, 130, 3), "NC...", None),
     ("instance_norm", (2, 2, 20_000), "NC...", None),
     ("batch_norm", (8, 900, 24), "N...C", None),
+    ("group_norm", (5, 60, 64), "N...C", 8),
+    ("instance_norm", (3, 50, 32), "N...C", None),
 ]
 _GPU_CHANNELS = [
     ("instance_norm", (2, 64, 128, 128), "NC...", None),
@@ -326,6 +328,7 @@ _GPU_CHANNELS = [
     ("instance_norm", (2, 3, 1_000_000), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
     ("group_norm", (8, 64, 64, 512), "N...C", 32),
+    ("group_norm", (16, 56, 56, 256), "N...C", 32),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
