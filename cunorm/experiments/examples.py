@@ -328,7 +328,7 @@ _GPU_CHANNELS = [
     ("instance_norm", (2, 3, 1_000_000), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
     ("group_norm", (8, 64, 64, 512), "N...C", 32),
-    ("group_norm", (16, 56, 56, 256), "N...C", 32),
+    ("group_norm", (16, 64, 64, 320), "N...C", 32),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
