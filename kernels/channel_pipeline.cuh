@@ -19,7 +19,8 @@ constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP +
 constexpr int KEPT = LAG + 1;
 constexpr int BLOCK_THREADS = 32 * (OWNING_WARP + 1);
 
-// The rows of sums, which working warps fill for those that tell; and statistics, which the reading warp has for them.
+// The rows of sums, which those of the working threads that have sums of a row fill for the telling warps; and
+// statistics, which the reading warp fills for the working ones.
 using PlacesOfSums = TwoPlaces<Mbarriers<SUM_ROWS * CHANNEL_LANES>, Mbarriers<32 * TELLING_WARPS>>;
 using PlacesOfSets = TwoPlaces<Mbarriers<32>, WarpBarriers<1, THREADS, 32>>;
 

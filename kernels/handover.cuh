@@ -18,21 +18,18 @@ struct Phases {
     while (ended[place] <= static_cast<unsigned>(phase)) cunorm_emulator::yield();
   }
 };
-#endif
 
+template <int ARRIVING>
+using Mbarriers = Phases<ARRIVING>;
+template <int FIRST, int ARRIVING, int WAITING>
+using WarpBarriers = Phases<ARRIVING>;
+#else
 // For threads that wait each at its own time: by mbarriers (from sm_80 on).
 //
 // One thread could arrive for its warp, after a __syncwarp. That takes as long, and compute-sanitizer's racecheck then
 // reports what the other lanes wrote as races.
 template <int ARRIVING>
 struct Mbarriers {
-#ifdef CUNORM_EMULATOR
-  Phases<ARRIVING> phases;
-
-  void begin() { phases.begin(); }
-  void arrive(int place) { phases.arrive(place); }
-  void wait(int place, int phase) { phases.wait(place, phase); }
-#else
   unsigned long long states[2];
 
   // By one thread; all others see it after a barrier of the block.
@@ -73,7 +70,6 @@ struct Mbarriers {
   __device__ __forceinline__ unsigned address(int place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(states + place));
   }
-#endif
 };
 
 // For WAITING threads that wait together: by the barriers FIRST and FIRST + 1 of those that a block has beside that of
@@ -81,16 +77,9 @@ struct Mbarriers {
 template <int FIRST, int ARRIVING, int WAITING>
 struct WarpBarriers {
   static_assert(FIRST > 0 && FIRST < 15 && ARRIVING % 32 == 0 && WAITING % 32 == 0);
-#ifdef CUNORM_EMULATOR
-  Phases<ARRIVING> phases;
-
-  void begin() { phases.begin(); }
-  void arrive(int place) { phases.arrive(place); }
-  void wait(int place, int phase) { phases.wait(place, phase); }
-#else
   __device__ __forceinline__ void begin() {}
 
-  // By all lanes of a warp.
+  // By all lanes of a warp, and only for a phase that will be waited for: it would be left open at the end else.
   __device__ __forceinline__ void arrive(int place) {
     __syncwarp();
     asm volatile("bar.arrive %0, %1;" ::"r"(FIRST + place), "n"(ARRIVING + WAITING) : "memory");
@@ -98,8 +87,8 @@ struct WarpBarriers {
   __device__ __forceinline__ void wait(int place, int) {
     asm volatile("bar.sync %0, %1;" ::"r"(FIRST + place), "n"(ARRIVING + WAITING) : "memory");
   }
-#endif
 };
+#endif
 
 template <typename Full, typename Empty>
 struct TwoPlaces {

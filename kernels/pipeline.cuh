@@ -28,13 +28,14 @@ __device__ __forceinline__ void as_they_arrive(const Visit& visit) {
 
 constexpr int COLLECTED_PITCH = 32 * PARTS_PER_LANE;  // places for what as many blocks tell as lanes can collect
 
-// The words of SEVERAL places, when all of them have the tag: place(i) is the i-th, there(i) whether there is one. All
-// are asked for together, until all have come: one after the other, each would take its way to the cache and back.
-// Between two times it rests, so that asking does not get in the way of what blocks move: layer norm backward of 100 x
-// 1,000,000 float32 numbers takes 1.20 of a copy's time without that on an H200, and 1.085 with 40, 200 or 800 ns;
-// instance norm backward of 2,097,152 float16 numbers 1.23, and 1.15, 1.13 or 1.11; channels last up to 0.05 less.
+// How long a warp rests before it asks for words again, so that asking does not get in the way of what blocks move:
+// layer norm backward of 100 x 1,000,000 float32 numbers takes 1.20 of a copy's time without that on an H200, and 1.085
+// with 40, 200 or 800 ns; instance norm backward of 2,097,152 float16 numbers 1.23, and 1.15, 1.13 or 1.11; channels
+// last up to 0.05 less.
 constexpr unsigned REST_NS = 200;
 
+// The words of SEVERAL places, when all of them have the tag: place(i) is the i-th, there(i) whether there is one. All
+// are asked for together, until all have come: one after the other, each would take its way to the cache and back.
 template <int SEVERAL, typename There, typename Place>
 __device__ __forceinline__ void await_words(long long (&seen)[SEVERAL], unsigned tag, const There& there,
                                             const Place& place) {

@@ -242,6 +242,11 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
             yield from () if chosen is None else chosen.launches
 
 
+def cheapest_pipeline(problem: ChannelProblem, device: Device) -> channel_pipeline.ChannelPipeline | None:
+    every = channel_pipeline.candidates(problem, device)
+    return min(every, key=lambda way: pipeline_cost(way, problem, device), default=None)
+
+
 def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
     """Slabs of whole samples and of tiles, with sets of a channel and of many, and all that takes registers.
 
@@ -260,10 +265,8 @@ def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
         for plain in plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation):
             vector = weight and Vector(weight)
             problem = dataclasses.replace(plain, weight=vector, bias=vector)
-            ways = list(channel_pipeline.candidates(problem, GPUS[arch]))
-            costs = [pipeline_cost(way, problem, GPUS[arch]) for way in ways]
-            if ways:
-                yield from plan_of(ways[costs.index(min(costs))], problem).launches
+            if (way := cheapest_pipeline(problem, GPUS[arch])) is not None:
+                yield from plan_of(way, problem).launches
 
 
 def sums_problems(dtype: str) -> Iterator[Problem]:

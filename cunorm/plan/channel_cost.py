@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from cunorm.plan.channel_grid import Grid
-from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_pipeline import ChannelPipeline, units
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
@@ -155,13 +155,9 @@ def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device)
     # Whole samples lie behind each other in memory, tiles of them in pieces.
     waste *= 1.15 * _activation(problem, 1.2, 1.0) if way.whole(problem) else 1.26 * _activation(problem, 1.15, 1.0)
     # Eight sums to a vector instead of four or fewer.
-    waste *= 1.2 if _eight_sets_a_vector(way, problem) else 1.0
+    waste *= 1.2 if units(problem, way.tiles.direction) == 8 else 1.0
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
     return 9.6 + stream + 3e-5 * way.part_bytes
-
-
-def _eight_sets_a_vector(way: ChannelPipeline, problem: ChannelProblem) -> bool:
-    return math.gcd(way.tiles.width, problem.channels_per_set) * 8 == way.tiles.width
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
@@ -175,7 +171,7 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
         waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
     if not way.whole(problem) and run % 64:
         waste *= max(1.3, 96 / run)
-    waste *= _activation(problem, 1.0, 1.15) if _eight_sets_a_vector(way, problem) else 1.0
+    waste *= _activation(problem, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
     # What waits for what blocks tell each other should take as long as that.
     waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste * left_over

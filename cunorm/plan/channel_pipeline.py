@@ -21,7 +21,7 @@ from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
-__all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward"]
+__all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward", "units"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
@@ -30,8 +30,9 @@ __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "pla
 # takes 6 to 9 microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
 # Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: one, or two
-# from five on. With six, of which four wait or five, 8 x 512 x 64^2 float16 numbers take 1.35 and 1.43; with five, of
-# which three wait or four, 8 x 320 x 64^2 backward 1.72 and 1.80.
+# from five on. With six, of which four wait or five, 8 x 256 x 32^3 float32 numbers take 1.23 and 1.32; with five, of
+# which three wait or four, 8 x 320 x 64^2 float16 numbers backward 1.70 and 1.81. Of 43 problems six took up to 0.05
+# longer so.
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
@@ -108,8 +109,8 @@ class ChannelPipeline:
         Backward, of each channel, where slabs are not whole samples.
         """
         by_sets = isinstance(problem, ChannelForward) or self.whole(problem)
-        unit = math.gcd(self.tiles.width, problem.channels_per_set) if by_sets else 1
-        sums = 2 * _numbers(problem) * self.sum_rows * self.tiles.channels // unit
+        of_vector = units(problem, self.tiles.direction) if by_sets else self.tiles.width
+        sums = 2 * _numbers(problem) * self.sum_rows * self.tiles.channel_lanes * of_vector
         return _tensors(problem) * self.ahead * self.part_bytes + sums * compute_itemsize(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
@@ -146,7 +147,7 @@ def _numbers(problem: ChannelProblem) -> int:
     return 3 if isinstance(problem, ChannelForward) else 2
 
 
-def _units(problem: ChannelProblem, way: Direction) -> int:
+def units(problem: ChannelProblem, way: Direction) -> int:
     """Of a vector (see kernels/channel_sets.cuh)."""
     return way.width // math.gcd(way.width, problem.channels_per_set)
 
@@ -182,7 +183,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
             continue
         if isinstance(problem, ChannelBackward):
             whole = tiles.channels == problem.channels
-            many = _units(problem, way) > (4 if device.capability < 100 else 2)
+            many = units(problem, way) > (4 if device.capability < 100 else 2)
             if (whole and many) or ((whole or many) and threads > max(_FEWER_THREADS)):
                 continue
         for groups in range(min(slabs // _LEAST_TURNS, device.multiprocessors // max(2, sets)), 0, -1):
