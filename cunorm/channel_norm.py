@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,13 +68,7 @@ class ChannelNorm:
     ) -> ChannelNorm:
         """The op of a user's arguments."""
         if execute.is_compiling():
-            # Where a number may be a symbol: an index or what a set holds is none.
-            if type(num_groups) is int:
-                num_groups = operator.index(num_groups)
-            if type(eps) is float:
-                (eps,) = {eps}
-            if type(momentum) is float:
-                (momentum,) = {momentum}
+            num_groups, eps, momentum = map(execute.as_constant, (num_groups, eps, momentum))
             arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
             found = _name_of(*arguments)
             if found is None:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import math
+import operator
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "Prepared",
     "Results",
     "also_forget",
+    "as_constant",
     "as_numpy",
     "backward",
     "cannot_run",
@@ -171,6 +173,15 @@ class Op(Protocol):
 def is_compiling() -> bool:
     """Whether torch.compile traces what runs here: PyTorch's adapter puts in this place what torch.compile answers."""
     return False
+
+
+def as_constant(value: Any) -> Any:
+    """A number that torch.compile may take for a symbol, as what it is: an index or what a set holds is no symbol."""
+    if type(value) is int:
+        return operator.index(value)
+    if type(value) is float:
+        (value,) = {value}
+    return value
 
 
 # Every op that there is, by a name: torch.compile can follow a name to an object, but not how an object was found.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -363,15 +362,11 @@ class RowNorm:
     ) -> RowNorm:
         """The op of a user's arguments."""
         if execute.is_compiling():
-            # Where a number may be a symbol: an index or what a set holds is none.
             if isinstance(axis, (list, tuple)):  # the torch.compile of PyTorch 2.5 does not know list | tuple
-                axis = [operator.index(item) if type(item) is int else item for item in axis]
-            elif type(axis) is int:
-                axis = operator.index(axis)
-            if type(eps) is float:
-                (eps,) = {eps}
-            if type(weight_offset) is float:
-                (weight_offset,) = {weight_offset}
+                axis = [execute.as_constant(item) for item in axis]
+            else:
+                axis = execute.as_constant(axis)
+            eps, weight_offset = execute.as_constant(eps), execute.as_constant(weight_offset)
             name = _name_of(axis, eps, activation, centered, weight_offset)
             if name is None:
                 return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from diffusers.models import activations as diffusers_activations
 from diffusers.models import normalization as diffusers_norms
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch_cases import DEVICES, graphs_of
 from transformers.activations import ACT2FN
@@ -86,6 +87,20 @@ def test_undo_of_what_is_something_else_by_now() -> None:
     with pytest.raises(RuntimeError, match="1 is a Qwen3RMSNorm by now"):
         report.undo()
     assert isinstance(model[0], layers.LayerNorm)  # nothing is undone by half
+
+
+def test_undo_of_what_was_wrapped() -> None:
+    """As accelerate wraps layers: what it keeps is the forward that undoing takes away."""
+    for layer in (nn.LayerNorm(8), LlamaRMSNorm(8)):
+        report = replace_norms(layer)
+        inner = layer.forward
+        layer.forward = lambda x: inner(x)  # type: ignore[method-assign]  # noqa: B023
+        assert layer(torch.randn(2, 8)).shape == (2, 8)
+        with pytest.raises(RuntimeError, match="the model has got a forward of its own"):
+            report.undo()
+        del layer.forward
+        report.undo()
+        assert layer(torch.randn(2, 8)).shape == (2, 8)
 
 
 def test_a_layer_on_its_own_and_a_layer_that_is_there_twice() -> None:
@@ -328,6 +343,64 @@ def test_what_was_not_tried_goes_to_the_layers_own_forward(monkeypatch: pytest.M
         layer(torch.randn(15))
 
 
+def test_a_layer_that_was_changed_computes_what_it_says() -> None:
+    x = torch.randn(4, 16)
+    layer, theirs = LlamaRMSNorm(16), LlamaRMSNorm(16)
+    replace_norms(layer)
+    for name, value in (("variance_epsilon", 1.0), ("weight", nn.Parameter(torch.randn(16)))):
+        setattr(layer, name, value)
+        setattr(theirs, name, value)
+        torch.testing.assert_close(layer(x), theirs(x))
+
+
+def test_what_frameworks_set_leaves_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LlamaRMSNorm(16)
+    replace_norms(layer)
+    monkeypatch.delattr(LlamaRMSNorm, "forward")
+    layer.eval().requires_grad_(False).double().register_full_backward_hook(lambda *_: None)
+    layer.weight = nn.Parameter(torch.randn(16))
+    layer._hf_hook = None
+    layer.load_state_dict({"weight": torch.randn(32)[::2]}, assign=True)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(layer(x), F.rms_norm(x, (16,), layer.weight, 1e-6))
+
+
+def test_a_width_that_a_layer_refuses_is_refused() -> None:
+    layer = OlmoLayerNorm(32)
+    assert replace_norms(layer).replaced
+    assert layer(torch.randn(2, 32)).shape == (2, 32)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layer(torch.randn(2, 16))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_more_than_memory_go_to_the_layers_own_forward() -> None:
+    model, rows = nn.Sequential(nn.LayerNorm(8), nn.GELU()), [torch.randn(3, 8), torch.randn(5, 8)]
+    jagged, strided = (torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided))
+    expected = model(torch.cat(rows))
+    replace_norms(model)
+    for nested in (jagged, strided):
+        torch.testing.assert_close(torch.cat(list(model(nested).unbind())), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replaced_layers_are_traced_as_they_were() -> None:
+    model, x = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8)), torch.randn(3, 8)
+    replace_norms(model)
+    traced = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(torch.cat([x, x])), model(torch.cat([x, x])))
+    assert "cunorm::" not in str(traced.inlined_graph)
+
+
+def test_what_cannot_be_tried_is_left() -> None:
+    with FakeTensorMode():
+        report = replace_norms(nn.Sequential(LlamaRMSNorm(8)))
+    assert [entry.text.partition(":")[0] for entry in report.left] in (
+        ["trying it failed"],
+        ["its weight is a FakeTensor"],
+    )
+
+
 def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     prove = replace.prove
@@ -348,6 +421,57 @@ class DroppingNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(hidden_states), 0.1, self.training)
+
+
+class ClampingNorm(LlamaRMSNorm):
+    """Another norm only where one number is much larger than the others."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden_states, (64,), eps=1e-6).clamp(-5, 5) * self.weight
+
+
+class MendingNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.nan_to_num(hidden_states))
+
+
+class ScaleNorm(nn.Module):
+    """RMS norm, but for numbers that are nearly zero."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(channels)), 1e-12
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(x, dim=-1, eps=self.eps) * x.shape[-1] ** 0.5 * self.weight
+
+
+class RememberingNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.last = hidden_states
+        return super().forward(hidden_states)
+
+
+class CountingNorm(LlamaRMSNorm):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.seen: list[Any] = []
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.seen.append(hidden_states.shape)
+        return super().forward(hidden_states)
+
+
+class ActivatedLayerNorm(nn.LayerNorm):
+    """Whose activation is for others to apply."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.activation = nn.ReLU()
+
+
+class FinalNorm(nn.LayerNorm):
+    def __init_subclass__(cls, *, why: str) -> None: ...
 
 
 class ConditionalNorm(LlamaRMSNorm):
@@ -399,6 +523,13 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unbiased": (lambda: UnbiasedLayerNorm(8), "no function of cunorm"),
     "weight + 1": (lambda: VideoPrismLayerNorm(8), "no function of cunorm"),
     "dropout": (lambda: DroppingNorm(8), "no function of cunorm"),
+    "clamping": (lambda: ClampingNorm(64), "no function of cunorm"),
+    "mending": (lambda: MendingNorm(8), "no function of cunorm"),
+    "ScaleNorm": (lambda: ScaleNorm(8), "no function of cunorm"),
+    "remembering": (lambda: RememberingNorm(8), "its forward writes attributes"),
+    "counting": (lambda: CountingNorm(8), "its forward writes attributes"),
+    "an activation": (lambda: ActivatedLayerNorm(8), "it has an activation"),
+    "no subclasses": (lambda: FinalNorm(8), "its class cannot have a subclass"),
     "two tensors": (lambda: ConditionalNorm(8), "its forward takes no floating-point tensor alone"),
     "batch norm and relu": (lambda: BatchNormAct2d(8), "its forward is its own, and it keeps statistics"),
     "frozen batch norm": (lambda: FrozenBatchNorm2d(8), "it has buffers"),
@@ -466,6 +597,7 @@ def several() -> nn.Module:
     "options, expected",
     [
         ({"kinds": ["gelus"]}, ["encoder.1"]),
+        ({"kinds": iter(["gelus"])}, ["encoder.1"]),
         ({"kinds": ["norms"]}, ["encoder.0", "encoder.2.0", "head.0", "head.1"]),
         ({"kinds": []}, []),
         ({"include": "encoder.*"}, ["encoder.0", "encoder.1", "encoder.2.0"]),

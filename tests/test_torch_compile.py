@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch_cases import (
@@ -191,6 +192,22 @@ def test_autocast_leaves_dtypes_alone() -> None:
         assert torch.autograd.grad(y.float().sum(), weight)[0].dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
             assert cunorm.layer_norm(x, weight).dtype == torch.float32
+
+
+def test_numbers_that_vary_are_constants() -> None:
+    """An eps that is an int now and then is a symbol to torch.compile, as a float is."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def norms(x: torch.Tensor, eps: float, momentum: float) -> torch.Tensor:
+        running = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
+        y = cunorm.batch_norm(cunorm.layer_norm(x, eps=eps), **running, training=True, momentum=momentum)
+        return y + running["running_mean"]
+
+    x = torch.randn(3, 4)
+    for eps, momentum in ((1, 0.5), (2, 1), (0.5, 0), (3, 1)):
+        mean = F.layer_norm(x, (4,), eps=eps).mean(0)
+        expected = F.batch_norm(F.layer_norm(x, (4,), eps=eps), None, None, training=True) + momentum * mean
+        torch.testing.assert_close(norms(x, eps, momentum), expected)
 
 
 def test_compiled_without_gradients() -> None:

@@ -148,3 +148,14 @@ def test_wrong_arguments_get_the_errors_of_eager_calls(wrong: str) -> None:
 def test_tensors_of_different_devices_without_memory() -> None:
     with FakeTensorMode(), pytest.raises(RuntimeError, match="weight is on cpu and x on cuda:0; they must be on one"):
         cunorm.layer_norm(torch.empty(3, 8, device="cuda:0"), torch.empty(8))
+
+
+def test_a_call_is_traced() -> None:
+    """By torch.jit.trace, as an operator, also where the same kind of call is prepared."""
+    weight = torch.randn(8)
+    for rows in (3, 5):
+        cunorm.layer_norm(torch.randn(3, 8), weight)
+        traced = torch.jit.trace(lambda x: cunorm.layer_norm(x, weight) * 2, torch.randn(3, 8))
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(traced(x), cunorm.layer_norm(x, weight) * 2)
+        assert "cunorm::layer_norm" in str(traced.graph)

@@ -250,6 +250,48 @@ def test_what_does_not_fit_is_refused_as_by_torch_nn() -> None:
         layers.LayerNorm(4)(torch.ones(2, 4, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("place", ["strided", "expanded", "channels_last"])
+def test_parameters_need_not_be_contiguous(place: str) -> None:
+    """Those that were loaded with assign=True, say, or went to torch.channels_last with the model."""
+    ours, theirs = layers.LayerNorm((2, 3, 4, 5)), nn.LayerNorm((2, 3, 4, 5))
+    weight = torch.randn(2, 3, 4, 5, 2)[..., 0]
+    if place == "expanded":
+        weight = torch.randn(5).expand(2, 3, 4, 5)
+    elif place == "channels_last":
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+    x = torch.randn(3, 2, 3, 4, 5)
+    for layer in (ours, theirs):
+        layer.load_state_dict({"weight": weight, "bias": -weight}, assign=True)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("layer", ["BatchNorm2d", "InstanceNorm2d"])
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4)], ids=str)
+def test_nothing_leaves_running_statistics_alone(layer: str, shape: tuple[int, ...]) -> None:
+    ours = getattr(layers, layer)(3, affine=True, track_running_stats=True)
+    x = torch.randn(shape, requires_grad=True)
+    y = ours(x)
+    assert y.shape == shape and not ours.running_mean.any() and bool((ours.running_var == 1).all())
+    y.sum().backward()
+    assert not ours.weight.grad.any() and x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:input's size")
+@pytest.mark.parametrize("channels", [1, 3])
+def test_running_statistics_of_other_channels_are_not_touched(channels: int) -> None:
+    layer = layers.InstanceNorm2d(5, track_running_stats=True)
+    with pytest.raises(ValueError, match=f"the input has {channels} channels .* it must have 5, as running_mean has"):
+        layer(torch.randn(2, channels, 4, 4))
+    assert not layer.running_mean.any() and bool((layer.running_var == 1).all())
+
+
+def test_a_normalized_shape_may_be_a_list() -> None:
+    layer = layers.LayerNorm(8)
+    layer.normalized_shape = [8]  # type: ignore[assignment]
+    assert layer(torch.randn(2, 8)).shape == (2, 8)
+
+
 def test_batch_norms_can_be_synchronized() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 1), layers.BatchNorm2d(6, momentum=0.3))
     state = model.state_dict()

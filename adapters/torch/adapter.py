@@ -30,6 +30,7 @@ _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 # Every call comes to these.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
@@ -49,7 +50,11 @@ def _empty(output: Output, device: torch.device) -> torch.Tensor:
 
 
 class _StandsForAnother(Exception):
-    """A tensor that is not just memory: of a subclass, of a transformation of functions, or on the meta device."""
+    """A tensor that is not just memory: of a subclass, of a transformation of functions, or on the meta device.
+
+    Or not quite that memory: the gradients that PyTorch gives may be views of the negated numbers, or zeros that have
+    no memory. Its dispatcher makes tensors of them all.
+    """
 
 
 def _requires_grad(*tensors: Any) -> bool:
@@ -139,8 +144,8 @@ class TorchAdapter(Adapter):
         view = self.layout(tensor, name)
         if tensor.device.type not in ("cuda", "cpu"):
             raise RuntimeError(f"{name} is on device {tensor.device}; it must be on a CUDA device or the CPU")
-        if tensor.is_neg():
-            raise RuntimeError(f"{name} is a view whose numbers are negated in memory; give {name}.resolve_neg()")
+        if tensor.is_neg() or tensor._is_zerotensor():
+            raise _StandsForAnother
         if not tensor.data_ptr() and tensor.numel():
             raise RuntimeError(f"{name} is a {type(tensor).__qualname__} without memory of its own")
         return view._replace(pointer=tensor.data_ptr())
@@ -215,15 +220,18 @@ class TorchAdapter(Adapter):
             name = "running_mean" if _requires_grad(running[0]) else "running_var"
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
-        if _is_compiling() or _number_of_modes() or _is_transformed() or forward_ad._current_level >= 0:
+        traced = _is_compiling() or _is_tracing() or _number_of_modes()
+        if traced or _is_transformed() or forward_ad._current_level >= 0:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
         try:
             described = self.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
+            if described[0].is_recorded:
+                return _record(op, x, residual, weight, bias, out, stats, running, described)
+            results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
         except _StandsForAnother:
+            results = None
+        if results is None:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
-        if described[0].is_recorded:
-            return _record(op, x, residual, weight, bias, out, stats, running, described)
-        results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
         if out is not None:
             _written(out)
         if running and op.updates_running:

@@ -57,6 +57,12 @@ def tensor_of(module: nn.Module, name: str) -> Any:
     return getattr(module, name)  # a hook or a parametrization has put something else in its place
 
 
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """A weight or bias of a layer, contiguous as the functions take it. torch.nn's layers take any."""
+    tensor = tensor_of(module, name)
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
 class LayerNorm(_Activated, nn.LayerNorm):
     """``torch.nn.LayerNorm``, computed by `cunorm.layer_norm`: ``y = (x - mean) * rstd * weight + bias``.
 
@@ -95,7 +101,11 @@ class LayerNorm(_Activated, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        axis, weight, bias = _axis(input, self.normalized_shape), tensor_of(self, "weight"), tensor_of(self, "bias")
+        axis, weight, bias = (
+            _axis(input, self.normalized_shape),
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
+        )
         y: Tensor = cunorm.layer_norm(input, weight, bias, axis=axis, eps=self.eps, activation=self.activation)
         return y
 
@@ -120,7 +130,7 @@ class RMSNorm(_Activated, nn.RMSNorm):
         eps = self.eps
         if eps is None:
             eps = _DOUBLE_EPS if x.dtype is torch.float64 else _SINGLE_EPS
-        axis, weight = _axis(x, self.normalized_shape), tensor_of(self, "weight")
+        axis, weight = _axis(x, self.normalized_shape), parameter_of(self, "weight")
         y: Tensor = cunorm.rms_norm(x, weight, axis=axis, eps=eps, activation=self.activation)
         return y
 
@@ -128,7 +138,7 @@ class RMSNorm(_Activated, nn.RMSNorm):
 def _axis(x: Tensor, shape: tuple[int, ...]) -> int | tuple[int, ...]:
     """The last axes, which must have this shape."""
     # Without weight and bias nothing else would notice.
-    if x.shape[-len(shape) :] != shape:
+    if x.shape[-len(shape) :] != tuple(shape):
         raise ValueError(f"the input has shape {tuple(x.shape)}; it must end in normalized_shape, {shape}")
     return -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
 
@@ -152,7 +162,7 @@ class GroupNorm(_Activated, nn.GroupNorm):
         if input.numel() == self.num_groups:
             must = "it must have more than one value a group"
             raise ValueError(f"the input has shape {tuple(input.shape)} and num_groups is {self.num_groups}; {must}")
-        weight, bias = tensor_of(self, "weight"), tensor_of(self, "bias")
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         y: Tensor = cunorm.group_norm(input, self.num_groups, weight, bias, eps=self.eps, activation=self.activation)
         return y
 
@@ -160,9 +170,14 @@ class GroupNorm(_Activated, nn.GroupNorm):
 class _InstanceNormForward(_Activated, _InstanceNorm):
     # What forward calls, when it has checked the input and given a batch axis to what has none.
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        weight, bias, eps = tensor_of(self, "weight"), tensor_of(self, "bias"), self.eps
+        weight, bias, eps = parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
+        if mean is not None and input.shape[1] != mean.shape[0]:
+            raise ValueError(
+                f"the input has {input.shape[1]} channels (shape {tuple(input.shape)}); "
+                f"it must have {mean.shape[0]}, as running_mean has"
+            )
         if not self.training and self.track_running_stats:
             y = cunorm.batch_norm(
                 input,
@@ -179,7 +194,7 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
         if positions == 1:
             raise ValueError(f"the input has shape {tuple(input.shape)}; it must have more than one value a channel")
         options: dict[str, Any] = {"eps": eps, "activation": self.activation}
-        if mean is None or var is None:
+        if mean is None or var is None or not input.numel():  # of nothing there are no statistics
             y = cunorm.instance_norm(input, weight, bias, **options)
             return y
         y, new_mean, rstd = cunorm.instance_norm(input, weight, bias, return_stats=True, **options)
@@ -225,11 +240,14 @@ class _BatchNormForward(_Activated, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         training, tracks, eps, activation = self.training, self.track_running_stats, self.eps, self.activation
-        weight, bias = tensor_of(self, "weight"), tensor_of(self, "bias")
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         mean = var = None
         if tracks or not training:
             mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
+        if training and not input.numel():  # which cunorm.batch_norm refuses, and torch.nn's layer does not
+            y = super().forward(input)
+            return y
         if training and tracks and (batches := tensor_of(self, "num_batches_tracked")) is not None:
             batches.add_(1)
             if self.momentum is None and mean is not None and var is not None:

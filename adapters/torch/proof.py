@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cunorm
-from cunorm.adapters.torch.modules import gelu, tensor_of
+from cunorm.adapters.torch.modules import gelu, parameter_of
 
 __all__ = ["Formula", "prove"]
 
@@ -48,6 +48,7 @@ class Formula:
     place: str = "last"
     dimensions: Set[int] = frozenset()
     dtypes: Mapping[tuple[torch.dtype, ...], torch.dtype] = field(default_factory=dict)
+    width: int | None = None  # of the last axis, where the layer takes no other and has no parameter that says so
 
     def __str__(self) -> str:
         shown = {name: value for name, value in self.options.items() if name in ("weight_offset", "approximate")}
@@ -57,16 +58,16 @@ class Formula:
     def parameters(self, module: nn.Module) -> dict[str, Tensor]:
         found = {}
         if self.weight is not None:
-            found["weight"] = tensor_of(module, self.weight)
+            found["weight"] = parameter_of(module, self.weight)
         if self.bias is not None:
-            found["bias"] = tensor_of(module, self.bias)
+            found["bias"] = parameter_of(module, self.bias)
         return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The result of the layer; None for dimensions and dtypes that were not tried."""
         parameters = self.parameters(module)
         dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
-        if dtype is None or x.dim() not in self.dimensions:
+        if dtype is None or x.dim() not in self.dimensions or self.width not in (None, x.shape[-1]):
             return None
         if x.dtype is dtype:
             return self.compute(x, parameters)
@@ -110,6 +111,8 @@ def prove(module: nn.Module) -> Formula | str:
         tried = [trial for trial in trials if trial.results]
         if not tried:
             return "its forward takes no floating-point tensor alone"
+        if any(trial.has_written for trial in tried):
+            return "its forward writes attributes of the layer"
         for formula in _formulas(module, weight, bias):
             if all(trial.agrees(formula) for trial in tried):
                 break
@@ -124,7 +127,10 @@ def prove(module: nn.Module) -> Formula | str:
                 key, found = (x_dtype, *[other] * len(names)), trial.results[0].dtype
                 if trial.agrees(dataclasses.replace(formula, dimensions={len(shape)}, dtypes={key: found})):
                     dtypes[key] = found
-    return dataclasses.replace(formula, dimensions={trial.x.dim() for trial in tried}, dtypes=dtypes)
+        width = None
+        if not names and not _Trial(module, (*shape[:-1], shape[-1] + 8), module.training).results:
+            width = shape[-1]
+    return dataclasses.replace(formula, dimensions={trial.x.dim() for trial in tried}, dtypes=dtypes, width=width)
 
 
 def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[Formula]:
@@ -164,9 +170,11 @@ def _shapes(module: nn.Module, weight: str | None) -> Iterator[tuple[int, ...]]:
 
 
 class _Trial:
-    """A layer run on random numbers of a shape: its output, that of zeros, and the gradients; nothing if it raises.
+    """A layer run on random numbers of a shape: outputs, and the gradients of the first; nothing if it raises.
 
-    The samples are of several sizes: small ones, where eps counts, or for GELU large ones.
+    The samples are of several sizes: small ones, where eps counts, or for GELU large ones. Of float32 numbers there are
+    outputs besides of what a layer may treat in a way of its own: zeros, very small and very large numbers, one that is
+    much larger than all others, and NaN.
     """
 
     def __init__(
@@ -183,26 +191,40 @@ class _Trial:
             return torch.randn(shape, generator=generator)
 
         sizes = [1.0]
-        if dtype is parameter_dtype is torch.float32:
+        single = dtype is parameter_dtype is torch.float32
+        if single:
             sizes = [1.0, 4.0, 30.0] if "gelu" in type(module).__name__.lower() else [1.0, 1e-2, 1e-3]
         scale = torch.tensor((sizes * shape[0])[: shape[0]]).view(-1, *[1] * (len(shape) - 1))
-        self.x = ((random(shape) * 2 + 0.5) * scale).to(dtype).requires_grad_()
+        numbers = random(shape) * 2 + 0.5
+        self.x = (numbers * scale).to(dtype).requires_grad_()
         self.dy = random(shape) * scale
-        # The layer itself is not touched: another object of its class, with parameters of its own.
+        self.others = [torch.zeros_like(self.x)]
+        if single:
+            self.others += [numbers * size for size in (1e-10, 1e-7, 1e-5, 1e3)]
+            for one in (1e3, float("nan")):
+                other = numbers.clone()
+                other.view(-1)[other.numel() // 2] = one
+                self.others.append(other)
+        # The layer itself is not touched: another object of its class, with parameters and containers of its own.
         copy = self.copy = object.__new__(type(module))
-        copy.__dict__ = vars(module) | {"training": training, "_parameters": {}}
+        own = {
+            name: value.copy() if type(value) in (list, dict, set) else value for name, value in vars(module).items()
+        }
+        copy.__dict__ = own | {"training": training, "_parameters": {}}
         for name, parameter in module._parameters.items():
             value = None if parameter is None else nn.Parameter((random(parameter.shape) / 2 + 1).to(parameter_dtype))
             copy._parameters[name] = value
         self.leaves = [self.x, *(parameter for parameter in copy._parameters.values() if parameter is not None)]
+        before = _attributes(copy)
         self.results: list[Tensor] = []
         with contextlib.suppress(Exception):  # of any kind: it may have been made for other tensors
             self.results = self._run(copy.forward)
+        self.has_written = _attributes(copy) != before
 
     def _run(self, function: Any) -> list[Tensor]:
         y = function(self.x)
         gradients = torch.autograd.grad(y, self.leaves, self.dy.to(y.dtype))
-        return [y.detach(), function(torch.zeros_like(self.x)).detach(), *gradients]
+        return [y.detach(), *gradients, *(function(other).detach() for other in self.others)]
 
     def agrees(self, formula: Formula) -> bool:
         """Whether the formula gives the layer's results: in dtype, strides and, within the tolerance, numbers."""
@@ -214,12 +236,23 @@ class _Trial:
         except (ValueError, TypeError, RuntimeError):
             return False  # it takes no such shape
         epsilon = max(_SINGLE, *(torch.finfo(leaf.dtype).eps for leaf in self.leaves))
-        tolerances = itertools.chain([_OUTPUT_TOLERANCE] * 2, itertools.repeat(_GRADIENT_TOLERANCE))
         if ours[0].stride() != self.results[0].stride():
             return False
-        for one, other, tolerance in zip(ours, self.results, tolerances):
+        for i, (one, other) in enumerate(zip(ours, self.results)):
+            tolerance = _GRADIENT_TOLERANCE if 0 < i <= len(self.leaves) else _OUTPUT_TOLERANCE
             if one.shape != other.shape or one.dtype != other.dtype:
                 return False
-            if not (one.double() - other.double()).norm() <= tolerance * epsilon * other.double().norm():
+            is_nan = other.isnan()
+            if not torch.equal(one.isnan(), is_nan):
+                return False
+            one, other = one.double().masked_fill(is_nan, 0), other.double().masked_fill(is_nan, 0)
+            if not (one - other).norm() <= tolerance * epsilon * other.norm():
                 return False
         return True
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What shows whether a layer has changed: its attributes, and how much its containers hold."""
+    return {
+        name: (id(value), len(value) if type(value) in (list, dict, set) else 0) for name, value in vars(module).items()
+    }

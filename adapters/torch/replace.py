@@ -7,6 +7,7 @@ class, to a subclass whose ``forward`` calls cunorm. So optimizers, tied weights
 from __future__ import annotations
 
 import collections
+import copyreg
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,9 @@ class Report:
         for entry in self.replaced:
             if type(entry.module) not in (entry.kind, entry.now):
                 found = f"{entry.name or 'the model'} is a {type(entry.module).__qualname__} by now"
+                raise RuntimeError(f"{found}; undo first what was done to it after replace_norms")
+            if "forward" in vars(entry.module):
+                found = f"{entry.name or 'the model'} has got a forward of its own, which may call that of cunorm"
                 raise RuntimeError(f"{found}; undo first what was done to it after replace_norms")
         for entry in self.replaced:
             vars(entry.module).pop(_FORMULA, None)
@@ -168,28 +172,38 @@ def replace_norms(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__qualname__}; it must be a torch.nn.Module")
-    unknown = [kind for kind in kinds if kind not in _KINDS]
-    if unknown or isinstance(kinds, str):
+    kinds = kinds if isinstance(kinds, str) else list(kinds)
+    if isinstance(kinds, str) or not set(kinds) <= set(_KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence of {' and '.join(map(repr, _KINDS))}")
     layers = list(model.named_modules())
     included = None if include is None else _choices("include", include, layers)
     excluded = _choices("exclude", exclude, layers)
     proved: dict[Any, Formula | str] = {}
+    substitutes: list[tuple[str, nn.Module, _Substitute]] = []
     replaced: list[Entry] = []
     left: list[Entry] = []
     for name, module in layers:
         if _kind(module) not in kinds:
             continue
-        original = type(module)
         if _is_one_of(name, module, excluded) or (included is not None and not _is_one_of(name, module, included)):
-            reason: str | None = "excluded"
+            found: _Substitute | str = "excluded"
         else:
-            reason = _untouchable(module)
-        ours, text = (None, reason) if reason else _substitute(module, proved)
-        now = None if ours is None else _derived(ours, original, compiled)
-        if now is not None:
-            module.__class__ = now
-        (left if now is None else replaced).append(Entry(name, module, original, text, now))
+            found = _untouchable(module) or _substitute(module, proved, compiled)
+        if isinstance(found, str):
+            left.append(Entry(name, module, type(module), found, None))
+        else:
+            substitutes.append((name, module, found))
+    # Nothing is changed before, so that what raises above leaves the model as it was.
+    for name, module, substitute in substitutes:
+        original = type(module)
+        try:
+            module.__class__ = substitute.kind
+        except TypeError as error:
+            left.append(Entry(name, module, original, f"its class cannot be changed: {error}", None))
+            continue
+        if substitute.formula is not None:
+            vars(module)[_FORMULA] = substitute.formula
+        replaced.append(Entry(name, module, original, substitute.text, substitute.kind))
     return Report(tuple(replaced), tuple(left))
 
 
@@ -250,26 +264,47 @@ def _untouchable(module: nn.Module) -> str | None:
     return None
 
 
-def _substitute(module: nn.Module, proved: dict[Any, Formula | str]) -> tuple[type[nn.Module] | None, str]:
-    """The class whose forward a layer gets, and the name of what it computes; or None and why there is none."""
-    kind = type(module)
+@dataclass(frozen=True)
+class _Substitute:
+    """The class that a layer gets, and what that computes."""
+
+    kind: type[nn.Module]
+    text: str
+    formula: Formula | None = None
+
+
+def _substitute(module: nn.Module, proved: dict[Any, Formula | str], compiled: bool) -> _Substitute | str:
+    """What takes a layer's place; or why nothing does."""
+    found = _forward_of(module, proved)
+    if isinstance(found, str):
+        return found
+    ours, text, formula = found
+    try:
+        return _Substitute(_derived(ours, type(module), compiled), text, formula)
+    except Exception as error:  # the class may ask for anything of its subclasses
+        return f"its class cannot have a subclass: {error}"
+
+
+def _forward_of(
+    module: nn.Module, proved: dict[Any, Formula | str]
+) -> tuple[type[nn.Module], str, Formula | None] | str:
+    """The class whose forward a layer gets, the name of what it computes, and its formula; or why there is none."""
     for theirs, (ours, function) in _OURS.items():
-        if isinstance(module, theirs) and _computes_as(kind, theirs):
+        if isinstance(module, theirs) and _computes_as(type(module), theirs):
             for name in ("weight", "bias"):
                 if hasattr(module, name) and name not in module._parameters:
-                    return None, f"its {name} is no parameter, but set by a hook"
-            return ours, f"cunorm.{function}"
+                    return f"its {name} is no parameter, but set by a hook"
+            if hasattr(module, "activation"):
+                return "it has an activation, which our layers would apply"
+            return ours, f"cunorm.{function}", None
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
-        return None, "its forward is its own, and it keeps statistics"
+        return "its forward is its own, and it keeps statistics"
     if module._modules:
-        return None, "it holds other layers, each looked at on its own"
+        return "it holds other layers, each looked at on its own"
     if module._buffers:
-        return None, "it has buffers"
+        return "it has buffers"
     formula = _proof(module, proved)
-    if isinstance(formula, str):
-        return None, formula
-    vars(module)[_FORMULA] = formula
-    return _Proved, str(formula)
+    return formula if isinstance(formula, str) else (_Proved, str(formula), formula)
 
 
 def _computes_as(kind: type[nn.Module], theirs: type[nn.Module]) -> bool:
@@ -281,16 +316,22 @@ def _computes_as(kind: type[nn.Module], theirs: type[nn.Module]) -> bool:
 def _proof(module: nn.Module, proved: dict[Any, Formula | str]) -> Formula | str:
     """The formula of a layer; found once for layers that differ in nothing but the numbers of their parameters."""
     shapes = tuple((name, p if p is None else p.shape) for name, p in module._parameters.items())
-    every = vars(nn.Module())
-    own = tuple((name, value) for name, value in vars(module).items() if name not in every)
+    own = tuple((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
     key = (type(module), shapes, own)
     try:
         found = proved.get(key)
     except TypeError:  # an attribute that cannot be hashed
-        return prove(module)
+        return _tried(module)
     if found is None:
-        found = proved[key] = prove(module)
+        found = proved[key] = _tried(module)
     return found
+
+
+def _tried(module: nn.Module) -> Formula | str:
+    try:
+        return prove(module)
+    except Exception as error:  # of what is around the call: a FakeTensorMode, say
+        return f"trying it failed: {type(error).__name__}"
 
 
 _FORMULA = "_cunorm_formula"  # the attribute of a layer whose formula was found
@@ -304,7 +345,11 @@ class _Derived(nn.Module):
 
     # Pickle would not find the class by its name.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, self._made_of, super().__reduce_ex__(2)[2]
+        reduced: Any = super().__reduce_ex__(2)
+        make, arguments, *rest = reduced
+        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return make, arguments, *rest  # the layer's own way
+        return _rebuild, self._made_of, *rest[:1]
 
 
 def _rebuild(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> nn.Module:
@@ -325,21 +370,43 @@ def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
 
 
 def _eager_forward(ours: type[nn.Module], original: type[nn.Module]) -> Any:
-    """Our forward, but the layer's own wherever it is traced."""
+    """Our forward, but the layer's own wherever it is traced, and for tensors that are not just memory."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_compiling() else ours).forward(self, *args, **kwargs)
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
+        if _is_compiling() or _is_tracing() or type(x) not in _PLAIN or x.is_nested:
+            return original.forward(self, *args, **kwargs)
+        return ours.forward(self, *args, **kwargs)
 
     return forward
 
 
+_PLAIN = (Tensor, nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)
+
+
+# Attributes that make no formula; and the forward may have been wrapped.
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward", "__class__"))
+
+
 class _Proved(nn.Module):
-    """The forward of a layer whose formula was found."""
+    """The forward of a layer whose formula was found, as long as nothing that made the formula has changed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        if len(given) == 1:
-            y = getattr(self, _FORMULA)(self, given[0])
+        given, formula = (*args, *kwargs.values()), vars(self).get(_FORMULA)
+        if len(given) == 1 and formula is not None:
+            y = formula(self, given[0])
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_parameter = isinstance(value, Tensor) and self._parameters.get(name) is not None
+        if not is_parameter and name not in _OF_EVERY_MODULE and hasattr(self, name):
+            vars(self).pop(_FORMULA, None)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        vars(self).pop(_FORMULA, None)
+        super().__delattr__(name)
