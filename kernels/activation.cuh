@@ -115,9 +115,8 @@ __device__ __forceinline__ Compute activate(Compute z) {
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
   if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2) {
-    // s + z * s * (1 - s), with one instruction less.
-    const Compute s = sigmoid(z), y = z * s;
-    return s + (y - y * s);
+    const Compute s = sigmoid(z);
+    return (z - z * s) * s + s;
   }
   if constexpr (activation == Activation::silu) {
     const SigmoidPair s = sigmoid_pair(z);

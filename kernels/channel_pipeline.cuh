@@ -52,15 +52,19 @@ __device__ __forceinline__ int own_vectors_of(int points) {
 // Where a tensor has a thread's numbers: its first channel of its first point.
 struct Place {
   long long sample_stride;
-  long long step;  // from one of the thread's vectors to the next
+  int step;  // from one of the thread's vectors to the next
   long long first;
 
   __device__ __forceinline__ Place(long long sample_stride, long long point_stride, const Part& part)
-      : sample_stride(sample_stride), step(POINT_LANES * point_stride),
+      : sample_stride(sample_stride), step(static_cast<int>(POINT_LANES * point_stride)),
         first((part.first + point_lane()) * point_stride + channel_lane() * VECTOR) {}
 
-  __device__ __forceinline__ long long of(const Slab& slab) const {
-    return first + slab.sample * sample_stride + static_cast<long long>(slab.tile) * TILE_CHANNELS;
+  // Those of a slab. The next vectors of the thread follow `step` from one another.
+  template <typename T>
+  __device__ __forceinline__ T* of(T* tensor, const Slab& slab) const {
+    T* numbers = tensor + first + slab.sample * sample_stride + static_cast<long long>(slab.tile) * TILE_CHANNELS;
+    pin(numbers);
+    return numbers;
   }
 };
 

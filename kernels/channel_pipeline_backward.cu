@@ -78,6 +78,7 @@ __device__ __forceinline__ Own own_of(const Compute* weights, const Compute* bia
     const Given of_set = given[set_in_tile(j)];
     own.mean[j] = of_set.mean;
     own.rstd[j] = of_set.rstd;
+    own.set_slope(j);
   }
   return own;
 }
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   const Part part = part_of_block(arguments.points, arguments.points_per_block, arguments.blocks_per_slab);
   const Slabs slabs = {arguments.slabs, part};
   const int own_vectors = own_vectors_of(part.count);
-  const auto has = [&](const Slab& slab, int i) { return slab.there && i < own_vectors; };
+  const auto vectors_of = [&](const Slab& slab) { return slab.there ? own_vectors : 0; };
   const int warp = threadIdx.x / 32;
   const auto sums_of = [&](int turn) {
     return Sums{reinterpret_cast<Compute*>(staged + 2 * STAGED) + turn % 2 * SUM_ROWS * Sums::ROW};
@@ -157,10 +158,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   const Place dy_place(arguments.dy_sample_stride, arguments.dy_point_stride, part);
   const Place x_place(arguments.x_sample_stride, arguments.x_point_stride, part);
   const Place dx_place(arguments.dx_sample_stride, arguments.dx_point_stride, part);
-  const auto fill = [&](X_TYPE* slots, const X_TYPE* dy, const X_TYPE* x, const Slab& slab, int i) {
-    if (has(slab, i)) {
-      copy_async<VECTOR>(slots + i * STEP, dy + i * dy_place.step);
-      copy_async<VECTOR>(slots + STAGED + i * STEP, x + i * x_place.step);
+  const auto fill = [&](X_TYPE* slot, const X_TYPE* dy, const X_TYPE* x, bool there) {
+    if (there) {
+      copy_async<VECTOR>(slot, dy);
+      copy_async<VECTOR>(slot + STAGED, x);
     }
     copy_async_commit();
   };
@@ -172,10 +173,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   };
   if (warp < WARPS) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
-      const X_TYPE* const dy = arguments.dy + dy_place.of(slabs[ahead]);
-      const X_TYPE* const x = arguments.x + x_place.of(slabs[ahead]);
+      const int vectors = vectors_of(slabs[ahead]);
+      X_TYPE* const slots = slots_of(staged, ahead);
+      const X_TYPE *dy = dy_place.of(arguments.dy, slabs[ahead]), *x = x_place.of(arguments.x, slabs[ahead]);
 #pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) fill(slots_of(staged, ahead), dy, x, slabs[ahead], i);
+      for (int i = 0; i < RESIDENT; ++i, dy += dy_place.step, x += x_place.step) {
+        fill(slots + i * STEP, dy, x, i < vectors);
+      }
     }
     for (int channel = threadIdx.x; channel < CHANNELS; channel += THREADS) {
       if constexpr (HAS_WEIGHT) weights[channel] = static_cast<Compute>(widen(arguments.weight[channel]));
@@ -232,20 +236,24 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       const int done_turn = turn - LAG;
       const Slab summed = slabs[turn], done = slabs[done_turn], next = slabs[done_turn + AHEAD];
       const X_TYPE* const arrived = slots_of(staged, turn);
+      const int vectors = vectors_of(summed);
       if (summed.there) {
         const Own own = own_of(weights, biases, given[turn % GIVEN], summed);
         Compute sums[2 * VECTOR] = {};
         as_they_arrive<0, RESIDENT>([&](int i) {
-          if (!has(summed, i)) return;
+          if (i >= vectors) return;
           const Values dy = load<X_TYPE, VECTOR>(arrived + i * STEP);
           const Values x = load<X_TYPE, VECTOR>(arrived + STAGED + i * STEP);
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
-            const Gradient gradient = own.gradient(widen(x, j), widen(dy, j), j);
-            sums[j] += gradient.dz;
-            sums[VECTOR + j] += gradient.dz * gradient.xhat;
+            const Compute deviation = own.deviation(widen(x, j), j);
+            const Compute dz = own.dz(widen(dy, j), deviation * own.slope[j], j);
+            sums[j] += dz;
+            sums[VECTOR + j] += dz * deviation;
           }
         });
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sums[VECTOR + j] *= own.missing_scale(j);
         Compute told[2 * ROW_NUMBERS] = {};
 #pragma unroll
         for (int i = 0; i < 2 * VECTOR; ++i) {
@@ -271,17 +279,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         finish = Finish(sets[done_turn % 2], own);
         if (slabs[done_turn + 2].there) of_sets.emptied(done_turn);
       }
+      const int done_vectors = vectors_of(done), next_vectors = vectors_of(next);
       X_TYPE* const slots = slots_of(staged, done_turn + AHEAD);  // those of the slab that is finished
-      X_TYPE* const dx = arguments.dx + dx_place.of(done);
-      const X_TYPE *const next_dy = arguments.dy + dy_place.of(next), *const next_x = arguments.x + x_place.of(next);
+      X_TYPE* dx = dx_place.of(arguments.dx, done);
+      const X_TYPE *next_dy = dy_place.of(arguments.dy, next), *next_x = x_place.of(arguments.x, next);
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) {
-        if (has(done, i)) {
-          const Values dy = load<X_TYPE, VECTOR>(slots + i * STEP);
-          const Values x = load<X_TYPE, VECTOR>(slots + STAGED + i * STEP);
-          store_global(dx + i * dx_place.step, finish.of(dy, x, own));
+        X_TYPE* const slot = slots + i * STEP;
+        if (i < done_vectors) {
+          store_global(dx, finish.of(load<X_TYPE, VECTOR>(slot), load<X_TYPE, VECTOR>(slot + STAGED), own));
         }
-        fill(slots, next_dy, next_x, next, i);
+        fill(slot, next_dy, next_x, i < next_vectors);
+        dx += dx_place.step;
+        next_dy += dy_place.step;
+        next_x += x_place.step;
       }
     }
   }

@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   const Part part = part_of_block(arguments.points, arguments.points_per_block, arguments.blocks_per_slab);
   const Slabs slabs = {arguments.slabs, part};
   const int own_vectors = own_vectors_of(part.count);
-  const auto has = [&](const Slab& slab, int i) { return slab.there && i < own_vectors; };
+  const auto vectors_of = [&](const Slab& slab) { return slab.there ? own_vectors : 0; };
   const int warp = threadIdx.x / 32;
   const auto sums_of = [&](int turn) {
     return Sums{reinterpret_cast<Compute*>(staged + STAGED) + turn % 2 * SUM_ROWS * Sums::ROW};
@@ -168,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
 
   const Place x_place(arguments.x_sample_stride, arguments.x_point_stride, part);
   const Place y_place(arguments.y_sample_stride, arguments.y_point_stride, part);
-  const auto fill = [&](X_TYPE* slots, const X_TYPE* x, const Slab& slab, int i) {
-    if (has(slab, i)) copy_async<VECTOR>(slots + i * STEP, x + i * x_place.step);
+  const auto fill = [&](X_TYPE* slot, const X_TYPE* x, bool there) {
+    if (there) copy_async<VECTOR>(slot, x);
     copy_async_commit();
   };
   // Weights and biases of the thread's channels of a tile, as they lie in memory.
@@ -183,9 +183,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   Compute pivot_share = 0;
   if (warp < WARPS) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
-      const X_TYPE* const x = arguments.x + x_place.of(slabs[ahead]);
+      const int vectors = vectors_of(slabs[ahead]);
+      X_TYPE* const slots = slots_of(staged, ahead);
+      const X_TYPE* x = x_place.of(arguments.x, slabs[ahead]);
 #pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) fill(slots_of(staged, ahead), x, slabs[ahead], i);
+      for (int i = 0; i < RESIDENT; ++i, x += x_place.step) fill(slots + i * STEP, x, i < vectors);
     }
     keep_affine(slabs[0]);
     Compute points[2] = {static_cast<Compute>(own_vectors), static_cast<Compute>(own_vectors > 0 ? 1 : 0)};
@@ -229,12 +231,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       const int done_turn = turn - LAG;
       const Slab summed = slabs[turn], done = slabs[done_turn], next = slabs[done_turn + AHEAD];
       const X_TYPE* const arrived = slots_of(staged, turn);
+      const int vectors = vectors_of(summed);
       OfUnits of_units;
       as_they_arrive<0, RESIDENT>([&](int i) {
         Values values = {};
-        if (has(summed, i)) values = load<X_TYPE, VECTOR>(arrived + i * STEP);
+        if (i < vectors) values = load<X_TYPE, VECTOR>(arrived + i * STEP);
         if (i == 0) of_units.begin(values, pivot_share);
-        if (has(summed, i)) of_units.add(values);
+        if (i < vectors) of_units.add(values);
       });
       if (summed.there) {
         if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(of_units.sums);
@@ -255,13 +258,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         if (slabs[done_turn + 2].there) of_sets.emptied(done_turn);
         if (TILES > 1) keep_affine(slabs[done_turn + 1]);
       }
+      const int done_vectors = vectors_of(done), next_vectors = vectors_of(next);
       X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of the slab that is finished
-      X_TYPE* const y = arguments.y + y_place.of(done);
-      const X_TYPE* const x = arguments.x + x_place.of(next);
+      X_TYPE* y = y_place.of(arguments.y, done);
+      const X_TYPE* x = x_place.of(arguments.x, next);
 #pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) {
-        if (has(done, i)) store_global(y + i * y_place.step, finish.of(load<X_TYPE, VECTOR>(own + i * STEP)));
-        fill(own, x, next, i);
+      for (int i = 0; i < RESIDENT; ++i, y += y_place.step, x += x_place.step) {
+        X_TYPE* const slot = own + i * STEP;
+        if (i < done_vectors) store_global(y, finish.of(load<X_TYPE, VECTOR>(slot)));
+        fill(slot, x, i < next_vectors);
       }
     }
   }

@@ -12,9 +12,10 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
     const Vector<X_TYPE, VECTOR> dy = dy_slots.get(slot_of(i)), x = x_slots.get(slot_of(i));
     add_vector(sums, [&](int j, Compute (&parts)[NUMBERS * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
-      const Gradient gradient = thread.gradient(widen(x, j), widen(dy, j), channel);
-      parts[channel] += gradient.dz;
-      parts[CHANNEL_VECTOR + channel] += gradient.dz * gradient.xhat;
+      const Compute deviation = thread.deviation(widen(x, j), channel);
+      const Compute dz = thread.dz(widen(dy, j), deviation * thread.slope[channel], channel);
+      parts[channel] += dz;
+      parts[CHANNEL_VECTOR + channel] += dz * deviation;
     });
   };
   take_part(0, vectors, count, add, release);
@@ -23,7 +24,7 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
     own[channel_in_tile(j)] = sums[j];
-    own[TILE_CHANNELS + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j];
+    own[TILE_CHANNELS + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j] * thread.missing_scale(j);
   }
   __syncthreads();
 }

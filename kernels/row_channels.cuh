@@ -80,7 +80,7 @@ struct ChannelAffine {
       if constexpr (HAS_BIAS) one_bias[0] = part_bias[0];
     } else {
       // Else the compiler keeps the channel of every vector from pass to pass, and spills.
-      asm volatile("" : "+r"(column));
+      pin(column);
       channel = channels.of_column(column);
       left = static_cast<int>((channel + 1) * channels.positions - channels.first_column) - column;
       load_one(channel, one_weight, one_bias);

@@ -229,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
 
   long long row = part.group;
   Place place = place_of(y, part, row, arguments.rows);
-  wait_for_earlier_launches();
   for (int ahead = 0; ahead < ROWS_AHEAD; ++ahead) {
     const long long row_ahead = row + ahead * part.groups;
     const Place place_ahead = place_of(y, part, row_ahead, arguments.rows);
@@ -239,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
 #pragma unroll
   for (int i = 0; i < HELD; ++i) fetch_held(row, place, i);
   fetch_edge(row, place);
+  wait_for_earlier_launches();
 
   for (int turn = 0; row < arguments.rows; ++turn) {
     const long long next_row = row + part.groups;

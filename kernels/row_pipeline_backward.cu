@@ -124,15 +124,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   // Where a thread's first vector of a row lies.
   const long long first = part.first + column_of(0);
-  const auto fill = [&](int turn, long long row, int i) {
-    if (row < rows && has(i)) {
-      X_TYPE* const slot = slots_of(staged, turn) + i * STEP;
-      const long long place = first + i * STEP;
-      copy_async<VECTOR>(slot, arguments.x + row * arguments.x_stride + place);
-      copy_async<VECTOR>(slot + STAGED, arguments.dy + row * arguments.dy_stride + place);
-      if constexpr (HAS_DRESIDUAL) {
-        copy_async<VECTOR>(slot + 2 * STAGED, arguments.dresidual_out + row * arguments.dresidual_out_stride + place);
-      }
+  struct Sources {
+    const X_TYPE* x;
+    const X_TYPE* dy;
+    const X_TYPE* dresidual_out;
+    int vectors;
+  };
+  const auto sources_of = [&](long long row) {
+    Sources of = {arguments.x + row * arguments.x_stride + first, arguments.dy + row * arguments.dy_stride + first,
+                  nullptr, row < rows ? own_vectors : 0};
+    pin(of.x);
+    pin(of.dy);
+    if constexpr (HAS_DRESIDUAL) {
+      of.dresidual_out = arguments.dresidual_out + row * arguments.dresidual_out_stride + first;
+      pin(of.dresidual_out);
+    }
+    return of;
+  };
+  const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
+    if (i < of.vectors) {
+      copy_async<VECTOR>(slot, of.x + i * STEP);
+      copy_async<VECTOR>(slot + STAGED, of.dy + i * STEP);
+      if constexpr (HAS_DRESIDUAL) copy_async<VECTOR>(slot + 2 * STAGED, of.dresidual_out + i * STEP);
     }
     copy_async_commit();
   };
@@ -145,8 +158,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   Given next_given = {};
   if (works) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
+      X_TYPE* const slots = slots_of(staged, ahead);
+      const Sources sources = sources_of(row + ahead * groups);
 #pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) fill(ahead, row + ahead * groups, i);
+      for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
@@ -231,13 +246,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     // Finish and store; and fill again what was stored.
     const OfRow of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
-    X_TYPE* const dx = arguments.dx + done_row * arguments.dx_stride + first;
+    X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;
+    pin(dx);
+    const Sources next = sources_of(done_row + AHEAD * groups);
+    const int done_vectors = finishes ? own_vectors : 0;
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
-      if (finishes && has(i)) {
-        const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
+      X_TYPE* const slot = own + i * STEP;
+      if (i < done_vectors) {
+        const Values x = load<X_TYPE, VECTOR>(slot), dy = load<X_TYPE, VECTOR>(slot + STAGED);
         Values added;
-        if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(own + 2 * STAGED + i * STEP);
+        if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(slot + 2 * STAGED);
         Compute weight[VECTOR], bias[VECTOR], results[VECTOR];
         affine.get(i, of.given, weight, bias);
 #pragma unroll
@@ -249,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         }
         store_global(dx + i * STEP, rounded<X_TYPE>(results));
       }
-      fill(done_turn + AHEAD, done_row + AHEAD * groups, i);
+      fill(slot, next, i);
     }
   }
 

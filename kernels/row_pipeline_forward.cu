@@ -136,16 +136,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   // Where a thread's first vector of a row lies.
   const long long first = part.first + column_of(0);
-  const auto x_of = [&](long long row) { return arguments.x + row * arguments.x_stride + first; };
-  const auto residual_of = [&](long long row) { return arguments.residual + row * arguments.residual_stride + first; };
-  const auto y_of = [&](long long row) { return arguments.y + row * arguments.y_stride + first; };
   const auto sum_of_row = [&](long long row) {
     return arguments.residual_out + row * arguments.residual_out_stride + first;
   };
-  const auto fill = [&](X_TYPE* slots, const X_TYPE* x, const X_TYPE* residual, bool there, int i) {
-    if (there && has(i)) {
-      copy_async<VECTOR>(slots + i * STEP, x + i * STEP);
-      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slots + STAGED + i * STEP, residual + i * STEP);
+  struct Sources {
+    const X_TYPE* x;
+    const X_TYPE* residual;
+    int vectors;
+  };
+  const auto sources_of = [&](long long row) {
+    Sources of = {arguments.x + row * arguments.x_stride + first, nullptr, row < rows ? own_vectors : 0};
+    pin(of.x);
+    if constexpr (HAS_RESIDUAL) {
+      of.residual = arguments.residual + row * arguments.residual_stride + first;
+      pin(of.residual);
+    }
+    return of;
+  };
+  const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
+    if (i < of.vectors) {
+      copy_async<VECTOR>(slot, of.x + i * STEP);
+      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slot + STAGED, of.residual + i * STEP);
     }
     copy_async_commit();
   };
@@ -154,11 +165,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   long long row = part.group;  // that is summed
   if (works) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
-      const long long row_ahead = row + ahead * groups;
+      X_TYPE* const slots = slots_of(staged, ahead);
+      const Sources sources = sources_of(row + ahead * groups);
 #pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) {
-        fill(slots_of(staged, ahead), x_of(row_ahead), residual_of(row_ahead), row_ahead < rows, i);
-      }
+      for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
@@ -248,16 +258,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
     // Finish and store; and fill again what was stored.
     const OfRow statistics = of_row[turn % 2];
-    const long long row_ahead = done_row + AHEAD * groups;
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
-    X_TYPE* const y = y_of(done_row);
-    const X_TYPE *const x = x_of(row_ahead), *const residual = residual_of(row_ahead);
+    X_TYPE* y = arguments.y + done_row * arguments.y_stride + first;
+    pin(y);
+    const Sources next = sources_of(done_row + AHEAD * groups);
+    const int done_vectors = finishes ? own_vectors : 0;
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
-      if (finishes && has(i)) {
-        store_global(y + i * STEP, affine.finish(load<X_TYPE, VECTOR>(own + i * STEP), i, statistics));
-      }
-      fill(own, x, residual, row_ahead < rows, i);
+      X_TYPE* const slot = own + i * STEP;
+      if (i < done_vectors) store_global(y + i * STEP, affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
+      fill(slot, next, i);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import sys
@@ -159,11 +160,13 @@ def test_where_it_is_possible(arch: str) -> None:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         for problem in plain_channel_norm((8, 512, 4096), dtype, **options):  # type: ignore[arg-type]
             assert channel_pipeline.is_possible(problem, device) == (arch != "sm_75" and dtype != "float64")
-    # Channels second; vectors of 8 bytes; nothing.
+    # Channels second; vectors of 8 bytes; nothing; points that are too far from each other.
     second, *_ = plain_channel_norm((8, 512, 4096), "float16", 16)
     short, *_ = plain_channel_norm((8, 516, 4096), "float16", 129, last=True)
     nothing, *_ = plain_channel_norm((8, 512, 0), "float16", 16, last=True)
-    assert not any(channel_pipeline.is_possible(problem, device) for problem in (second, short, nothing))
+    good, *_ = plain_channel_norm((8, 512, 4096), "float16", 16, last=True)
+    far = dataclasses.replace(good, x=dataclasses.replace(good.x, point_strides=(2**22,)))
+    assert not any(channel_pipeline.is_possible(problem, device) for problem in (second, short, nothing, far))
 
 
 def test_every_set_has_an_owner_and_lanes_that_tell_of_it() -> None:

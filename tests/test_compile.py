@@ -17,7 +17,8 @@ which one takes from a tenth of a second to two. Covered is:
    every dtype and architecture, but for row_split_* and pointwise_*, which those share that are alike.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
-for channel_grid_*, channel_pipeline_*, row_pipeline_* and row_weight_gradients, which may read what the plan was given.
+for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_* and row_weight_gradients, which may read what
+the plan was given.
 
 The kernels are not listed here but asked of ``plan``.
 """
@@ -549,7 +550,7 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
         ptx = ptx_of(item)
         assert any(map(touches_memory, ptx)), item.kernel
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
-        if item.kernel.startswith(("channel_grid", "row_weight_gradients")) or "pipeline" in item.kernel:
+        if item.kernel.startswith(("channel_grid", "row_grid", "row_weight_gradients")) or "pipeline" in item.kernel:
             # The second launch of its plan, before which nothing is written that it reads, as the rules of plans have
             # it (test_channel_plan_rules.py, plan_rules.py).
             early = [line for line in early if not reads_memory(line)]

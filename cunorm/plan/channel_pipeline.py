@@ -161,12 +161,14 @@ def is_possible(problem: ChannelProblem, device: Device) -> bool:
     """Whether the kernels are for a problem.
 
     They need cp.async and mbarriers (sm_80), channels that are contiguous and vectors of 16 bytes of them, and points
-    that are a single dimension. Of float64 ptxas would spill.
+    that are a single dimension, so near to each other that an int holds how far one of a thread's is from its next. Of
+    float64 ptxas would spill.
     """
     way, itemsize = direction(problem), DTYPES[problem.x.dtype].itemsize
     whole = way.along_channels and way.width * itemsize == 16 and len(problem.point_sizes) == 1
+    near = whole and all(max(_THREADS) * abs(tensor.point_strides[0]) < 2**31 for tensor in problem.tensors)
     some = problem.samples * problem.channels * problem.points > 0
-    return device.capability >= 80 and itemsize < 8 and whole and some
+    return device.capability >= 80 and itemsize < 8 and near and some
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipeline]:
