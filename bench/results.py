@@ -170,8 +170,12 @@ class Results:
             for (row, seconds), found in rows.items()
         ]
         text = json.dumps(head, indent=1).removesuffix("\n}")
-        new.write_text(f'{text},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
-        new.replace(path)
+        try:
+            new.write_text(f'{text},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
 
 def load(path: str | Path) -> Results:

@@ -14,6 +14,7 @@ from cunorm.execute import Output
 from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
 
 __all__ = [
+    "as_float",
     "check_activation",
     "check_approximate",
     "check_axis",
@@ -72,12 +73,20 @@ def _check_bools(output_mask: Any, count: int, what: str) -> tuple[bool, ...]:
     return tuple(map(bool, output_mask))
 
 
+def as_float(number: Any) -> float:
+    """A real number as a float: infinite where no float is as large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def check_eps(eps: Any) -> float:
     """The eps of a user's call."""
     # Most are floats, which this is quick to tell.
     if type(eps) is not float and not isinstance(eps, numbers.Real):
         raise TypeError(f"eps is a {type(eps).__qualname__}; it must be a number, finite and not negative")
-    value = float(eps)
+    value: float = eps if type(eps) is float else as_float(eps)
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"eps must be finite and not negative; got {value}")
     return value
@@ -87,7 +96,7 @@ def check_weight_offset(weight_offset: Any) -> float:
     """The weight_offset of a user's call."""
     if not isinstance(weight_offset, numbers.Real):
         raise TypeError(f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number")
-    value = float(weight_offset)
+    value = as_float(weight_offset)
     if not math.isfinite(value):
         raise ValueError(f"weight_offset must be finite; got {value}")
     return value
@@ -155,7 +164,7 @@ def check_momentum(momentum: Any) -> float:
     """The momentum of a user's call."""
     if not isinstance(momentum, numbers.Real):
         raise TypeError(f"momentum is a {type(momentum).__qualname__}; it must be a number from 0 to 1")
-    value = float(momentum)
+    value = as_float(momentum)
     if not 0 <= value <= 1:
         raise ValueError(f"momentum is {value}; it must be from 0 to 1")
     return value

@@ -120,13 +120,14 @@ class TuningFile:
 
     def _read(self) -> _Content:
         try:
+            self._check_kind()
             if self.path.stat().st_size > _MOST_BYTES:
                 raise ValueError("it is too large")
             entries, others, bad = _parse(json.loads(self.path.read_text("utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             return _Content({}, {})
         except OSError as error:
-            return _Content({}, {}, f"cannot be read and is ignored ({error.strerror})")
+            return _Content({}, {}, f"cannot be read and is ignored ({error.strerror or error})")
         except (ValueError, RecursionError) as error:
             return _Content({}, {}, f"is ignored, since it is no tuning file of this version of cunorm ({error})")
         if not bad:
@@ -158,29 +159,42 @@ class TuningFile:
             content = {"format": _FORMAT, "gpus": {name: dict(sorted(of_gpu.items())) for name, of_gpu in gpus.items()}}
             self._write(json.dumps(content, indent=1) + "\n")
 
-    def clear(self) -> bool:
-        """Remove the file, or put it aside where it is not one of ours. Returns whether there was one."""
+    def clear(self) -> str:
+        """Remove the file, or put it aside where it is not one of ours. Returns which, in words; "" if there was none.
+
+        Raises
+        ------
+        OSError
+            If it cannot be removed, or is no regular file: a folder, say.
+        """
         entries, others, complaint = self._read()
         if complaint and not (entries or others):
-            return self._put_aside()
+            return f"moved to {self._old}" if self._put_aside() else ""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.path.unlink()
-            return True
-        return False
+            return "removed"
+        return ""
 
     def check_writable(self) -> None:
         """Raise the OSError that `store` would raise."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.path.parent):
             pass
-        if self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder")
+        self._check_kind()
 
     @property
     def _old(self) -> Path:
         return self.path.with_name(self.path.name + ".old")
 
+    def _check_kind(self) -> None:
+        """Raise an OSError for a folder, a pipe or a device: reading may never end, and it is not ours to move."""
+        if self.path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if self.path.exists() and not self.path.is_file():
+            raise OSError("it is no regular file")
+
     def _put_aside(self) -> bool:
+        self._check_kind()
         try:
             self.path.replace(self._old)
         except (FileNotFoundError, NotADirectoryError):

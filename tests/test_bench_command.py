@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_cases import ROOT, ROW, FakeMachine, synthetic
@@ -92,3 +95,33 @@ def test_saved_results_are_shown_without_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "layer_norm 524288x256 bfloat16" in done.stdout
     assert "absent: liger (not installed)" in done.stdout
+    # Nor is a terminal of ASCII in the way.
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d \?s\b", done.stdout)
+
+
+def test_results_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "results.json"
+    synthetic().save(source)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("folder", "it is a folder"), ("pipe", "it is no regular file"), ("x" * 300, "too long")):
+        code, out, err = bench(capsys, "--from", str(source), "--json", str(tmp_path / name))
+        assert (code, out) == (2, "")
+        assert message in err
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    code, _, err = bench(capsys, "--from", str(source), "--json", str(tmp_path / "other.json"))
+    assert (code, "other.json: " in err, "No space left" in err) == (2, True, True)
+    monkeypatch.setattr("cunorm.cli.bench._machine", FakeMachine)
+    monkeypatch.setitem(SUITES, "tiny", lambda: iter([ROW]))
+    code, _, err = bench(capsys, "tiny", "--json", str(tmp_path / "other.json"), "--providers", "cunorm")
+    assert (code, "No space left" in err) == (2, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "folder", "pipe"}

@@ -519,8 +519,18 @@ def test_tune(
     stored = TuningFile(cache_folder / "other.json").read()[GPU]
     assert keys < set(stored) and len(stored) == 4
 
-    assert run(capsys, "tune", "--clear") == f"removed: {cache_folder / 'tuning.json'}\n"
-    assert not (cache_folder / "tuning.json").exists()
+    path = cache_folder / "tuning.json"
+    assert run(capsys, "tune", "--clear") == f"removed: {path}\n"
+    assert not path.exists()
+    path.write_text("someone else's")
+    assert run(capsys, "tune", "--clear") == f"moved to {path}.old: {path}\n"
+
+
+def test_a_folder_is_not_cleared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    message = refused(capsys, "tune", "--clear", "--file", str(tmp_path / "results"))
+    assert message.endswith(f"{tmp_path / 'results'} cannot be removed: it is a folder\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -589,6 +599,30 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_byte_counts(count: float, text: str) -> None:
     assert output.byte_count(count) == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}],
+    ids=["C", "ascii"],
+)
+@pytest.mark.parametrize("command", ["demo", "explain"])
+def test_an_output_without_the_micro_sign(command: str, settings: dict[str, str], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 3)))
+    arguments = {"demo": ("--input", str(tmp_path / "x.npy")), "explain": ("--shape", "4096x8192")}[command]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"} | settings
+    full_command = [sys.executable, "-m", "cunorm", command, *arguments]
+    done = subprocess.run(full_command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d \?s\b", done.stdout)
+
+
+def test_an_output_that_fails_is_not_blamed_on_the_arguments(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    screen = io.StringIO()
+    screen.close()
+    monkeypatch.setattr(sys, "stdout", screen)
+    with pytest.raises(ValueError, match="closed file"):
+        cli.run(["explain", "--shape", "4096x8192"])
 
 
 def test_a_closed_pipe_is_no_error() -> None:

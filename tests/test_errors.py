@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,20 @@ def test_x_without_dimensions(make: Make) -> None:
 @pytest.mark.parametrize("eps", [-1e-5, -1, NAN, float("inf"), -float("inf"), np.float32("nan")])
 def test_eps_out_of_range(make: Make, eps: Any) -> None:
     refused(ValueError, f"eps must be finite and not negative; got {float(eps)}", make(values(*SHAPE)), eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("huge", "value"),
+    [(10**400, "inf"), (-(10**400), "-inf"), (Fraction(10**400), "inf")],
+    ids=["int", "negative", "fraction"],
+)
+def test_numbers_that_no_float_is_as_large_as(make: Make, huge: Any, value: str) -> None:
+    x = make(values(*SHAPE))
+    refused(ValueError, f"eps must be finite and not negative; got {value}", x, eps=huge)
+    message = f"weight_offset must be finite; got {value}"
+    assert_refused(cunorm.rms_norm, ValueError, message, (x, make(np.ones(8))), {"weight_offset": huge})
+    message = f"momentum is {value}; it must be from 0 to 1"
+    assert_refused(cunorm.batch_norm, ValueError, message, (x,), {"training": True, "momentum": huge})
 
 
 @pytest.mark.parametrize("eps", ["1e-5", None, 1j, b"1", [1e-5], np.array([1e-5]), torch.tensor(1e-5)])

@@ -22,7 +22,7 @@ from tuning_cases import (
 )
 
 import cunorm
-from cunorm import execute, launch, ops, reference, tuning
+from cunorm import execute, explanation, launch, ops, reference, tuning
 from cunorm.plan import Plan, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
 from cunorm.tuning import checked_problems
@@ -447,7 +447,8 @@ def test_a_gpu_whose_memory_does_not_do(fake_machine: FakeMachine, monkeypatch: 
 @pytest.mark.parametrize(
     ("kind", "message", "options"),
     [
-        (ValueError, "op is 'batch_norm'; it must be one of layer_norm, rms_norm", {"op": "batch_norm"}),
+        (ValueError, "op is 'conv'; it must be one of layer_norm, rms_norm", {"op": "conv"}),
+        (ValueError, r"op is \['gelu'\]; it must be one of", {"op": ["gelu"]}),
         (ValueError, "op is None; it must be one of", {"op": None}),
         (ValueError, "direction is 'up'; it must be one of forward, backward, both", {"direction": "up"}),
         (TypeError, "shape must be a sequence of ints; got 7", {"shape": 7}),
@@ -475,6 +476,17 @@ def test_arguments_that_make_no_sense(
 ) -> None:
     with pytest.raises(kind, match=message):
         cunorm.tune(**({"op": "layer_norm", "shape": (64, 64)} | options))
+
+
+@pytest.mark.parametrize("op", sorted({*explanation.OPS} - {*tuning.OPS}))
+def test_ops_that_cannot_be_tuned(op: str) -> None:
+    with pytest.raises(ValueError, match=f"op is '{op}', .*; only layer_norm and rms_norm can be tuned"):
+        cunorm.tune(op, (64, 64))
+
+
+def test_the_time_may_be_as_good_as_endless(fake_machine: FakeMachine) -> None:
+    (result,) = cunorm.tune("layer_norm", (64, 64), max_seconds=10**400)
+    assert result.tried == result.candidates
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])

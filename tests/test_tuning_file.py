@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -277,9 +278,30 @@ def test_clear(cache_folder: Path) -> None:
     file = TuningFile(cache_folder / "tuning.json")
     assert not file.clear()
     file.store(GPU, {"key": entry_of(None)})
-    assert file.clear() and not file.path.exists()
+    assert file.clear() == "removed" and not file.path.exists()
     file.path.write_text("someone else's")
-    assert file.clear() and (cache_folder / "tuning.json.old").read_text() == "someone else's"
+    old = cache_folder / "tuning.json.old"
+    assert file.clear() == f"moved to {old}" and old.read_text() == "someone else's"
+
+
+def test_what_is_no_file_is_left_where_it_is(cache_folder: Path) -> None:
+    cache_folder.mkdir()
+    folder, link, pipe = (cache_folder / name for name in ("folder", "link", "pipe"))
+    folder.mkdir()
+    link.symlink_to(folder)
+    os.mkfifo(pipe)
+    for path, kind, message in (
+        (folder, IsADirectoryError, "is a folder"),
+        (link, IsADirectoryError, "is a folder"),
+        (pipe, OSError, "is no regular file"),
+    ):
+        file = TuningFile(path)
+        for refuses in (file.clear, file.check_writable, functools.partial(file.store, GPU, {})):
+            with pytest.raises(kind, match=message):
+                refuses()
+        with pytest.warns(UserWarning, match=f"{path.name} cannot be read and is ignored"):
+            assert file.read() == {}
+    assert {path.name for path in cache_folder.iterdir()} == {"folder", "link", "pipe"}
 
 
 # ---- Who uses it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ class UsageError(Exception):
 
 def run(arguments: Sequence[str], *, started: float | None = None) -> int:
     """Run one command. ``started`` is when the process began (``time.monotonic``), for the demo's time limit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what prints to a notebook, say, is none
+        sys.stdout.reconfigure(errors="replace")  # ASCII has no µ
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

@@ -53,7 +53,7 @@ def run(
         results = _load(sources)
         results.measurements = [entry for entry in results.measurements if entry.row.matches(only)]
         if json is not None:
-            results.save(json)
+            _save(results, json)
         _print_table(results)
     else:
         rows = [row for name in suites for row in suite(name, only, part)]
@@ -69,8 +69,24 @@ def run(
 
 
 def _check_target(option: str, path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+    if path is None:
+        return
+    try:
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+        if path.is_dir():
+            raise UsageError(f"{option} {path}: it is a folder")
+        if path.exists() and not path.is_file():  # a device, say, which the file would replace
+            raise UsageError(f"{option} {path}: it is no regular file")
+    except OSError as error:  # its name is too long, say
+        raise UsageError(f"{option} {path}: {error.strerror}") from error
+
+
+def _save(results: Results, path: Path) -> None:
+    try:
+        results.save(path)
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error}") from error
 
 
 def _load(sources: Sequence[Path]) -> Results:
@@ -128,7 +144,7 @@ def _measure(
         def report(results: Results, row: Row, measured: Sequence[Measurement]) -> None:
             # After every row, so that a run that is killed leaves what it has measured.
             if json is not None:
-                results.save(json)
+                _save(results, json)
             if show is not None:
                 show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
             elif not warm:
@@ -138,7 +154,7 @@ def _measure(
         names = providers or list(PROVIDERS)
         results = runner.run(rows, names, machine, max_seconds=left, warm=warm, report=report)
     if json is not None:
-        results.save(json)
+        _save(results, json)
         output.line(f"written: {json}")
     if on_terminal and not warm:
         _print_table(results)

@@ -19,6 +19,7 @@ def run(op: str, shape: tuple[int, ...], dtype: str, activation: str | None, **o
         options["approximate"] = "tanh" if activation == "gelu_tanh" else "none"
         activation = None
     try:
-        print(explain(SimpleNamespace(shape=shape, dtype=dtype), op, activation=activation, **options), flush=True)
+        explanation = explain(SimpleNamespace(shape=shape, dtype=dtype), op, activation=activation, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+    print(explanation, flush=True)

@@ -61,10 +61,10 @@ def run(
 
 def _clear(path: Path) -> None:
     try:
-        there = TuningFile(path).clear()
+        done = TuningFile(path).clear()
     except OSError as error:
         raise UsageError(f"{path} cannot be removed: {error}") from error
-    output.line(f"removed: {path}" if there else f"nothing to remove: there is no {path}")
+    output.line(f"{done}: {path}" if done else f"nothing to remove: there is no {path}")
 
 
 def _tune(work: Sequence[tuple[tuple[int, ...], Any]], max_seconds: float, path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cunorm import __version__, execute, kernels
-from cunorm.checks import check_activation, check_axis, check_mask, check_x
+from cunorm.checks import as_float, check_activation, check_axis, check_mask, check_x
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
 from cunorm.tuning.gpu import current_gpu
 from cunorm.tuning.search import Found, Report, find_fastest
@@ -21,7 +21,11 @@ from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
 
 OPS = ("layer_norm", "rms_norm")
-_UNTUNED = ("gelu",)
+# The other ops, and why they cannot be tuned.
+_UNTUNED = {
+    "gelu": "for which there is one plan: there is nothing to tune",
+    **dict.fromkeys(("instance_norm", "group_norm", "batch_norm"), "whose plans are always the built-in choice"),
+}
 DIRECTIONS = ("forward", "backward", "both")
 
 
@@ -120,7 +124,7 @@ def tune(
         raise ValueError(f"max_seconds must be a positive number; got {max_seconds!r}")
     path = None if file is None else Path(file)
     shape = tuple(map(operator.index, shape))
-    end = time.monotonic() + float(max_seconds)
+    end = time.monotonic() + as_float(max_seconds)
     results = []
     for place, problem in enumerate(problems):
         share = max(0.0, end - time.monotonic()) / (len(problems) - place)
@@ -141,8 +145,8 @@ def checked_problems(
     output_mask: Any = None,
 ) -> list[Problem]:
     """The problems that the arguments of `tune` mean, one for each direction."""
-    if op in _UNTUNED:
-        raise ValueError(f"op is {op!r}, for which there is one plan: there is nothing to tune")
+    if isinstance(op, str) and op in _UNTUNED:
+        raise ValueError(f"op is {op!r}, {_UNTUNED[op]}; only {' and '.join(OPS)} can be tuned")
     for name, value, known in (("op", op, OPS), ("direction", direction, DIRECTIONS)):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
