@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
 
 from cunorm import adapters
 from cunorm.channel_norm import ChannelNorm
+from cunorm.checks import as_float
 
 __all__ = ["batch_norm_stats", "merge_batch_norm_stats"]
 
@@ -91,9 +93,9 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
     for i in range(parts[0]):
         count = counts[i]
         if isinstance(count, numbers.Real):  # a tensor's numbers may not be known yet, or are on a device
-            count = float(count)
-            if count < 0:
-                raise ValueError(f"counts has {count:g}; they must not be negative")
+            count = as_float(count)
+            if not 0 <= count < math.inf:
+                raise ValueError(f"counts has {count:g}; they must be finite and not negative")
             if not count:
                 continue
         if total is None:

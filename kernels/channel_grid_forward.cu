@@ -12,7 +12,6 @@
 #include "channel_grid.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
-#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "channel_statistics.cuh"

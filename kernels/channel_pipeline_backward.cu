@@ -29,8 +29,8 @@ struct Arguments {
   const Compute* mean;  // [sets]
   const Compute* rstd;
   X_TYPE* dx;
-  Compute* dweight;  // [blocks][channels]
-  Compute* dbias;
+  DWEIGHT_TYPE* dweight;  // [blocks][channels]: parts of them
+  DBIAS_TYPE* dbias;
   long long* words;     // zeros; see SetWords
   long long slabs;      // of all samples; fewer than 2^32
   long long channels;   // TILES * TILE_CHANNELS

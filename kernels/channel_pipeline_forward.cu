@@ -15,7 +15,6 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "statistics.cuh"
-#include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "channel_statistics.cuh"

@@ -97,7 +97,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     if constexpr (HAS_WEIGHT) sum *= widen(arguments.weight[channel]);
     totals[i] = static_cast<Compute>(sum);
   }
-  if constexpr (!WANTS_DX) return;
   __syncthreads();
   const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1)
   const Moments moments = merged<SET_LANES>(count, pivot, scratch, for_each_part);
 
   if (threadIdx.x > 0 || set >= arguments.sets) return;
-  const RowStatistics statistics = row_statistics_of(moments.mean, moments.variance, arguments.eps);
+  const SplitStatistics statistics = split_statistics_of(moments.mean, moments.variance, arguments.eps);
   arguments.mean[set] = statistics.mean;
   if constexpr (WANTS_VARIANCE) {
     arguments.rstd[set] = static_cast<Compute>(moments.variance);

@@ -56,24 +56,3 @@ __device__ __forceinline__ void store_some(X_TYPE* target, int count, const Vect
     }
   }
 }
-
-// The numbers of a vector in Compute. Of bfloat16 by pairs: the one in the upper half of a word takes one instruction
-// so, and two by itself.
-template <typename T, int COUNT>
-__device__ __forceinline__ void widen_pairs(const Vector<T, COUNT>& values, Compute (&widened)[COUNT]) {
-  widen_all(values, widened);
-}
-
-template <int COUNT>
-__device__ __forceinline__ void widen_pairs(const Vector<__nv_bfloat16, COUNT>& values, Compute (&widened)[COUNT]) {
-  if constexpr (COUNT % 2 == 0) {
-    const unsigned* words = reinterpret_cast<const unsigned*>(&values);
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 2) {
-      widened[i] = __uint_as_float(words[i / 2] << 16);
-      widened[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
-    }
-  } else {
-    widen_all(values, widened);
-  }
-}

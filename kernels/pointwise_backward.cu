@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
     for (int i = 0; i < STEPS; ++i) {
       const long long row = first_row + i * ROW_LANES;
       Compute z[VECTOR], gradient[VECTOR];
-      widen_pairs(x_values[i], z);
-      widen_pairs(dy_values[i], gradient);
+      widen_all(x_values[i], z);
+      widen_all(dy_values[i], gradient);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         gradient[j] *= activation_derivative(HAS_BIAS ? z[j] + bias[j] : z[j]);

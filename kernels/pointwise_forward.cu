@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
     for (int i = 0; i < STEPS; ++i) {
       const long long row = first_row + i * ROW_LANES;
       Compute z[VECTOR];
-      widen_pairs(values[i], z);
+      widen_all(values[i], z);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) z[j] = activate(HAS_BIAS ? z[j] + bias[j] : z[j]);
       store_some(y + offset_of(row, arguments.row_sizes, arguments.y_row_strides), counts[i],

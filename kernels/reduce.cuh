@@ -1,7 +1,8 @@
 // Sums over the threads that share a row. Every thread of the row gets the same bits, in an order fixed by the launch.
 //
-// Two ways to lay rows over a block are in use. In row_block_*, threadIdx.x runs along a row and threadIdx.y counts
-// rows: row_sum. In row_split_*, ROW_LANES neighbouring threads hold the same column of as many rows: lane_sum.
+// Two ways to lay rows over a block are in use. Where threadIdx.x runs along a row and threadIdx.y counts rows, as in
+// row_block_*: row_sum. Where ROW_LANES neighbouring threads hold the same column of as many rows, as in row_split_*:
+// lane_sum.
 // `scratch` is shared memory for one call. It may be used again only after another __syncthreads() of the block; both
 // functions hold one themselves where more than a warp shares a row, so two scratches used in turn are enough.
 

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_PER_BLOCK, 1) row_split_m
   const double variance = warp_total(deviation) / static_cast<double>(arguments.columns);
 
   if (threadIdx.x == 0) {
-    const RowStatistics statistics = row_statistics_of(mean, variance, arguments.eps);
+    const SplitStatistics statistics = split_statistics_of(mean, variance, arguments.eps);
     arguments.mean[row] = statistics.mean;
     arguments.mean_remainder[row] = statistics.mean_remainder;
     arguments.rstd[row] = statistics.rstd;

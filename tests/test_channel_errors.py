@@ -395,7 +395,9 @@ def test_merging() -> None:
     assert_refused(merge, ValueError, message, ([one, one], [one], [1, 2]), {})
     message = "there are 2 means, 2 variances and 3 counts; they must be of one number"
     assert_refused(merge, ValueError, message, (np.ones((2, 3)), np.ones((2, 3)), np.ones(3)), {})
-    assert_refused(merge, ValueError, "counts has -2; they must not be negative", ([one, one], [one, one], [1, -2]), {})
+    for count, shown in ((-2, "-2"), (10**400, "inf"), (float("nan"), "nan")):
+        message = f"counts has {shown}; they must be finite and not negative"
+        assert_refused(merge, ValueError, message, ([one, one], [one, one], [1, count]), {})
     for counts in ([0, 0.0], np.zeros(2, int)):
         message = "counts has no values; one at least must be positive"
         assert_refused(merge, ValueError, message, ([one, one], [one, one], counts), {})

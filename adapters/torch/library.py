@@ -32,7 +32,6 @@ __all__ = ["apply", "backward", "register"]
 
 _FORWARD = ("x", "residual", "weight", "bias", "running_mean", "running_var")
 _BACKWARD = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
-_GRADIENTS = ("dx", "dweight", "dbias")
 
 
 class _Family(NamedTuple):

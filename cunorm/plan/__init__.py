@@ -49,7 +49,7 @@ def plan(problem: AnyProblem, device: Device, geometry: RowBlock | None = None) 
 def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | None:
     """A geometry that was found for another problem, for this one; None where it cannot compute it.
 
-    What may change is how many vectors a thread has, and, to less, how many blocks share a multiprocessor.
+    What may change is how many vectors a thread has; and of the blocks that share a multiprocessor there may be fewer.
     """
     share = geometry.blocks_per_multiprocessor
     fits = [

@@ -17,7 +17,7 @@ from cunorm.plan.channel_tiles import (
     static_bytes,
     tile_lanes,
 )
-from cunorm.plan.column_sums import launch_sum
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
@@ -171,17 +171,9 @@ def _streams(grid: Grid, problem: ChannelProblem, slots: int, held: int) -> bool
     return whole and 2 * held >= slots and grid.vectors <= _VECTORS_PER_PIVOT * held
 
 
-def _launch_words(problem: ChannelProblem, grid: Grid, builder: Builder) -> str:
-    """Words between blocks, which must be zeros: the sums of no rows."""
-    count = grid.words(problem) * 8 // compute_itemsize(problem)
-    words = builder.reserve("exchange", count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
-    return words
-
-
 def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
     assert problem.y is not None
-    words = _launch_words(problem, grid, builder)
+    words = reserve_zeros(builder, problem, "exchange", grid.words(problem) * 8 // compute_itemsize(problem))
     builder.launch(
         "channel_grid_forward",
         grid.constants(problem) | affine_constants(problem, grid.tiles) | running_constants(problem),
@@ -203,19 +195,9 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
 
 def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str:
     assert problem.dx is not None
-    words = _launch_words(problem, grid, builder)
+    words = reserve_zeros(builder, problem, "exchange", grid.words(problem) * 8 // compute_itemsize(problem))
     rows = problem.samples * (1 if problem.channels_per_set == 1 else grid.blocks_per_slab)
-    compute = DTYPES[problem.x.dtype].compute
-    targets: dict[str, Value] = {}
-    constants: Constants = {}
-    sums = []
-    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
-        targets[name], stored = (name if dtype else 0), dtype or compute
-        if dtype is not None and rows > 1:
-            partials = builder.reserve(f"{name}_sums", rows * problem.channels, compute_itemsize(problem))
-            targets[name], stored = partials, compute
-            sums.append((partials, name, dtype))
-        constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[stored].cuda}
+    targets, constants = column_sum_targets(builder, problem, rows)
     builder.launch(
         "channel_grid_backward",
         grid.constants(problem) | affine_constants(problem, grid.tiles) | constants,
@@ -230,6 +212,5 @@ def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str
         grid.shared_bytes(problem),
         cooperative=True,
     )
-    if sums:
-        launch_sum(builder, problem, sums, rows, problem.channels)
+    launch_column_sums(builder, problem, targets, rows)
     return "channel_grid"

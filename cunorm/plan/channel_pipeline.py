@@ -16,7 +16,7 @@ from cunorm.plan.channel_tiles import (
     running_constants,
     tile_lanes,
 )
-from cunorm.plan.column_sums import launch_sum
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
@@ -205,12 +205,9 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
                 yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
 
 
-def _words(problem: ChannelProblem, way: ChannelPipeline, builder: Builder) -> Value:
-    """What blocks tell each other; it must begin as zeros: the sums of no rows."""
-    count = way.words(problem) * 8 // compute_itemsize(problem)
-    words = builder.reserve("exchange", count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
-    return words
+def _words(problem: ChannelProblem, way: ChannelPipeline, builder: Builder) -> str:
+    """What blocks tell each other."""
+    return reserve_zeros(builder, problem, "exchange", way.words(problem) * 8 // compute_itemsize(problem))
 
 
 def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: ChannelTensor) -> dict[str, Value]:
@@ -252,15 +249,7 @@ def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Build
     assert problem.dx is not None
     words = _words(problem, way, builder)
     rows = way.groups * way.blocks_per_slab
-    targets: dict[str, Value] = {}
-    constants: Constants = {}
-    sums = []
-    for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)):
-        targets[name] = 0
-        if dtype is not None:
-            targets[name] = builder.reserve(f"{name}_sums", rows * problem.channels, compute_itemsize(problem))
-            sums.append((targets[name], name, dtype))
-        constants[f"WANTS_{name.upper()}"] = int(dtype is not None)
+    targets, constants = column_sum_targets(builder, problem, rows)
     builder.launch(
         "channel_pipeline_backward",
         way.constants(problem) | affine_constants(problem, way.tiles) | constants,
@@ -275,6 +264,5 @@ def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Build
         way.shared_bytes(problem),
         cooperative=True,
     )
-    if sums:
-        launch_sum(builder, problem, sums, rows, problem.channels)
+    launch_column_sums(builder, problem, targets, rows)
     return "channel_pipeline"

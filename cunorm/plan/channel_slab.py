@@ -17,9 +17,8 @@ from cunorm.plan.channel_tiles import (
     static_bytes,
     tile_lanes,
 )
-from cunorm.plan.column_sums import launch_sum
-from cunorm.plan.constants import compute_itemsize
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
+from cunorm.plan.launches import Builder, Constants, Device
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
@@ -123,18 +122,8 @@ def plan_forward(problem: ChannelForward, slab: Slab, builder: Builder) -> str:
 
 
 def plan_backward(problem: ChannelBackward, slab: Slab, builder: Builder) -> str:
-    dtypes = {"dweight": problem.dweight, "dbias": problem.dbias}
-    compute = DTYPES[problem.x.dtype].compute
-    targets: dict[str, Value] = {}
-    constants: Constants = {"WANTS_DX": int(problem.dx is not None)}
-    sums = []
-    for name, dtype in dtypes.items():
-        targets[name], stored = (name if dtype else 0), dtype or compute
-        if dtype is not None and problem.samples > 1:
-            count = problem.samples * problem.channels
-            targets[name], stored = builder.reserve(f"{name}_sums", count, compute_itemsize(problem)), compute
-            sums.append((targets[name], name, dtype))
-        constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[stored].cuda}
+    assert problem.dx is not None
+    targets, constants = column_sum_targets(builder, problem, problem.samples)
     builder.launch(
         "channel_slab_backward",
         slab.constants(problem) | affine_constants(problem, slab.tiles) | constants,
@@ -144,11 +133,10 @@ def plan_backward(problem: ChannelBackward, slab: Slab, builder: Builder) -> str
             **{name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd", "dx")},
             **targets,
             "points_per_block": slab.points_per_block,
-            **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx or problem.x),
+            **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
         },
         slab.shared_bytes(problem),
         slab.blocks_per_slab,
     )
-    if sums:
-        launch_sum(builder, problem, sums, problem.samples, problem.channels)
+    launch_column_sums(builder, problem, targets, problem.samples)
     return "channel_slab"

@@ -18,8 +18,9 @@ from cunorm.plan.channel_tiles import (
     running_arguments,
     running_constants,
     running_pointers,
+    running_types,
 )
-from cunorm.plan.constants import compute_itemsize, dtype_constants
+from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
@@ -145,7 +146,7 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
             layout.constants(problem)
             | affine_constants(problem, layout.tiles)
             | {"GIVEN": int(given)}
-            | running_constants(problem),
+            | running_types(problem, is_used=given),
             layout.grid(problem),
             layout.tiles.block,
             {
@@ -191,7 +192,7 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
     lanes, sets = _merge_block(splits * problem.channels_per_set)
     builder.launch(
         "channel_split_merge",
-        dtype_constants(problem)
+        compute_constants(problem)
         | {"SET_LANES": lanes, "SETS_PER_BLOCK": sets, "WANTS_VARIANCE": int(wants_variance)}
         | running_constants(problem),
         -(-problem.sets // sets),
@@ -243,7 +244,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
         dtypes = {"dweight": problem.dweight, "dbias": problem.dbias}
         builder.launch(
             "channel_split_gradient_merge",
-            dtype_constants(problem)
+            compute_constants(problem)
             | {"ITEM_LANES": lanes, "ITEMS_PER_BLOCK": items}
             | {name: affine[name] for name in ("HAS_WEIGHT", "WEIGHT_TYPE")}
             | {f"WANTS_{name.upper()}": int(dtype is not None) for name, dtype in dtypes.items()}

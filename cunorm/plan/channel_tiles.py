@@ -22,6 +22,7 @@ __all__ = [
     "running_arguments",
     "running_constants",
     "running_pointers",
+    "running_types",
     "static_bytes",
     "tile_lanes",
 ]
@@ -194,14 +195,21 @@ def affine_constants(problem: ChannelProblem, tiles: Tiles) -> Constants:
     return constants
 
 
+def running_types(problem: ChannelForward, is_used: bool = True) -> Constants:
+    running = problem.running if is_used else None
+    return {
+        "RUNNING_MEAN_TYPE": DTYPES[running.mean.dtype].cuda if running else "float",
+        "RUNNING_VARIANCE_TYPE": DTYPES[running.variance.dtype].cuda if running else "float",
+    }
+
+
 def running_constants(problem: ChannelForward) -> Constants:
+    """Of a kernel that updates running statistics."""
     running = problem.running
     return {
         "UPDATES_RUNNING": int(running is not None and not running.given),
         "UNBIASED": int(running is not None and running.unbiased),
-        "RUNNING_MEAN_TYPE": DTYPES[running.mean.dtype].cuda if running else "float",
-        "RUNNING_VARIANCE_TYPE": DTYPES[running.variance.dtype].cuda if running else "float",
-    }
+    } | running_types(problem)
 
 
 def running_pointers(problem: ChannelForward) -> dict[str, Value]:

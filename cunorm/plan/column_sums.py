@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cunorm.plan.constants import compute_itemsize, dtype_constants
+from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Value
-from cunorm.problem import DTYPES, AnyProblem, BackwardProblem
+from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, ChannelBackward
 
-__all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
+__all__ = ["column_sum_targets", "launch_column_sums", "launch_sum", "reserve_zeros"]
 
 _THREADS = 512
 
 
-def _sums(problem: BackwardProblem) -> int:
+def _sums(problem: BackwardProblem | ChannelBackward) -> int:
     """How many numbers dweight has, and dbias."""
+    if isinstance(problem, ChannelBackward):
+        return problem.channels
     channels = problem.channels
     return problem.columns if channels is None else channels.rows_per_sample * channels.channels_per_row
 
 
-def column_sum_targets(builder: Builder, problem: BackwardProblem, count: int) -> tuple[dict[str, Value], Constants]:
+def column_sum_targets(
+    builder: Builder, problem: BackwardProblem | ChannelBackward, count: int
+) -> tuple[dict[str, Value], Constants]:
     """Where a kernel writes ``count`` rows of sums for dweight and dbias: arguments, and constants for their types.
 
     More than one row, or none, is scratch that `launch_column_sums` will add up; one row is the result itself.
@@ -36,7 +40,9 @@ def column_sum_targets(builder: Builder, problem: BackwardProblem, count: int) -
     return arguments, constants
 
 
-def launch_column_sums(builder: Builder, problem: BackwardProblem, targets: dict[str, Value], count: int) -> None:
+def launch_column_sums(
+    builder: Builder, problem: BackwardProblem | ChannelBackward, targets: dict[str, Value], count: int
+) -> None:
     """Add up what a kernel wrote to the ``targets``."""
     wanted = [(name, dtype) for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)) if dtype]
     if wanted and count != 1:
@@ -52,8 +58,8 @@ def launch_sum(
     row_threads = 1 if rows <= 8 else 16
     builder.launch(
         "column_sums",
-        {
-            "COMPUTE_TYPE": dtype_constants(problem)["COMPUTE_TYPE"],
+        compute_constants(problem)
+        | {
             "SUM_TYPE": DTYPES[dtype].cuda,
             "SECOND_SUM_TYPE": DTYPES[second_dtype].cuda,
             "COLUMN_THREADS": _THREADS // row_threads,
@@ -71,3 +77,10 @@ def launch_sum(
             "second_columns": columns if len(matrices) > 1 else 0,
         },
     )
+
+
+def reserve_zeros(builder: Builder, problem: AnyProblem, name: str, count: int) -> str:
+    """Scratch of so many zeros of the problem's compute type, which a first launch writes: the sums of no rows."""
+    zeros = builder.reserve(name, count, compute_itemsize(problem))
+    launch_sum(builder, problem, [(0, zeros, DTYPES[problem.x.dtype].compute)], 0, count)
+    return zeros

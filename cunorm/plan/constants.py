@@ -13,6 +13,7 @@ __all__ = [
     "can_be_shared",
     "channel_numbers",
     "columns_per_block",
+    "compute_constants",
     "compute_itemsize",
     "dtype_constants",
     "lie_alike",
@@ -84,9 +85,13 @@ def compute_itemsize(problem: AnyProblem) -> int:
     return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
 
 
+def compute_constants(problem: AnyProblem) -> Constants:
+    """What a kernel asks that has no tensor of x's dtype."""
+    return {"COMPUTE_TYPE": DTYPES[DTYPES[problem.x.dtype].compute].cuda}
+
+
 def dtype_constants(problem: AnyProblem) -> Constants:
-    dtype = DTYPES[problem.x.dtype]
-    return {"X_TYPE": dtype.cuda, "COMPUTE_TYPE": DTYPES[dtype.compute].cuda}
+    return {"X_TYPE": DTYPES[problem.x.dtype].cuda} | compute_constants(problem)
 
 
 def affine_constants(problem: Problem, width: int) -> Constants:

@@ -112,7 +112,7 @@ class Builder:
         cooperative: bool = False,
     ) -> None:
         if grid > _MOST_BLOCKS:
-            raise ValueError(f"x has too many rows: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
+            raise ValueError(f"x is too large: {kernel} would need {grid} blocks, a launch has {_MOST_BLOCKS}")
         if grid > 0:
             sizes = (grid, block, shared_bytes)
             fields = tuple(arguments.items())

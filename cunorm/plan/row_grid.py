@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan.column_sums import launch_sum
+from cunorm.plan.column_sums import reserve_zeros
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
@@ -184,10 +184,8 @@ def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
 
 def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -> str:
     grid = geometry.groups * geometry.blocks_per_row
-    # Two turns' three numbers; beside each four bytes is a tag of four. The sums of no rows are zeros.
-    count = 2 * grid * 3 * 2
-    words = builder.reserve("exchange", count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
+    # Two turns' three numbers; beside each four bytes is a tag of four.
+    words = reserve_zeros(builder, problem, "exchange", 2 * grid * 3 * 2)
     builder.launch(
         "row_grid_forward",
         dtype_constants(problem) | geometry.constants(problem) | affine_constants(problem, geometry.width),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
@@ -193,13 +193,10 @@ def _registers(problem: Problem) -> int:
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
     """Words that blocks tell each other so many numbers with; and what else the kernels are told of how they share."""
-    # For each turn that is kept those of every block; beside each four bytes is a tag of four. The sums of no rows are
-    # zeros.
+    # For each turn that is kept those of every block; beside each four bytes is a tag of four.
     count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * 2
-    words = builder.reserve("exchange", count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, words, DTYPES[problem.x.dtype].compute)], 0, count)
     return {
-        "words": words,
+        "words": reserve_zeros(builder, problem, "exchange", count),
         "rows": problem.rows,
         "columns": problem.columns,
         "columns_per_block": way.columns_per_block(problem),

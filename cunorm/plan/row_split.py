@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
-from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
+from cunorm.plan.constants import affine_constants, compute_constants, compute_itemsize, dtype_constants, vector_width
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 
@@ -117,7 +117,7 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
     if not one_chunk:
         builder.launch(
             "row_split_merge",
-            dtype_constants(problem) | {"ROWS_PER_BLOCK": 4},
+            compute_constants(problem) | {"ROWS_PER_BLOCK": 4},
             -(-problem.rows // 4),
             (32, 4),
             {
