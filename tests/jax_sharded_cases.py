@@ -187,6 +187,70 @@ def check_explicit_axes() -> None:
         raise AssertionError("an axis that is normalized over is sharded")
 
 
+def check_gradients_on_explicit_axes() -> None:
+    """Each is split as what it is the gradient of, whatever x is."""
+    mesh = mesh_of(AxisType.Explicit)
+
+    def with_residual(x: Any, residual: Any, bias: Any) -> Any:
+        return sum(cunorm.rms_norm(x, None, bias, residual=residual))
+
+    batch_norm = functools.partial(cunorm.batch_norm, training=True)
+    group_norm = lambda x, *vectors: cunorm.group_norm(x, 4, *vectors)  # noqa: E731
+    x, residual = (data(seed, (2 * PARTS, 4 * PARTS, 6), outliers=False) for seed in (1, 2))
+    channels, columns = ([data(seed, (size,), outliers=False) + 2 for seed in (3, 4)] for size in (4 * PARTS, 6))
+    # The function, its arrays, and how each is split.
+    cases: list[tuple[Any, list[Any], list[tuple[Any, ...]]]] = [
+        (cunorm.instance_norm, [x, *channels], [("data", "model"), (), ("data",)]),
+        (group_norm, [x, *channels], [("data",), ("model",), ("data",)]),
+        (batch_norm, [x, *channels], [("model", "data"), (), ("model",)]),
+        (cunorm.layer_norm, [x, *columns], [("data",), ("model",), ()]),
+        (lambda x, bias: cunorm.gelu(x, bias=bias), [x, columns[0]], [("data", None, "model"), ()]),
+        (with_residual, [x, residual, columns[0]], [("data",), (None, "data"), ("model",)]),
+    ]
+    for function, arrays, specs in cases:
+        gradient = jax.jit(jax.grad(loss_of(function), tuple(range(len(arrays)))))
+        given = [put(array, *spec, mesh=mesh) for array, spec in zip(arrays, specs)]
+        results = gradient(*given)
+        assert_all_close(results, gradient(*map(jnp.asarray, arrays)), 2e-4)
+        for result, array in zip(results, given):
+            assert jax.typeof(result).sharding == jax.typeof(array).sharding, (function, specs)
+
+
+def check_vmap_on_explicit_axes() -> None:
+    """The batch, the samples or both are split, and stay where they are unless both are and become one axis."""
+    mesh = mesh_of(AxisType.Explicit)
+    x, weights = data(1, (2 * PARTS, 2 * PARTS, 4, 6)), data(2, (2 * PARTS, 4), outliers=False) + 2
+    batch_norm = functools.partial(cunorm.batch_norm, training=True)
+    group_norm = lambda x, *vectors: cunorm.group_norm(x, 2, *vectors)  # noqa: E731
+    # The function, whether it has weights by example, and whether samples and the batch are one axis then.
+    cases: list[tuple[Any, bool, bool]] = [
+        (cunorm.layer_norm, False, False),
+        (functools.partial(cunorm.layer_norm, axis=1), True, False),
+        (cunorm.instance_norm, False, True),
+        (cunorm.instance_norm, True, False),
+        (group_norm, False, True),
+        (group_norm, True, False),
+        (batch_norm, True, False),
+    ]
+    for function, weighted, merged in cases:
+        arrays = [x, weights] if weighted else [x]
+        for spec in (("data",), (None, "data"), ("data", "model")):
+            given = [put(array, *split, mesh=mesh) for array, split in zip(arrays, (spec, spec[:1]))]
+
+            def loss(*arrays: Any, function: Any = function) -> Any:
+                return function(*arrays).sum()
+
+            for transformed in (function, jax.grad(loss), jax.grad(loss_of(function), tuple(range(len(arrays))))):
+                results, needed, _ = of_compiled(jax.vmap(transformed), *given)
+                assert_all_close(results, jax.vmap(transformed)(*map(jnp.asarray, arrays)), 2e-4)
+                for result, array in zip(jax.tree.leaves(results), given):
+                    assert jax.typeof(result).sharding == jax.typeof(array).sharding, (function, spec)
+                moved = merged and spec == ("data", "model")
+                # Whose channels must be whole, among which the batch is then.
+                moved |= weighted and function is group_norm
+                assert moved or set(needed) <= {"all-reduce"}, (function, spec, needed)
+
+
 def check_shard_map() -> None:
     for operation in (operation for operation in ROWS_FIRST if "batch" not in operation.name):
         x, *vectors = map(jnp.asarray, wide(operation))

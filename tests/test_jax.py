@@ -402,6 +402,15 @@ def test_an_executable_of_another_process(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(loaded(x), function(x))
 
 
+@pytest.mark.parametrize("shape", ["b, 3, 16", "4, 3, c"])
+def test_sizes_that_are_symbols_are_refused(shape: str) -> None:
+    """What is prepared for the first size that runs would be kept for all."""
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
+    for function in (cunorm.layer_norm, cunorm.gelu, cunorm.instance_norm, jax.vmap(cunorm.layer_norm)):
+        with pytest.raises(ValueError, match=r"shape \(.*[bc].*\).* export the function with concrete sizes"):
+            jax.export.export(jax.jit(function))(x)
+
+
 def test_names_of_calls_are_stored_in_place() -> None:
     """jax-tvm-ffi 0.1.3 frees longer strings before they are read."""
     cunorm.layer_norm(jnp.ones((2, 8)))

@@ -131,6 +131,50 @@ def test_what_is_left_to_xla_is_rounded_once(dtype: str) -> None:
         np.testing.assert_allclose(result, value, rtol=unit, atol=1e-3 * unit * np.abs(value).max())
 
 
+def test_what_is_left_to_xla_is_accurate() -> None:
+    """Far from zero, and in the tails and at the limits of gelu, as the kernels are."""
+    x, ones = data(1, (4, 4096), outliers=False) + np.float32(1e4), jnp.ones((4, 4096))
+    norm = functools.partial(cunorm.layer_norm, return_stats=True)
+    y, mean, _ = jax.vmap(norm)(jnp.asarray(x), ones)
+    exact = x.astype(np.float64)
+    centered = exact - exact.mean(1, keepdims=True)
+    np.testing.assert_allclose(y, centered / np.sqrt(exact.var(1, keepdims=True) + 1e-5), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(mean, exact.mean(1), rtol=1e-7)
+    x = np.array([-np.inf, -1e20, -50, -7, -5, -1, 0, 3, 40, 1e20, np.inf], np.float32)
+    for approximate in ("none", "tanh"):
+
+        def gelu(x: Any, bias: Any, approximate: str = approximate) -> Any:
+            return cunorm.gelu(x, approximate=approximate, bias=bias)
+
+        def gradient(x: Any, bias: Any, gelu: Any = gelu) -> Any:
+            return jax.grad(lambda x: gelu(x, bias).sum())(x)
+
+        for function in (gelu, gradient):
+            result = jax.vmap(function)(jnp.asarray(x)[None], jnp.zeros((1, x.size)))[0]
+            np.testing.assert_allclose(result, function(jnp.asarray(x), jnp.zeros(x.size)), rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["x", "x and weights"])
+@EVERY
+def test_vmap_of_no_examples(operation: Operation, weighted: bool) -> None:
+    sizes = (0, *[0 if weighted else None] * operation.vectors)
+    arrays = [jnp.asarray(array) for array in operation.arrays(batch=sizes)]
+    axes = tuple(None if size is None else 0 for size in sizes)
+    batched = jax.vmap(operation.function, axes)
+    assert batched(*arrays).shape == (0, *operation.shape)
+    places = tuple(range(len(arrays)))
+    by_example = jax.jit(jax.vmap(jax.grad(loss_of(operation), places), axes))(*arrays)
+    assert [array.shape for array in by_example] == [(0, *array.shape) for array in operation.arrays()]
+    together = jax.grad(lambda *arrays: batched(*arrays).sum(), places)(*arrays)
+    assert_all_close(together, tuple(map(jnp.zeros_like, arrays)))
+
+
+def test_vmap_of_nothing_that_is_batched() -> None:
+    x = jnp.asarray(data(1, (4, 8)))
+    y = jax.vmap(lambda _: cunorm.layer_norm(x))(jnp.arange(3))
+    assert_all_close(y, jnp.stack([cunorm.layer_norm(x)] * 3))
+
+
 @EVERY
 def test_jacobian(operation: Operation) -> None:
     """jax.jacrev is vmap of the backward pass, where x is not batched and dy is."""

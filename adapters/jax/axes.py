@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import check_channels, check_x
@@ -10,7 +11,7 @@ from cunorm.execute import Op
 from cunorm.ops import RowNorm
 from cunorm.problem import View, contiguous_strides
 
-__all__ = ["BACKWARD_ROLES", "FORWARD_ROLES", "Axes", "axes_of", "view_of"]
+__all__ = ["BACKWARD_ROLES", "FORWARD_ROLES", "Axes", "axes_of", "names_of", "view_of"]
 
 # What each operand is, as `Op.prepare_forward` and `prepare_backward` take and return them; running statistics follow.
 FORWARD_ROLES = ("x", "x", "vector", "vector", "vector", "vector"), ("x", "x", "statistic", "statistic")
@@ -31,10 +32,22 @@ class Axes(NamedTuple):
     def of(self, role: str) -> tuple[int | None, ...]:
         return {"x": self.x, "vector": self.vector, "statistic": self.statistic}[role]
 
+    def split(self, role: str, of_x: Sequence[Any]) -> list[Any]:
+        """How the axes of a role are split over a mesh, where this is how those of x are."""
+        return [None if axis is None else of_x[axis] for axis in self.of(role)]
+
 
 def view_of(shape: tuple[int, ...], dtype: str, device: tuple[str, int] = ("cpu", 0), alignment: int = 0) -> View:
     """An array in C order, as XLA lays out what a custom call takes; its address is known only when it runs."""
     return View(alignment, shape, contiguous_strides(shape), dtype, device)
+
+
+def names_of(*splits: Any) -> tuple[str, ...]:
+    """All names of a mesh's axes among these: what axes are split over."""
+    found: list[str] = []
+    for names in splits:
+        found += () if names is None else (names,) if isinstance(names, str) else names
+    return tuple(found)
 
 
 def axes_of(op: Op, shape: tuple[int, ...]) -> Axes:

@@ -81,6 +81,10 @@ class Call:
         """The operands that there are in their places, with None for those that there are not."""
         return _placed(given, self.given)
 
+    def x_of(self, given: Sequence[Any]) -> Any:
+        """x, or what belongs to it, among the operands that there are."""
+        return given[0 if self.direction == "forward" else sum(self.given[:2])]
+
     def placed(self, results: Sequence[Any]) -> list[Any]:
         """The results likewise."""
         return _placed(results, self.results)
@@ -116,6 +120,12 @@ def _placed(items: Sequence[Any], places: Sequence[bool]) -> list[Any]:
 
 
 def _inputs_of(arrays: Sequence[Any]) -> Inputs:
+    for array in arrays:
+        if array is not None and not all(isinstance(size, int) for size in array.shape):
+            raise ValueError(
+                f"an array has shape {tuple(array.shape)}; a call is prepared for sizes that are numbers: export the "
+                "function with concrete sizes, once for each shape"
+            )
     return tuple(None if array is None else (tuple(array.shape), str(array.dtype)) for array in arrays)
 
 

@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from cunorm.adapters.jax.axes import axes_of
+from cunorm.adapters.jax.axes import axes_of, names_of
 from cunorm.adapters.jax.call import Call, custom_call
 from cunorm.adapters.jax.primitive import bind, primitive
 from cunorm.adapters.jax.synchronized import merged_statistics, synchronized_gradients, synchronized_results
@@ -95,17 +95,9 @@ def _split(call: Call, mesh: Any, operands: Sequence[Any]) -> Split:
     whole = axes_of(call.op, shape).whole
 
     def may(axis: int, names: Any) -> bool:
-        return axis not in whole and shape[axis] % math.prod(mesh.shape[name] for name in _names(names)) == 0
+        return axis not in whole and shape[axis] % math.prod(mesh.shape[name] for name in names_of(names)) == 0
 
     return tuple(names if may(axis, names) else None for axis, names in enumerate(spec))
-
-
-def _names(*of_axes: Any) -> tuple[str, ...]:
-    """All names of the mesh's axes among these."""
-    found: list[str] = []
-    for names in of_axes:
-        found += () if names is None else (names,) if isinstance(names, str) else names
-    return tuple(found)
 
 
 def _shardings(call: Call, mesh: Any, split: Split) -> list[tuple[NamedSharding, ...]]:
@@ -113,7 +105,7 @@ def _shardings(call: Call, mesh: Any, split: Split) -> list[tuple[NamedSharding,
     axes = axes_of(call.op, (1,) * len(split))
 
     def sharding(role: str) -> NamedSharding:
-        return NamedSharding(mesh, _jax.P(*(None if axis is None else split[axis] for axis in axes.of(role))))
+        return NamedSharding(mesh, _jax.P(*axes.split(role, split)))
 
     return [tuple(map(sharding, of_roles)) for of_roles in call.roles]
 
@@ -126,7 +118,7 @@ def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> 
     split = _split(call, mesh, operands)
     of_operands, of_results = _shardings(call, mesh, split)
     (_, roles), vector = call.roles, axes_of(call.op, operands[0].shape).vector
-    summed = _names(*(names for axis, names in enumerate(split) if axis not in vector))
+    summed = names_of(*(names for axis, names in enumerate(split) if axis not in vector))
 
     def of_part(*given: Any) -> tuple[Any, ...]:
         if isinstance(call.op, ChannelNorm) and call.op.over_samples and call.op.training and summed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -20,11 +21,25 @@ from cunorm.problem import DTYPES, Norm
 
 __all__ = ["plain_call"]
 
+# Where the gelus are 0 or the identity in any dtype.
+_FAR = 40
+
+
+def _with_limits(gelu: Any) -> Any:
+    """A gelu that has its limits at infinity, and so has its derivative: jax.nn's are NaN."""
+    return lambda z: jnp.where(z >= _FAR, z, gelu(jnp.clip(z, -_FAR, _FAR)))
+
+
+def _gelu_tanh(z: Any) -> Any:
+    """z * (1 + tanh(u)) / 2 as z * sigmoid(2 * u), which keeps its digits in the tail."""
+    return z * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * z * (1 + 0.044715 * z * z))
+
+
 _ACTIVATIONS: dict[str, Any] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": _with_limits(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": _with_limits(_gelu_tanh),
 }
 
 
@@ -43,8 +58,10 @@ def _forward(op: Any, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[An
     z, mean, rstd = _wide(residual_out), None, None
     if isinstance(op, RowNorm):
         if op.norm.centered:
-            mean = z.mean(columns)
-            z = z - jnp.expand_dims(mean, columns)
+            mean = 0
+            for _ in range(2):  # the second time for what the mean of all lost to rounding
+                rest = z.mean(columns)
+                mean, z = mean + rest, z - jnp.expand_dims(rest, columns)
         rstd = jax.lax.rsqrt((z * z).mean(columns) + op.eps)
         z = z * jnp.expand_dims(rstd, columns)
     return _finish(op, columns, z, weight, bias), residual_out, mean, rstd

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from cunorm.execute import Gradients, Op, Results, numpy_dtype
 
 __all__ = ["bind", "gradients", "primitive", "results"]
 
-_spec: Any = jax.sharding.PartitionSpec
+_sharding: Any = jax.sharding  # much of it has no types
 primitive: Any = Primitive("cunorm")
 primitive.multiple_results = True
 
@@ -83,8 +84,8 @@ def _compiled(call: Call) -> Any:
 
 
 def _types(*given: Any, call: Call) -> list[Any]:
-    """Those of the results: on a mesh with explicit axes split as the first operand is, which has x's shape."""
-    x, (_, roles) = given[0], call.roles
+    """Those of the results: on a mesh with explicit axes split as x is."""
+    x, (_, roles) = call.x_of(given), call.roles
     axes = axes_of(call.op, x.shape)
     for axis in sorted(axes.whole):
         if x.sharding.spec[axis] is not None:
@@ -94,8 +95,7 @@ def _types(*given: Any, call: Call) -> list[Any]:
             )
     types = []
     for output, role in zip(call.outputs(given), roles):
-        spec = [None if axis is None else x.sharding.spec[axis] for axis in axes.of(role)]
-        sharding = jax.sharding.NamedSharding(x.sharding.mesh, _spec(*spec))
+        sharding = _sharding.NamedSharding(x.sharding.mesh, _sharding.PartitionSpec(*axes.split(role, x.sharding.spec)))
         dtype = numpy_dtype(output.dtype)
         types.append(x.update(shape=output.shape, dtype=dtype, weak_type=False, sharding=sharding))
     return types
@@ -125,6 +125,23 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
 ad.primitive_jvps[primitive] = _jvp
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """That something is differentiated, and how it is split on a mesh with explicit axes, as its gradient must be.
+
+    Residuals can say so, since it is part of their structure.
+    """
+
+    sharding: Any
+
+    def split(self, gradient: Any) -> Any:
+        """The gradient, or None for zero, split so."""
+        if gradient is None or jax.typeof(gradient).sharding.spec == self.sharding.spec:
+            return gradient
+        return _sharding.reshard(gradient, self.sharding)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(call: Call, arrays: list[Any]) -> Results:
     return results(call.op, arrays, **dict(call.options))
@@ -133,8 +150,10 @@ def _differentiable(call: Call, arrays: list[Any]) -> Results:
 def _forward_rule(call: Call, primals: list[Any]) -> tuple[Results, Any]:
     arrays = [None if primal is None else primal.value for primal in primals]
     y, residual_out, mean, rstd = results(call.op, arrays, True)
-    # What is not differentiated becomes None, which residuals can say, since it is part of their structure.
-    wanted = [() if primal is not None and primal.perturbed else None for primal in primals[:4]]
+    wanted = [
+        _Wanted(jax.typeof(primal.value).sharding) if primal is not None and primal.perturbed else None
+        for primal in primals[:4]
+    ]
     x, residual, weight, bias, *running = arrays
     kept = x if residual is None else residual_out, weight, bias, mean, rstd, wanted, [None for _ in running]
     stats = dict(call.options)["stats"]
@@ -152,7 +171,8 @@ def _backward_rule(call: Call, residuals: Any, cotangents: Results) -> tuple[lis
         mask = (wants_x or wants_residual, wants_weight, wants_bias)
         arrays = (dy, dresidual_out, x, weight, bias if call.op.keeps_bias else None, mean, rstd)
         dx, dweight, dbias = gradients(call.op, arrays, mask, None if bias is None else bias.dtype.name)
-    return ([dx if wants_x else None, dx if wants_residual else None, dweight, dbias, *running],)
+    computed = zip(wanted, (dx, dx, dweight, dbias))
+    return ([*(item and item.split(gradient) for item, gradient in computed), *running],)
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
