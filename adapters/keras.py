@@ -82,7 +82,8 @@ class RMSNormalization(_Computed, keras.layers.RMSNormalization):  # type: ignor
     """RMS normalization, as `keras.layers.RMSNormalization`, by `cunorm.rms_norm`.
 
     ``y = x * rstd * scale`` with ``rstd = 1 / sqrt(mean(x^2) + epsilon)`` over ``axis`` (Zhang, Sennrich 2019,
-    arXiv:1910.07467).
+    arXiv:1910.07467). Over other axes than the last ones it is Keras's own computation, whose scale goes along the last
+    ones all the same.
 
     Parameters
     ----------
@@ -104,7 +105,9 @@ class RMSNormalization(_Computed, keras.layers.RMSNormalization):  # type: ignor
     """
 
     def call(self, x: Any) -> Any:
-        if not _is_supported(x):
+        dimensions, count = len(x.shape), len(self.axis)
+        last = [axis % dimensions for axis in self.axis] == [*range(dimensions - count, dimensions)]
+        if not last or not _is_supported(x):
             return super().call(x)
         return rms_norm(x, _tensor(self.scale), axis=self.axis, eps=self.epsilon)
 

@@ -49,6 +49,7 @@ LAYERS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
 # What is left to Keras's own computation.
 LEFT: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("LayerNormalization", {"axis": [1, -1]}, (4, 3, 5, 8)),
+    ("RMSNormalization", {"axis": 1}, (4, 8, 8)),
     ("GroupNormalization", {"groups": 1, "axis": 2}, (4, 8, 3, 5)),
     ("BatchNormalization", {"axis": 2}, (4, 8, 3, 5)),
 ]

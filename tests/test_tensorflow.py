@@ -485,6 +485,21 @@ def test_channel_norms_of_a_batch_that_is_not_known() -> None:
         norms(tensor(x[:1, :1]))
 
 
+@pytest.mark.parametrize("num_groups", [1, 11, 49])
+def test_groups_of_channels_that_are_not_known(num_groups: int) -> None:
+    x = data(1, (2, 3, 2 * num_groups))
+    norm = tf.function(
+        lambda x: cunorm.group_norm(x, num_groups, data_format="N...C", return_stats=True),
+        input_signature=[tf.TensorSpec([None, None, None])],
+    )
+    results = norm(tensor(x))
+    for result, value in zip(results, cunorm.group_norm(x, num_groups, data_format="N...C", return_stats=True)):
+        np.testing.assert_array_equal(result, value)
+    if num_groups > 1:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"num_groups is {num_groups} and x has 3 channels"):
+            norm(tensor(data(1, (2, 3, 3))))
+
+
 @pytest.mark.parametrize("function", MODES)
 def test_merged_statistics(function: bool) -> None:
     x = data(1, (6, 4, 5))

@@ -268,16 +268,22 @@ def _backward(op: Op, inputs: Sequence[Any], mask: tuple[bool, bool, bool], bias
 
 
 class _Unknown(int):
-    """A dimension that tf.function does not know while it traces: it equals any other, and has many divisors."""
+    """A dimension that tf.function does not know while it traces: it equals any other, and is divided by any."""
 
     def __new__(cls) -> _Unknown:
-        return super().__new__(cls, 2**30 * 3**3 * 5**2 * 7)
+        return super().__new__(cls, 2**42)
 
     def __eq__(self, other: object) -> bool:
         return True
 
     def __ne__(self, other: object) -> bool:
         return False
+
+    def __mod__(self, other: int) -> int:
+        return 0
+
+    def __floordiv__(self, other: int) -> _Unknown:
+        return _Unknown()
 
     # Only the hash keeps it apart in the cache of prepared calls; no tensor has a dimension of this size.
     __hash__ = int.__hash__
