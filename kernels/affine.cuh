@@ -75,14 +75,15 @@ struct Gradient {
   Compute g;   // of xhat
 };
 
+// Where dz is known.
+__device__ __forceinline__ Gradient gradient_with(Compute x, Compute dz, Compute mean, Compute rstd, Compute weight) {
+  return {CENTERED ? (x - mean) * rstd : x * rstd, dz, HAS_WEIGHT ? dz * weight : dz};
+}
+
 __device__ __forceinline__ Gradient gradient_of(Compute x, Compute dy, Compute mean, Compute rstd, Compute weight,
                                                 Compute bias) {
-  Gradient gradient;
-  gradient.xhat = CENTERED ? (x - mean) * rstd : x * rstd;
-  gradient.dz = dy;
-  if constexpr (activation != Activation::none) {
-    gradient.dz *= activation_derivative(scale_and_shift(gradient.xhat, weight, bias));
-  }
-  gradient.g = HAS_WEIGHT ? gradient.dz * weight : gradient.dz;
-  return gradient;
+  if constexpr (activation == Activation::none) return gradient_with(x, dy, mean, rstd, weight);
+  const Compute xhat = gradient_with(x, 0, mean, rstd, weight).xhat;
+  const Compute dz = dy * activation_derivative(scale_and_shift(xhat, weight, bias));
+  return gradient_with(x, dz, mean, rstd, weight);
 }

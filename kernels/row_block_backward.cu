@@ -143,6 +143,24 @@ struct StatisticsAhead {
   }
 };
 
+// Of so many of a thread's vectors dz is kept, in place of dy, where it would have to be made again of an activation's
+// derivative, which takes most of the time of sixteen-bit numbers (of silu two of the slow instructions of the special
+// function unit for each): as many as there are registers for, beside x, dy and others, where 512 threads share a
+// multiprocessor.
+// With fewer, ptxas spills.
+constexpr int OTHER_REGISTERS = activation == Activation::gelu ? 72 : weights_of == WeightsOf::part ? 40 : 48;
+constexpr int registers_with(int kept) {
+  return OTHER_REGISTERS + kept * VECTOR + (2 * VECTORS - kept) * VECTOR / 2;
+}
+constexpr int most_kept(int registers) {
+  int kept = 0;
+  while (kept < VECTORS && registers_with(kept + 1) <= registers) ++kept;
+  return kept;
+}
+constexpr bool KEEPS_DZ = HAS_CHANNELS && activation != Activation::none && sizeof(X_TYPE) == 2;
+constexpr int SHARING_THREADS = BLOCK_THREADS * MIN_BLOCKS;
+constexpr int KEPT = KEEPS_DZ ? most_kept(65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512)) : 0;
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -279,7 +297,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
       own[0] += gradient.dz;
       own[1] += gradient.dz * gradient.xhat;
+      return gradient.dz;
     };
+    Compute kept_dz[KEPT > 0 ? KEPT : 1][VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if constexpr (HAS_CHANNELS) {
@@ -288,7 +308,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
           affine.get(place, i, weight, bias);
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
-            add_by_channel(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], own);
+            const Compute dz = add_by_channel(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], own);
+            if (i < KEPT) kept_dz[i][j] = dz;
           }
           const Compute factor = HAS_WEIGHT && weights_of == WeightsOf::vector ? weight[0] : 1;
           sums[0] += factor * own[0];
@@ -343,8 +364,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     const Compute offset = -sums[0] / arguments.columns * rstd, slope = -sums[1] / arguments.columns * rstd;
 
     // Finish and store.
-    const auto dx_of = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute dresidual_out) {
-      const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
+    const auto dx_of = [&](const Gradient& gradient, Compute dresidual_out) {
       Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
       if constexpr (HAS_DRESIDUAL) value += dresidual_out;
       return value;
@@ -368,7 +388,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          results[j] = dx_of(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], widen(added[i], j));
+          const Compute x = widen(x_values[i], j);
+          const Gradient gradient = i < KEPT ? gradient_with(x, kept_dz[i][j], mean, rstd, weight[j])
+                                             : gradient_of(x, widen(dy_values[i], j), mean, rstd, weight[j], bias[j]);
+          results[j] = dx_of(gradient, widen(added[i], j));
         }
         put(dx, part, place, i, rounded<X_TYPE>(results));
       }
@@ -378,8 +401,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {
       if (!place.has_edge(i)) continue;
-      const Compute result[1] = {dx_of(widen(edges.x[i], 0), widen(edges.dy[i], 0), affine_edges.weight[i][0],
-                                       affine_edges.bias[i][0], widen(added_edges[i], 0))};
+      const Gradient gradient = gradient_of(widen(edges.x[i], 0), widen(edges.dy[i], 0), mean, rstd,
+                                            affine_edges.weight[i][0], affine_edges.bias[i][0]);
+      const Compute result[1] = {dx_of(gradient, widen(added_edges[i], 0))};
       put_edge(dx, part, place, i, rounded<X_TYPE>(result));
     }
     if constexpr (stage == Stage::run) {

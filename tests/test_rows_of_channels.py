@@ -402,6 +402,13 @@ def test_threads_that_share_a_channel(geometry: RowBlock, points: int) -> None:
     check_backward(norm_of(5, 2048 // points, 1024 // points, points, "float32"), laid_out(geometry))
 
 
+@pytest.mark.parametrize("vectors", [4, 8, 12], ids="{} vectors".format)
+def test_gradients_of_an_activation_that_are_kept(vectors: int) -> None:
+    """In registers: of all vectors, of six of eight, and of none."""
+    norm = norm_of(2, 4, 2, vectors * 256, "float16", "silu")
+    check_backward(norm, laid_out(RowBlock(8, vectors, 64)))
+
+
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
