@@ -87,3 +87,33 @@ __device__ __forceinline__ Gradient gradient_of(Compute x, Compute dy, Compute m
   const Compute dz = dy * activation_derivative(scale_and_shift(xhat, weight, bias));
   return gradient_with(x, dz, mean, rstd, weight);
 }
+
+// ---- The gradients of numbers that have one mean, rstd, weight and bias, as those of a channel do: what is the same
+// for them all is put together.
+
+template <typename T>
+constexpr bool IS_HALF = false;
+template <>
+constexpr bool IS_HALF<__half> = true;
+// Whether the deviation x - mean stands for xhat in sums and products, which make its rstd good: two multiplications
+// less for each number. Of float16 numbers nothing leaves the range of float so; of others the square of rstd could.
+constexpr bool BY_DEVIATION = IS_HALF<X_TYPE>;
+
+// xhat, or what stands for it.
+__device__ __forceinline__ Compute deviation_of(Compute x, Compute mean, Compute rstd) {
+  const Compute deviation = CENTERED ? x - mean : x;
+  return BY_DEVIATION ? deviation : deviation * rstd;
+}
+// By what sums of its products are to be multiplied.
+__device__ __forceinline__ Compute missing_scale(Compute rstd) { return BY_DEVIATION ? rstd : 1; }
+// Of x - mean in z, and of dz in dx.
+__device__ __forceinline__ Compute scale_of(Compute weight, Compute rstd) { return HAS_WEIGHT ? weight * rstd : rstd; }
+// Of the deviation in z.
+__device__ __forceinline__ Compute slope_of(Compute weight, Compute rstd) {
+  return BY_DEVIATION ? scale_of(weight, rstd) : static_cast<Compute>(HAS_WEIGHT ? weight : 1);
+}
+// Of z without the bias.
+__device__ __forceinline__ Compute dz_of(Compute dy, Compute z, Compute bias) {
+  if constexpr (activation == Activation::none) return dy;
+  return dy * activation_derivative(HAS_BIAS ? z + bias : z);
+}

@@ -4,21 +4,13 @@
 // What the parts of a slab have of each channel: the sums of dz and of dz * xhat.
 constexpr int NUMBERS = 2;
 
-template <typename T>
-constexpr bool IS_HALF = false;
-template <>
-constexpr bool IS_HALF<__half> = true;
-// Whether the deviation x - mean stands for xhat in sums and products, which make its rstd good: two multiplications
-// less for each number. Of float16 numbers nothing leaves the range of float so; of others the square of rstd could.
-constexpr bool BY_DEVIATION = IS_HALF<X_TYPE>;
-
 // What a thread knows of its channels.
 struct Own {
   Compute weight[CHANNEL_VECTOR];
   Compute bias[CHANNEL_VECTOR];
   Compute mean[CHANNEL_VECTOR];
   Compute rstd[CHANNEL_VECTOR];
-  Compute slope[CHANNEL_VECTOR];  // of z = deviation * slope + bias
+  Compute slope[CHANNEL_VECTOR];  // of the deviation in z
 
   __device__ __forceinline__ void load(const Chunk& part, long long channels, const WEIGHT_TYPE* weights,
                                        const BIAS_TYPE* biases, const Compute* means, const Compute* rstds) {
@@ -46,25 +38,10 @@ struct Own {
       set_slope(j);
     }
   }
-  __device__ __forceinline__ void set_slope(int j) {
-    slope[j] = BY_DEVIATION ? scale(j) : static_cast<Compute>(HAS_WEIGHT ? weight[j] : 1);
-  }
+  __device__ __forceinline__ void set_slope(int j) { slope[j] = slope_of(weight[j], rstd[j]); }
 
-  // xhat, or what stands for it.
-  __device__ __forceinline__ Compute deviation(Compute x, int j) const {
-    return BY_DEVIATION ? x - mean[j] : (x - mean[j]) * rstd[j];
-  }
-  // By what sums of its products are to be multiplied.
-  __device__ __forceinline__ Compute missing_scale(int j) const { return BY_DEVIATION ? rstd[j] : 1; }
-
-  // Of x - mean in z, and of dz in dx.
-  __device__ __forceinline__ Compute scale(int j) const { return HAS_WEIGHT ? weight[j] * rstd[j] : rstd[j]; }
-
-  // Of z without the bias.
-  __device__ __forceinline__ Compute dz(Compute dy, Compute z, int j) const {
-    if constexpr (activation == Activation::none) return dy;
-    return dy * activation_derivative(HAS_BIAS ? z + bias[j] : z);
-  }
+  __device__ __forceinline__ Compute deviation(Compute x, int j) const { return deviation_of(x, mean[j], rstd[j]); }
+  __device__ __forceinline__ Compute dz(Compute dy, Compute z, int j) const { return dz_of(dy, z, bias[j]); }
 };
 
 // Of a set: the means of g and of g * xhat.
@@ -84,9 +61,9 @@ struct Finish {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
       const SetMeans means = sets[set_in_tile(j)];
-      scales[j] = thread.scale(j);
+      scales[j] = scale_of(thread.weight[j], thread.rstd[j]);
       offsets[j] = -means.g * thread.rstd[j];
-      slopes[j] = -means.product * thread.rstd[j] * thread.missing_scale(j);
+      slopes[j] = -means.product * thread.rstd[j] * missing_scale(thread.rstd[j]);
     }
   }
 

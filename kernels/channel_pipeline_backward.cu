@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
           }
         });
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sums[VECTOR + j] *= own.missing_scale(j);
+        for (int j = 0; j < VECTOR; ++j) sums[VECTOR + j] *= missing_scale(own.rstd[j]);
         Compute told[2 * ROW_NUMBERS] = {};
 #pragma unroll
         for (int i = 0; i < 2 * VECTOR; ++i) {

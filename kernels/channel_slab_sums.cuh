@@ -24,7 +24,7 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
     own[channel_in_tile(j)] = sums[j];
-    own[TILE_CHANNELS + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j] * thread.missing_scale(j);
+    own[TILE_CHANNELS + channel_in_tile(j)] = sums[CHANNEL_VECTOR + j] * missing_scale(thread.rstd[j]);
   }
   __syncthreads();
 }

@@ -148,7 +148,7 @@ struct StatisticsAhead {
 // function unit for each): as many as there are registers for, beside x, dy and others, where 512 threads share a
 // multiprocessor.
 // With fewer, ptxas spills.
-constexpr int OTHER_REGISTERS = activation == Activation::gelu ? 72 : weights_of == WeightsOf::part ? 40 : 48;
+constexpr int OTHER_REGISTERS = activation == Activation::gelu ? 72 : weights_of == WeightsOf::part ? 32 : 48;
 constexpr int registers_with(int kept) {
   return OTHER_REGISTERS + kept * VECTOR + (2 * VECTORS - kept) * VECTOR / 2;
 }
@@ -294,10 +294,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       product += gradient.g * gradient.xhat;
     };
     const auto add_by_channel = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute (&own)[2]) {
-      const Gradient gradient = gradient_of(x, dy, mean, rstd, weight, bias);
-      own[0] += gradient.dz;
-      own[1] += gradient.dz * gradient.xhat;
-      return gradient.dz;
+      const Compute deviation = deviation_of(x, mean, rstd);
+      const Compute dz = dz_of(dy, deviation * slope_of(weight, rstd), bias);
+      own[0] += dz;
+      own[1] += dz * deviation;
+      return dz;
     };
     Compute kept_dz[KEPT > 0 ? KEPT : 1][VECTOR];
 #pragma unroll
@@ -311,6 +312,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
             const Compute dz = add_by_channel(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], own);
             if (i < KEPT) kept_dz[i][j] = dz;
           }
+          own[1] *= missing_scale(rstd);
           const Compute factor = HAS_WEIGHT && weights_of == WeightsOf::vector ? weight[0] : 1;
           sums[0] += factor * own[0];
           sums[1] += factor * own[1];
@@ -334,7 +336,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       const Compute x = widen(edges.x[i], 0), dy = widen(edges.dy[i], 0);
       const Compute weight = affine_edges.weight[i][0], bias = affine_edges.bias[i][0];
       if constexpr (HAS_CHANNELS) {
-        add_by_channel(x, dy, weight, bias, sums);
+        Compute own[2] = {0, 0};
+        add_by_channel(x, dy, weight, bias, own);
+        sums[0] += own[0];
+        sums[1] += own[1] * missing_scale(rstd);
       } else {
         add(x, dy, weight, bias, dweight_edges[i], dbias_edges[i], sums[0], sums[1]);
       }
@@ -360,12 +365,20 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
     // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with what is the same along the row put together: but for the
-    // rstd in xhat, whose square could leave the range of float.
-    const Compute offset = -sums[0] / arguments.columns * rstd, slope = -sums[1] / arguments.columns * rstd;
+    // rstd in xhat, whose square could leave the range of float (see BY_DEVIATION in affine.cuh).
+    const Compute offset = -sums[0] / arguments.columns * rstd;
+    const Compute slope = -sums[1] / arguments.columns * rstd * (HAS_CHANNELS ? missing_scale(rstd) : 1);
 
     // Finish and store.
-    const auto dx_of = [&](const Gradient& gradient, Compute dresidual_out) {
-      Compute value = gradient.g * rstd + (CENTERED ? gradient.xhat * slope + offset : gradient.xhat * slope);
+    const auto dz_at = [&](Compute x, Compute dy, Compute weight, Compute bias) {
+      if constexpr (!HAS_CHANNELS) return gradient_of(x, dy, mean, rstd, weight, bias).dz;
+      return dz_of(dy, deviation_of(x, mean, rstd) * slope_of(weight, rstd), bias);
+    };
+    const auto dx_of = [&](Compute x, Compute dz, Compute weight, Compute dresidual_out) {
+      const Gradient gradient = gradient_with(x, dz, mean, rstd, weight);
+      const Compute first = HAS_CHANNELS ? dz * scale_of(weight, rstd) : gradient.g * rstd;
+      const Compute second = (HAS_CHANNELS ? deviation_of(x, mean, rstd) : gradient.xhat) * slope;
+      Compute value = first + (CENTERED ? second + offset : second);
       if constexpr (HAS_DRESIDUAL) value += dresidual_out;
       return value;
     };
@@ -389,9 +402,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Compute x = widen(x_values[i], j);
-          const Gradient gradient = i < KEPT ? gradient_with(x, kept_dz[i][j], mean, rstd, weight[j])
-                                             : gradient_of(x, widen(dy_values[i], j), mean, rstd, weight[j], bias[j]);
-          results[j] = dx_of(gradient, widen(added[i], j));
+          const Compute dz = i < KEPT ? kept_dz[i][j] : dz_at(x, widen(dy_values[i], j), weight[j], bias[j]);
+          results[j] = dx_of(x, dz, weight[j], widen(added[i], j));
         }
         put(dx, part, place, i, rounded<X_TYPE>(results));
       }
@@ -401,9 +413,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {
       if (!place.has_edge(i)) continue;
-      const Gradient gradient = gradient_of(widen(edges.x[i], 0), widen(edges.dy[i], 0), mean, rstd,
-                                            affine_edges.weight[i][0], affine_edges.bias[i][0]);
-      const Compute result[1] = {dx_of(gradient, widen(added_edges[i], 0))};
+      const Compute x = widen(edges.x[i], 0), dy = widen(edges.dy[i], 0);
+      const Compute weight = affine_edges.weight[i][0], bias = affine_edges.bias[i][0];
+      const Compute result[1] = {dx_of(x, dz_at(x, dy, weight, bias), weight, widen(added_edges[i], 0))};
       put_edge(dx, part, place, i, rounded<X_TYPE>(result));
     }
     if constexpr (stage == Stage::run) {
