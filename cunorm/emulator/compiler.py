@@ -24,11 +24,12 @@ __all__ = ["CompileError", "EmulatorError", "executable"]
 _FOLDER = Path(__file__).parent
 _KEEP_SECONDS = 30 * 24 * 3600
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
-# -O1 costs a tenth of a second more to compile than -O0 and runs up to twice as fast. -g1 has the lines and the inlined
-# functions, which reports name; local variables, which they do not, would take as long again. No contraction: the same
-# result on every machine. The pattern makes a read of a local variable that nobody wrote come out absurd, not zero.
+# Compiling takes most of a test's time: channel_pipeline_backward half a second with -Og, one with -O1, 0.3 with -O0,
+# which runs half as fast. -g1 has the lines and the inlined functions, which reports name; local variables, which they
+# do not, would take as long again. No contraction: the same result on every machine. The pattern makes a read of a
+# local variable that nobody wrote come out absurd, not zero.
 _KERNEL_FLAGS = [
-    *("-std=c++17", "-O1", "-g1", "-w", "-fno-exceptions", "-fno-rtti", "-fno-omit-frame-pointer"),
+    *("-std=c++17", "-Og", "-g1", "-w", "-fno-exceptions", "-fno-rtti", "-fno-omit-frame-pointer"),
     *("-ffp-contract=off", "-ftrivial-auto-var-init=pattern", *_SANITIZERS),
 ]
 _RUNTIME_FLAGS = ["-std=c++17", "-O2", "-w", "-fno-omit-frame-pointer"]
