@@ -376,7 +376,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     };
     const auto dx_of = [&](Compute x, Compute dz, Compute weight, Compute dresidual_out) {
       const Gradient gradient = gradient_with(x, dz, mean, rstd, weight);
-      const Compute first = HAS_CHANNELS ? dz * scale_of(weight, rstd) : gradient.g * rstd;
+      // A multiplication less: but where there is no activation, ptxas spills so.
+      constexpr bool SCALES_ONCE = HAS_CHANNELS && activation != Activation::none;
+      const Compute first = SCALES_ONCE ? dz * scale_of(weight, rstd) : gradient.g * rstd;
       const Compute second = (HAS_CHANNELS ? deviation_of(x, mean, rstd) : gradient.xhat) * slope;
       Compute value = first + (CENTERED ? second + offset : second);
       if constexpr (HAS_DRESIDUAL) value += dresidual_out;
