@@ -115,6 +115,7 @@ __device__ __forceinline__ Compute activate(Compute z) {
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
   if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2) {
+    // s + z * s * (1 - s), as two multiply-adds.
     const Compute s = sigmoid(z);
     return (z - z * s) * s + s;
   }

@@ -143,10 +143,9 @@ struct StatisticsAhead {
   }
 };
 
-// Of so many of a thread's vectors dz is kept, in place of dy, where it would have to be made again of an activation's
-// derivative, which takes most of the time of sixteen-bit numbers (of silu two of the slow instructions of the special
-// function unit for each): as many as there are registers for, beside x, dy and others, where 512 threads share a
-// multiprocessor.
+// Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
+// again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
+// are registers for, beside x, dy and others, where 512 threads share a multiprocessor.
 // With fewer, ptxas spills.
 constexpr int OTHER_REGISTERS = activation == Activation::gelu ? 72 : weights_of == WeightsOf::part ? 32 : 48;
 constexpr int registers_with(int kept) {

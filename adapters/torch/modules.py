@@ -101,11 +101,8 @@ class LayerNorm(_Activated, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        axis, weight, bias = (
-            _axis(input, self.normalized_shape),
-            parameter_of(self, "weight"),
-            parameter_of(self, "bias"),
-        )
+        axis = _axis(input, self.normalized_shape)
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         y: Tensor = cunorm.layer_norm(input, weight, bias, axis=axis, eps=self.eps, activation=self.activation)
         return y
 
