@@ -363,6 +363,11 @@ class _ChannelProblem:
         return math.prod(self.point_sizes)
 
     @property
+    def values_per_set(self) -> int:
+        """How many numbers a mean is of."""
+        return self.points * self.channels_per_set
+
+    @property
     def sets(self) -> int:
         """How many means there are: set s has the channels from s * channels_per_set on, counted over all samples."""
         return self.samples * self.channels // self.channels_per_set

@@ -112,6 +112,29 @@ __device__ __forceinline__ Compute activate(Compute z) {
   return z;
 }
 
+// The same of several numbers, in place. Of silu two that are rounded to sixteen bits share a reciprocal, 1 / (a * b):
+// the unit for exponentials and reciprocals has three results to give for them in place of four, and gives one while
+// others give eight. 8 x 128 x 256^2 float16 numbers in 32 groups, channels second, take 1.31 so, and 1.36 otherwise;
+// of bfloat16 1.52 and 1.61. (Backward, with more else to do, nothing is gained.) So that a product stays in range, no
+// sigmoid is less than 2^-62: what it changes is less than 3e-19 of z.
+template <int COUNT>
+__device__ __forceinline__ void activate_all(Compute (&z)[COUNT]) {
+  constexpr bool PAIRED = activation == Activation::silu && sizeof(X_TYPE) == 2 && COUNT % 2 == 0;
+  constexpr Compute LOG2_E = 1.4426950408889634, MOST = 62;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += PAIRED ? 2 : 1) {
+    if constexpr (PAIRED) {
+      const Compute first = 1 + power_of_two(min(-LOG2_E * z[i], MOST));
+      const Compute second = 1 + power_of_two(min(-LOG2_E * z[i + 1], MOST));
+      const Compute both = reciprocal(first * second);
+      z[i] *= both * second;
+      z[i + 1] *= both * first;
+    } else {
+      z[i] = activate(z[i]);
+    }
+  }
+}
+
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
   if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
   if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2) {

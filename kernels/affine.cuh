@@ -50,8 +50,9 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE,
   for (int i = 0; i < COUNT; ++i) {
     const Compute value = widen(x, i);
     const Compute xhat = CENTERED ? (value - mean) * rstd + shift : value * rstd;
-    y[i] = activate(scale_and_shift(xhat, weight[i], bias[i]));
+    y[i] = scale_and_shift(xhat, weight[i], bias[i]);
   }
+  activate_all(y);
   return rounded<X_TYPE>(y);
 }
 
@@ -64,7 +65,8 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized_alike(const Vector<X
   const Compute shift = HAS_BIAS ? bias - remainder * scale : -remainder * scale;
   Compute y[COUNT];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) y[i] = activate((widen(x, i) - mean) * scale + shift);
+  for (int i = 0; i < COUNT; ++i) y[i] = (widen(x, i) - mean) * scale + shift;
+  activate_all(y);
   return rounded<X_TYPE>(y);
 }
 

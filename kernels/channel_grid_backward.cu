@@ -45,6 +45,7 @@ struct Arguments {
   long long dx_sample_stride;
   long long dx_channel_stride;
   long long dx_point_strides[POINT_DIMS];
+  double set_share;  // one over how many numbers a set has
 };
 
 // Numbers of sets that are not those of their only channel.
@@ -93,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   first_numbers.store_in(own_numbers);
   wait_for_earlier_launches();
 
-  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
   for (int turn = 0; group.has(slab); ++turn) {
     const Chunk part = group.part(slab);
@@ -156,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
           of_set[1] *= weight;
         }
       }
-      exchange.answer(set, {static_cast<Compute>(of_set[0] / set_count), static_cast<Compute>(of_set[1] / set_count)},
+      exchange.answer(set, {static_cast<Compute>(of_set[0] * arguments.set_share),
+                            static_cast<Compute>(of_set[1] * arguments.set_share)},
                       turn);
     }
     for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {

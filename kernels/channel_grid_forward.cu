@@ -41,9 +41,11 @@ struct Arguments {
   long long y_sample_stride;
   long long y_channel_stride;
   long long y_point_strides[POINT_DIMS];
+  double set_share;  // one over how many numbers a set has
   double eps;
   double kept;
   double taken;
+  double taken_variance;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_forward(const Arguments arguments) {
@@ -84,7 +86,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   first_affine.store_in(affine);
   wait_for_earlier_launches();
 
-  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
   for (int turn = 0; group.has(slab); ++turn) {
     const Chunk part = group.part(slab);
@@ -97,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     // Statistics of the part, by channels, then by sets.
     const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
     const auto release = [&](int i) { intake.release(arriving, i); };
-    sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, scratch, own);
+    sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, scratch,
+             [&](auto... numbers) { write_numbers(own, numbers...); });
     const Compute* of_part = own;
     if constexpr (CHANNELS_PER_SET > 1) {
 #pragma unroll
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
         const bool there = set < TILE_SETS;
         const int channel = there ? set * CHANNELS_PER_SET : 0;
         const double part_count = static_cast<double>(part.points() * CHANNELS_PER_SET);
-        const Moments moments = merged<SET_LANES>(part_count, own[channel], nullptr, [&](auto use) {
+        const Moments moments = merged<SET_LANES>(1 / part_count, own[channel], nullptr, [&](auto use) {
           for (int i = channel + lane; i < channel + CHANNELS_PER_SET; i += SET_LANES) {
             use(static_cast<double>(part.points()), static_cast<double>(own[i]) + own[TILE_CHANNELS + i],
                 static_cast<double>(own[2 * TILE_CHANNELS + i]));
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       const int owned = first + thread_in_block() / SET_LANES, set = exchange.owned_set(owned);
       const bool there = owned < exchange.owned();
       const Compute* of_blocks = numbers + (there ? owned : 0) * group.blocks * NUMBERS;
-      const Moments moments = merged<SET_LANES>(set_count, of_blocks[0], nullptr, [&](auto use) {
+      const Moments moments = merged<SET_LANES>(arguments.set_share, of_blocks[0], nullptr, [&](auto use) {
         for (int block = lane; block < group.blocks; block += SET_LANES) {
           const long long left = arguments.points - block * arguments.points_per_block;
           const Compute* of_block = of_blocks + block * NUMBERS;
@@ -147,8 +149,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
         arguments.rstd[place] = statistics.rstd;
       }
       if constexpr (UPDATES_RUNNING) {
-        RunningUpdate{arguments.kept, arguments.taken}.apply(moments, set_count, arguments.running_mean[place],
-                                                             arguments.running_var[place]);
+        const Running before = load_running(arguments.running_mean, arguments.running_var, place);
+        RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
+            before, moments, arguments.running_mean, arguments.running_var, place);
       }
     }
     for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {

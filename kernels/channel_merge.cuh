@@ -31,10 +31,10 @@ struct Moments {
   double variance;
 };
 
-// for_each_part(use) calls use(count, mean, deviation) for each of the thread's parts; they have `count` numbers in
-// all. The means are taken from a pivot, one of them, so that nothing cancels that a double does not hold.
+// for_each_part(use) calls use(count, mean, deviation) for each of the thread's parts; one over what these have in all
+// is `share`. The means are taken from a pivot, one of them, so that nothing cancels that a double does not hold.
 template <int LANES, typename ForEach>
-__device__ __forceinline__ Moments merged(double count, double pivot, double* scratch, const ForEach& for_each_part) {
+__device__ __forceinline__ Moments merged(double share, double pivot, double* scratch, const ForEach& for_each_part) {
   double sums[2] = {0, 0};
   for_each_part([&](double points, double mean, double deviation) {
     const double difference = mean - pivot;
@@ -42,6 +42,6 @@ __device__ __forceinline__ Moments merged(double count, double pivot, double* sc
     sums[1] += deviation + points * difference * difference;
   });
   total_over<LANES>(sums, scratch);
-  const double share = 1 / count, shift = sums[0] * share;
+  const double shift = sums[0] * share;
   return {pivot + shift, sums[1] * share - shift * shift};
 }

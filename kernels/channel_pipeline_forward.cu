@@ -45,6 +45,7 @@ struct Arguments {
   double eps;
   double kept;
   double taken;
+  double taken_variance;
 };
 
 // Units of a set, over the threads that have the same points.
@@ -139,10 +140,10 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
       arguments.rstd[place] = rstd;
     }
     if constexpr (UPDATES_RUNNING) {
-      const double count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
       const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
-      RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[place],
-                                                           arguments.running_var[place]);
+      const Running before = load_running(arguments.running_mean, arguments.running_var, place);
+      RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
+          before, moments, arguments.running_mean, arguments.running_var, place);
     }
   }
 }

@@ -43,6 +43,7 @@ struct Arguments {
   long long dx_sample_stride;
   long long dx_channel_stride;
   long long dx_point_strides[POINT_DIMS];
+  double set_share;  // one over how many numbers a set has
 };
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -75,6 +76,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   begin_exchanges(exchange);
   Own thread = {};
   thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
+  X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
+  pin(dx);  // before the numbers arrive
 
   sum_part(dy_slots, x_slots, thread, VECTORS, count, [](int i) { return i; }, [](int) { copy_async_commit(); },
            scratch, own);
@@ -98,7 +101,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     totals[i] = static_cast<Compute>(sum);
   }
   __syncthreads();
-  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
   const int lane = thread_in_block() % SET_LANES;
 #pragma unroll
   for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
@@ -111,18 +113,19 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     total_over<SET_LANES>(of_set, nullptr);
     if (there && lane == 0) {
-      sets[set] = {static_cast<Compute>(of_set[0] / set_count), static_cast<Compute>(of_set[1] / set_count)};
+      sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share), static_cast<Compute>(of_set[1] * arguments.set_share)};
     }
   }
   __syncthreads();
 
   // Finish and store.
   const Finish finish(sets, thread);
-  X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
   walk = begin;
 #pragma unroll 2
-  for (int i = 0; i < count; ++i) {
-    store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+  for (int i = 0; i < VECTORS; ++i) {
+    if (i < count) {
+      store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+    }
     walk.advance(arguments.point_sizes);
   }
 }

@@ -36,9 +36,11 @@ struct Arguments {
   long long y_sample_stride;
   long long y_channel_stride;
   long long y_point_strides[POINT_DIMS];
+  double set_share;  // one over how many numbers a set has
   double eps;
   double kept;
   double taken;
+  double taken_variance;
 };
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -47,7 +49,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
   __shared__ SetStatistics sets[TILE_SETS];
-  __shared__ Moments moments[UPDATES_RUNNING ? TILE_SETS : 1];
+  __shared__ Compute variances[UPDATES_RUNNING ? TILE_SETS : 1];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
@@ -68,57 +70,91 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   if (part.there) {
     load_own_affine(part, arguments.weight, arguments.bias, weight, bias);
   }
-
-  // Statistics of the part, then of the sets.
-  constexpr int PIVOT = (VECTORS + 3) / 4;
-  sum_part(part, slots, VECTORS, PIVOT, count, [](int i) { return i; }, [](int) { copy_async_commit(); }, scratch, own);
-  const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
-      exchange_shared<THREADS>(exchange, own, thread_in_block());
-  const double set_count = static_cast<double>(arguments.points * CHANNELS_PER_SET);
-  const int lane = thread_in_block() % SET_LANES;
+  // The sets whose statistics this thread stores; running ones are on their way early.
+  constexpr int OWNED_SETS = (TILE_SETS + THREADS - 1) / THREADS;
+  const auto owns = [&](int set) {
+    const long long channel = part.first_channel + set * CHANNELS_PER_SET;
+    return rank_in_row() == 0 && set < TILE_SETS && channel < arguments.channels;
+  };
+  const auto place_of = [&](int set) {
+    return (part.sample * arguments.channels + part.first_channel) / CHANNELS_PER_SET + set;
+  };
+  Running running[UPDATES_RUNNING ? OWNED_SETS : 1];
+  if constexpr (UPDATES_RUNNING) {
 #pragma unroll
-  for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-    const int set = first + thread_in_block() / SET_LANES;
-    const bool there = set < TILE_SETS;
-    const int first_channel = there ? set * CHANNELS_PER_SET : 0;
-    const Moments of_set = merged<SET_LANES>(set_count, everyones[0][first_channel], nullptr, [&](auto use) {
-      for (int i = lane; i < BLOCKS_PER_ROW * CHANNELS_PER_SET; i += SET_LANES) {
-        const int block = i / CHANNELS_PER_SET;
-        const long long left = arguments.points - block * arguments.points_per_block;
-        const Compute* numbers = everyones[block] + first_channel + i % CHANNELS_PER_SET;
-        use(static_cast<double>(min(left, arguments.points_per_block)),
-            static_cast<double>(numbers[0]) + numbers[TILE_CHANNELS], static_cast<double>(numbers[2 * TILE_CHANNELS]));
-      }
-    });
-    if (!there || lane > 0) continue;
-    sets[set] = set_statistics_of(of_set, arguments.eps);
-    if constexpr (UPDATES_RUNNING) moments[set] = of_set;
+    for (int i = 0; i < OWNED_SETS; ++i) {
+      const int set = thread_in_block() + i * THREADS;
+      if (owns(set)) running[i] = load_running(arguments.running_mean, arguments.running_var, place_of(set));
+    }
   }
-  __syncthreads();
+
+  X_TYPE* y = arguments.y + part.offset(arguments.y_sample_stride, arguments.y_channel_stride);
+  pin(y);  // before the numbers arrive
+
+  // Statistics of the part, then of the sets: they are the same where a part is all of a set.
+  constexpr bool ALONE = BLOCKS_PER_ROW * CHANNELS_PER_SET == 1;
+  constexpr int PIVOT = (VECTORS + 3) / 4;
+  const auto tell = [&](int channel, Compute pivot, Compute shift, Compute deviation) {
+    if constexpr (ALONE) {
+      const Compute variance = deviation * static_cast<Compute>(arguments.set_share);
+      sets[channel] = {pivot, shift, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
+      if constexpr (UPDATES_RUNNING) variances[channel] = variance;
+    } else {
+      write_numbers(own, channel, pivot, shift, deviation);
+    }
+  };
+  sum_part(part, slots, VECTORS, PIVOT, count, [](int i) { return i; }, [](int) { copy_async_commit(); }, scratch, tell);
+  if constexpr (!ALONE) {
+    const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
+        exchange_shared<THREADS>(exchange, own, thread_in_block());
+    const int lane = thread_in_block() % SET_LANES;
+#pragma unroll
+    for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+      const int set = first + thread_in_block() / SET_LANES;
+      const bool there = set < TILE_SETS;
+      const int first_channel = there ? set * CHANNELS_PER_SET : 0;
+      const Moments of_set =
+          merged<SET_LANES>(arguments.set_share, everyones[0][first_channel], nullptr, [&](auto use) {
+            for (int i = lane; i < BLOCKS_PER_ROW * CHANNELS_PER_SET; i += SET_LANES) {
+              const int block = i / CHANNELS_PER_SET;
+              const long long left = arguments.points - block * arguments.points_per_block;
+              const Compute* numbers = everyones[block] + first_channel + i % CHANNELS_PER_SET;
+              use(static_cast<double>(min(left, arguments.points_per_block)),
+                  static_cast<double>(numbers[0]) + numbers[TILE_CHANNELS],
+                  static_cast<double>(numbers[2 * TILE_CHANNELS]));
+            }
+          });
+      if (!there || lane > 0) continue;
+      sets[set] = set_statistics_of(of_set, arguments.eps);
+      if constexpr (UPDATES_RUNNING) variances[set] = static_cast<Compute>(of_set.variance);
+    }
+    __syncthreads();
+  }
 
   // Finish and store.
   const Finish finish(sets, weight, bias);
-  X_TYPE* y = arguments.y + part.offset(arguments.y_sample_stride, arguments.y_channel_stride);
   walk = begin;
 #pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
+  for (int i = 0; i < VECTORS; ++i) {
+    if (i < count) store_global(y + walk.offset(arguments.y_point_strides), finish.of(slots.get(i)));
     walk.advance(arguments.point_sizes);
   }
 
   // What else is wanted of the statistics, when all else is on its way.
-  if (rank_in_row() > 0) return;
-  for (int set = thread_in_block(); set < TILE_SETS; set += THREADS) {
-    const long long channel = part.first_channel + set * CHANNELS_PER_SET;
-    if (channel >= arguments.channels) return;
-    const long long place = (part.sample * arguments.channels + channel) / CHANNELS_PER_SET;
+#pragma unroll
+  for (int i = 0; i < OWNED_SETS; ++i) {
+    const int set = thread_in_block() + i * THREADS;
+    if (!owns(set)) break;
+    const long long place = place_of(set);
+    const SetStatistics statistics = sets[set];
     if (arguments.rstd != nullptr) {
-      arguments.mean[place] = sets[set].mean;
-      arguments.rstd[place] = sets[set].rstd;
+      arguments.mean[place] = statistics.mean + statistics.mean_remainder;
+      arguments.rstd[place] = statistics.rstd;
     }
     if constexpr (UPDATES_RUNNING) {
-      RunningUpdate{arguments.kept, arguments.taken}.apply(moments[set], set_count, arguments.running_mean[place],
-                                                           arguments.running_var[place]);
+      const Moments batch = {static_cast<double>(statistics.mean) + statistics.mean_remainder, variances[set]};
+      RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
+          running[i], batch, arguments.running_mean, arguments.running_var, place);
     }
   }
 }

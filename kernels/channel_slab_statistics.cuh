@@ -4,12 +4,16 @@
 // `pivot` of `vectors` vectors a thread, no small share of them, so little cancels in the squared deviations whatever
 // the data are. They are among the HELD ones.
 
-// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see. Of the thread's `vectors`
-// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
-template <typename SlotOf, typename Release>
+// Calls tell(channel, pivot, shift, deviation) in one thread for each channel of the tile: the mean is pivot + shift, and
+// the squared deviations add up to the last number. Then all threads see what it wrote. Of the thread's `vectors` there
+// are `count`, the i-th in slot_of(i); release(i) says that it was summed.
+template <typename SlotOf, typename Release, typename Tell>
 __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, int vectors, int pivot, int count,
                                          const SlotOf& slot_of, const Release& release, Compute* scratch,
-                                         Compute* own) {
+                                         const Tell& tell) {
+  const long long pivot_points = min(part.points(), static_cast<long long>(pivot) * POINT_LANES * POINT_VECTOR);
+  const Compute pivot_share = reciprocal_of(static_cast<Compute>(pivot_points));
+  const Compute share = reciprocal_of(static_cast<Compute>(part.points()));
   Compute pivots[CHANNEL_VECTOR] = {};
   const auto add_to_pivots = [&](int i) {
     const Vector<X_TYPE, VECTOR> values = slots.get(slot_of(i));
@@ -17,8 +21,6 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   };
   as_they_arrive<SLOTS>(0, pivot, count, add_to_pivots, [](int) { copy_async_commit(); });
   sum_over_points(pivots, scratch);
-  const long long pivot_points = min(part.points(), static_cast<long long>(pivot) * POINT_LANES * POINT_VECTOR);
-  const Compute pivot_share = 1 / static_cast<Compute>(pivot_points);
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] *= pivot_share;
 
@@ -41,15 +43,19 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   __syncthreads();  // the scratch was read
   sum_over_points(sums, scratch);
 
-  const Compute share = 1 / static_cast<Compute>(part.points());
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
-    Compute* numbers = own + channel_in_tile(j);
     const Compute shift = sums[j] * share;
-    numbers[0] = pivots[j];
-    numbers[TILE_CHANNELS] = shift;
-    numbers[2 * TILE_CHANNELS] = sums[CHANNEL_VECTOR + j] - shift * sums[j];
+    tell(channel_in_tile(j), pivots[j], shift, sums[CHANNEL_VECTOR + j] - shift * sums[j]);
   }
   __syncthreads();
+}
+
+// Writes a channel's numbers to NUMBERS rows of TILE_CHANNELS.
+__device__ __forceinline__ void write_numbers(Compute* rows, int channel, Compute pivot, Compute shift,
+                                              Compute deviation) {
+  rows[channel] = pivot;
+  rows[TILE_CHANNELS + channel] = shift;
+  rows[2 * TILE_CHANNELS + channel] = deviation;
 }

@@ -88,8 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         const int own = channel_of(j);
-        results[j] = activate((widen(values[i], j) - means[own]) * scales[own] + shifts[own]);
+        results[j] = (widen(values[i], j) - means[own]) * scales[own] + shifts[own];
       }
+      activate_all(results);
       store_global(y + targets[i], rounded<X_TYPE>(results));
     }
   });

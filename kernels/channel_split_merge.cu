@@ -24,6 +24,7 @@ struct Arguments {
   double eps;
   double kept;
   double taken;
+  double taken_variance;
 };
 
 extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1)
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1)
   };
   const double count = static_cast<double>(arguments.points * arguments.channels_per_set);
   const double pivot = parts > 0 ? arguments.chunk_means[first] : 0;
-  const Moments moments = merged<SET_LANES>(count, pivot, scratch, for_each_part);
+  const Moments moments = merged<SET_LANES>(1 / count, pivot, scratch, for_each_part);
 
   if (threadIdx.x > 0 || set >= arguments.sets) return;
   const SplitStatistics statistics = split_statistics_of(moments.mean, moments.variance, arguments.eps);
@@ -74,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1)
     arguments.rstd[set] = statistics.rstd;
   }
   if constexpr (UPDATES_RUNNING) {
-    RunningUpdate{arguments.kept, arguments.taken}.apply(moments, count, arguments.running_mean[set],
-                                                         arguments.running_var[set]);
+    const Running before = load_running(arguments.running_mean, arguments.running_var, set);
+    RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
+        before, moments, arguments.running_mean, arguments.running_var, set);
   }
 }

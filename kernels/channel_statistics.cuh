@@ -40,8 +40,9 @@ struct Finish {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       const int channel = channel_of(j);
-      results[j] = activate((widen(values, j) - means[channel]) * scales[channel] + shifts[channel]);
+      results[j] = (widen(values, j) - means[channel]) * scales[channel] + shifts[channel];
     }
+    activate_all(results);
     return rounded<X_TYPE>(results);
   }
 };

@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
       Compute z[VECTOR];
       widen_all(values[i], z);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) z[j] = activate(HAS_BIAS ? z[j] + bias[j] : z[j]);
+      for (int j = 0; j < VECTOR; ++j) z[j] = HAS_BIAS ? z[j] + bias[j] : z[j];
+      activate_all(z);
       store_some(y + offset_of(row, arguments.row_sizes, arguments.y_row_strides), counts[i],
                  rounded<X_TYPE>(z));
     }

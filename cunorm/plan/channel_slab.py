@@ -53,8 +53,8 @@ class Slab:
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
         forward = isinstance(problem, ChannelForward)
-        # Forward the last four are running statistics in double.
-        per_channel = (self.blocks_per_slab + 1) * 3 + 3 + 4 if forward else (self.blocks_per_slab + 2) * 2 + 2
+        # Forward the last one is a variance, which running statistics take.
+        per_channel = (self.blocks_per_slab + 1) * 3 + 3 + 1 if forward else (self.blocks_per_slab + 2) * 2 + 2
         return static_bytes(problem, self.tiles, per_channel * self.tiles.channels)
 
     def constants(self, problem: ChannelProblem) -> Constants:
@@ -113,6 +113,7 @@ def plan_forward(problem: ChannelForward, slab: Slab, builder: Builder) -> str:
             **running_arguments(problem),
             "points_per_block": slab.points_per_block,
             **pass_arguments(problem, x=problem.x, y=problem.y),
+            "set_share": 1 / problem.values_per_set,
             "eps": problem.eps,
         },
         slab.shared_bytes(problem),
@@ -134,6 +135,7 @@ def plan_backward(problem: ChannelBackward, slab: Slab, builder: Builder) -> str
             **targets,
             "points_per_block": slab.points_per_block,
             **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
+            "set_share": 1 / problem.values_per_set,
         },
         slab.shared_bytes(problem),
         slab.blocks_per_slab,

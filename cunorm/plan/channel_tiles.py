@@ -206,10 +206,7 @@ def running_types(problem: ChannelForward, is_used: bool = True) -> Constants:
 def running_constants(problem: ChannelForward) -> Constants:
     """Of a kernel that updates running statistics."""
     running = problem.running
-    return {
-        "UPDATES_RUNNING": int(running is not None and not running.given),
-        "UNBIASED": int(running is not None and running.unbiased),
-    } | running_types(problem)
+    return {"UPDATES_RUNNING": int(running is not None and not running.given)} | running_types(problem)
 
 
 def running_pointers(problem: ChannelForward) -> dict[str, Value]:
@@ -218,8 +215,8 @@ def running_pointers(problem: ChannelForward) -> dict[str, Value]:
 
 def running_arguments(problem: ChannelForward) -> dict[str, Value]:
     """Of a kernel that updates running statistics."""
-    running = problem.running
-    update: dict[str, Value] = (
-        {"kept": running.kept, "taken": running.taken} if running else {"kept": 0.0, "taken": 0.0}
-    )
-    return running_pointers(problem) | update
+    kept = taken = taken_variance = 0.0
+    if problem.running:
+        kept, taken, count = problem.running.kept, problem.running.taken, problem.values_per_set
+        taken_variance = taken * count / (count - 1) if problem.running.unbiased and count > 1 else taken
+    return running_pointers(problem) | {"kept": kept, "taken": taken, "taken_variance": taken_variance}
