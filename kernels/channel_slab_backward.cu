@@ -113,7 +113,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     total_over<SET_LANES>(of_set, nullptr);
     if (there && lane == 0) {
-      sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share), static_cast<Compute>(of_set[1] * arguments.set_share)};
+      sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share),
+                   static_cast<Compute>(of_set[1] * arguments.set_share)};
     }
   }
   __syncthreads();

@@ -103,7 +103,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
       write_numbers(own, channel, pivot, shift, deviation);
     }
   };
-  sum_part(part, slots, VECTORS, PIVOT, count, [](int i) { return i; }, [](int) { copy_async_commit(); }, scratch, tell);
+  const auto slot_of = [](int i) { return i; };
+  const auto release = [](int) { copy_async_commit(); };
+  sum_part(part, slots, VECTORS, PIVOT, count, slot_of, release, scratch, tell);
   if constexpr (!ALONE) {
     const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
         exchange_shared<THREADS>(exchange, own, thread_in_block());

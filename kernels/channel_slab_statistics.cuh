@@ -4,9 +4,9 @@
 // `pivot` of `vectors` vectors a thread, no small share of them, so little cancels in the squared deviations whatever
 // the data are. They are among the HELD ones.
 
-// Calls tell(channel, pivot, shift, deviation) in one thread for each channel of the tile: the mean is pivot + shift, and
-// the squared deviations add up to the last number. Then all threads see what it wrote. Of the thread's `vectors` there
-// are `count`, the i-th in slot_of(i); release(i) says that it was summed.
+// Calls tell(channel, pivot, shift, deviation) in one thread for each channel of the tile: the mean is pivot + shift,
+// and the squared deviations add up to the last number. Then all threads see what it wrote. Of the thread's `vectors`
+// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
 template <typename SlotOf, typename Release, typename Tell>
 __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, int vectors, int pivot, int count,
                                          const SlotOf& slot_of, const Release& release, Compute* scratch,
