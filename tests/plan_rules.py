@@ -113,6 +113,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "partials": lambda a, groups, size: a["rows"] * a["columns"] * size,
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
     "column sums": lambda a, groups, size: a["columns"] * size,
+    "so many times 16 bytes": lambda a, groups, size: a["count"] * 16,
     "a row a group of blocks": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
     ),
@@ -134,6 +135,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
 }
 _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
+    "zeros": {"target": "so many times 16 bytes"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
@@ -393,7 +395,7 @@ def rows_and_columns_are_covered(problem: Problem, device: Device, chosen: Plan)
     for item in chosen.launches:
         arguments: dict[str, Any] = dict(item.arguments)
         _COVERS[item.kernel](item, dict(item.constants), arguments, device)
-        if item.kernel != "column_sums":
+        if item.kernel not in ("column_sums", "zeros"):
             assert (arguments["rows"], arguments["columns"]) == (problem.rows, problem.columns)
 
 
@@ -512,6 +514,11 @@ def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str,
     assert item.grid == -(-columns // constants["COLUMN_THREADS"])
 
 
+def covers_zeros(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    assert item.block == (constants["THREADS"], 1)
+    assert 0 < item.grid <= -(-arguments["count"] // constants["THREADS"]), "no block is without a store"
+
+
 def _covers_weight_gradients(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     columns, rows = constants["COLUMN_LANES"], constants["ROW_LANES"]
     assert item.block == (columns, rows) and columns * rows % 32 == 0
@@ -532,6 +539,7 @@ _COVERS = {
     "row_split_merge": _covers_merge,
     "row_weight_gradients": _covers_weight_gradients,
     "column_sums": _covers_column_sums,
+    "zeros": covers_zeros,
 }
 
 

@@ -18,6 +18,7 @@ from plan_rules import (
     Constants,
     assert_access_to_weights,
     compute_bytes,
+    covers_zeros,
     every_field_of_the_kernel,
     launches_may_overlap,
     scratch_is_written_before_it_is_read,
@@ -90,7 +91,7 @@ def _sum_rows(constants: Constants) -> int:
 def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     """What a kernel declares itself: at least, since a compiler may align it."""
     constants, size = dict(item.constants), compute_bytes(problem)
-    if "merge" in item.kernel or item.kernel == "column_sums":
+    if "merge" in item.kernel or item.kernel in ("column_sums", "zeros"):
         return 0
     kept: Constants = dict(constants)
     scratch = _scratch_numbers(kept)
@@ -111,8 +112,8 @@ def _static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     channels, sets, blocks = _tile_channels(kept), _sets(kept), item.cluster
     exchanged = blocks if blocks > 1 else 0
     if item.kernel == "channel_slab_forward":
-        moments = 2 * 8 * sets if constants["UPDATES_RUNNING"] else 0
-        return (2 * scratch + 3 * channels * (1 + exchanged) + 3 * sets) * size + moments
+        variances = sets if constants["UPDATES_RUNNING"] else 0
+        return (2 * scratch + 3 * channels * (1 + exchanged) + 3 * sets + variances) * size
     return (2 * scratch + 2 * channels * (2 + exchanged) + 2 * sets) * size
 
 
@@ -150,8 +151,10 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
         arguments: dict[str, Any] = dict(item.arguments)
         constants: Constants = dict(item.constants)
         if item.kernel == "column_sums":
-            clears = chosen.strategy in ("channel_grid", "channel_pipeline") and item is chosen.launches[0]
-            assert clears or (arguments["rows"], arguments["columns"]) == (parts, problem.channels)
+            assert (arguments["rows"], arguments["columns"]) == (parts, problem.channels)
+            continue
+        if item.kernel == "zeros":
+            covers_zeros(item, constants, arguments, device)
             continue
         assert (arguments["channels"], arguments["points"]) == (problem.channels, problem.points)
         if item.kernel.startswith("channel_slab"):
@@ -358,13 +361,10 @@ def _scratch_of_exchange(problem: ChannelProblem, item: Launch, chosen: Plan) ->
         lag, per_lane = (int(constants[name]) for name in ("LAG", "PARTS_PER_LANE"))
         turns, places = lag + 1, item.grid // blocks * 32 * per_lane
     words = turns * (places + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
-    assert sizes[str(arguments["words"])] == 8 * words
+    assert sizes[str(arguments["words"])] == -(-words // 2) * 16
     clearing, following = chosen.launches[:2]
-    assert clearing.kernel == "column_sums" and following is item
-    cleared: Any = dict(clearing.arguments)
-    assert (cleared["sums"], cleared["rows"], cleared["second_columns"]) == (arguments["words"], 0, 0)
-    assert cleared["columns"] * size == 8 * words
-    assert dict(clearing.constants)["SUM_TYPE"] == DTYPES[DTYPES[problem.x.dtype].compute].cuda
+    assert clearing.kernel == "zeros" and following is item
+    assert dict(clearing.arguments) == {"target": arguments["words"], "count": -(-words // 2)}
     for name in ("dweight", "dbias"):
         # Sums of each sample, and where a set has several channels of each block; a single row is the result itself.
         rows = problem.samples * (blocks if problem.channels_per_set > 1 else 1)
@@ -505,7 +505,7 @@ def test_every_slab_keeps_the_same_rules(
                     # Words between blocks are many beside a slab of few numbers, which is left to other kernels.
                     if rule is not the_workspace_is_modest or isinstance(slab, Slab):
                         rule(problem, DEVICES[device], chosen)
-                item = next(item for item in chosen.launches if item.kernel != "column_sums")
+                item = next(item for item in chosen.launches if item.kernel.startswith("channel"))
                 declared = _static_shared_bytes(item, problem)
                 assert declared <= slab.static_bytes(problem) <= MOST_STATIC_BYTES
 

@@ -13,8 +13,8 @@ which one takes from a tenth of a second to two. Covered is:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
-   of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients and column_sums: for
-   every dtype and architecture, but for row_split_* and pointwise_*, which those share that are alike.
+   of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients, zeros and column_sums:
+   for every dtype and architecture, but for row_split_* and pointwise_*, which those share that are alike.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_* and row_weight_gradients, which may read what
@@ -562,7 +562,7 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
     assert {item.kernel for item in earlier} == pipelines | {
-        "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
+        "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
         "row_split_statistics", "channel_split_statistics", "channel_split_merge", "channel_split_gradient_sums",
         "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"
     }  # fmt: skip

@@ -267,15 +267,9 @@ def test_rows_of_forty_megabytes_are_read_once() -> None:
 def test_words_are_cleared_and_the_launch_is_cooperative() -> None:
     chosen = plan(plain_forward(7, 2_000_000, "float64"), H200)
     clear, main = chosen.launches
-    assert (clear.kernel, main.kernel, main.cooperative, clear.cooperative) == (
-        "column_sums",
-        "row_grid_forward",
-        True,
-        False,
-    )
+    assert (clear.kernel, clear.cooperative) == ("zeros", False)
+    assert (main.kernel, main.cooperative) == ("row_grid_forward", True)
     (words,) = chosen.scratch
     # Two turns' three numbers a block, in words of half a number and half a tag.
     assert words.bytes == 2 * main.grid * 3 * 2 * 8
-    arguments = dict(clear.arguments)
-    assert dict(clear.constants)["SUM_TYPE"] == "double"
-    assert arguments["columns"] == words.bytes // 8 and arguments["rows"] == 0
+    assert dict(clear.arguments) == {"target": dict(main.arguments)["words"], "count": words.bytes // 16}

@@ -286,7 +286,7 @@ def test_words_are_cleared_and_the_launch_is_cooperative(dtype: str) -> None:
     for make, numbers in ((plain_forward, 3), (plain_backward, 2)):
         chosen = plan(make(1000, 300_000, dtype), H200)
         clear, main, *others = chosen.launches
-        assert (clear.kernel, clear.cooperative, main.cooperative) == ("column_sums", False, True)
+        assert (clear.kernel, clear.cooperative, main.cooperative) == ("zeros", False, True)
         assert main.kernel == f"row_pipeline_{'forward' if make is plain_forward else 'backward'}"
         # Several groups of blocks leave sums each.
         assert [item.kernel for item in others] == ([] if make is plain_forward else ["column_sums"])
@@ -294,6 +294,5 @@ def test_words_are_cleared_and_the_launch_is_cooperative(dtype: str) -> None:
         groups, turns = main.grid // int(str(arguments["blocks_per_row"])), 2 * int(constants["LAG"])
         # In words of half a number and half a tag, for as many blocks as the lanes of a warp merge.
         assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * numbers * 2 * 4
-        cleared = dict(clear.arguments)
-        assert cleared["sums"] == arguments["words"] == words.name
-        assert cleared["columns"] == words.bytes // 4 and cleared["rows"] == 0
+        assert arguments["words"] == words.name
+        assert dict(clear.arguments) == {"target": words.name, "count": words.bytes // 16}

@@ -17,9 +17,10 @@ from cunorm.plan.channel_tiles import (
     static_bytes,
     tile_lanes,
 )
-from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Grid", "candidates", "plan_backward", "plan_forward"]
@@ -173,7 +174,7 @@ def _streams(grid: Grid, problem: ChannelProblem, slots: int, held: int) -> bool
 
 def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
     assert problem.y is not None
-    words = reserve_zeros(builder, problem, "exchange", grid.words(problem) * 8 // compute_itemsize(problem))
+    words = reserve_words(builder, grid.words(problem))
     builder.launch(
         "channel_grid_forward",
         grid.constants(problem) | affine_constants(problem, grid.tiles) | running_constants(problem),
@@ -196,7 +197,7 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
 
 def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str:
     assert problem.dx is not None
-    words = reserve_zeros(builder, problem, "exchange", grid.words(problem) * 8 // compute_itemsize(problem))
+    words = reserve_words(builder, grid.words(problem))
     rows = problem.samples * (1 if problem.channels_per_set == 1 else grid.blocks_per_slab)
     targets, constants = column_sum_targets(builder, problem, rows)
     builder.launch(

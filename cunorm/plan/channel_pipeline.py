@@ -16,9 +16,10 @@ from cunorm.plan.channel_tiles import (
     running_constants,
     tile_lanes,
 )
-from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
 __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward", "units"]
@@ -205,11 +206,6 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
                 yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
 
 
-def _words(problem: ChannelProblem, way: ChannelPipeline, builder: Builder) -> str:
-    """What blocks tell each other."""
-    return reserve_zeros(builder, problem, "exchange", way.words(problem) * 8 // compute_itemsize(problem))
-
-
 def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: ChannelTensor) -> dict[str, Value]:
     """Sizes, and the strides of each tensor."""
     arguments: dict[str, Value] = {
@@ -226,7 +222,7 @@ def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: Channel
 
 def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder) -> str:
     assert problem.y is not None
-    words = _words(problem, way, builder)
+    words = reserve_words(builder, way.words(problem))
     builder.launch(
         "channel_pipeline_forward",
         way.constants(problem) | affine_constants(problem, way.tiles) | running_constants(problem),
@@ -247,7 +243,7 @@ def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder
 
 def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Builder) -> str:
     assert problem.dx is not None
-    words = _words(problem, way, builder)
+    words = reserve_words(builder, way.words(problem))
     rows = way.groups * way.blocks_per_slab
     targets, constants = column_sum_targets(builder, problem, rows)
     builder.launch(

@@ -8,7 +8,7 @@ from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, ChannelBackward
 
-__all__ = ["column_sum_targets", "launch_column_sums", "launch_sum", "reserve_zeros"]
+__all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
 
 _THREADS = 512
 
@@ -77,10 +77,3 @@ def launch_sum(
             "second_columns": columns if len(matrices) > 1 else 0,
         },
     )
-
-
-def reserve_zeros(builder: Builder, problem: AnyProblem, name: str, count: int) -> str:
-    """Scratch of so many zeros of the problem's compute type, which a first launch writes: the sums of no rows."""
-    zeros = builder.reserve(name, count, compute_itemsize(problem))
-    launch_sum(builder, problem, [(0, zeros, DTYPES[problem.x.dtype].compute)], 0, count)
-    return zeros

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan.column_sums import reserve_zeros
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
@@ -18,6 +17,7 @@ from cunorm.plan.constants import (
     weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ForwardProblem
 
 __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
@@ -184,8 +184,8 @@ def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
 
 def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -> str:
     grid = geometry.groups * geometry.blocks_per_row
-    # Two turns' three numbers; beside each four bytes is a tag of four.
-    words = reserve_zeros(builder, problem, "exchange", 2 * grid * 3 * 2)
+    # Two turns' three numbers; a word has four bytes of one.
+    words = reserve_words(builder, 2 * grid * 3 * compute_itemsize(problem) // 4)
     builder.launch(
         "row_grid_forward",
         dtype_constants(problem) | geometry.constants(problem) | affine_constants(problem, geometry.width),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, reserve_zeros
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
@@ -17,6 +17,7 @@ from cunorm.plan.constants import (
     vector_width,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["RowPipeline", "geometry", "is_faster_than_clusters", "plan_backward", "plan_forward"]
@@ -193,10 +194,10 @@ def _registers(problem: Problem) -> int:
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
     """Words that blocks tell each other so many numbers with; and what else the kernels are told of how they share."""
-    # For each turn that is kept those of every block; beside each four bytes is a tag of four.
-    count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * 2
+    # For each turn that is kept those of every block; a word has four bytes of a number.
+    count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * compute_itemsize(problem) // 4
     return {
-        "words": reserve_zeros(builder, problem, "exchange", count),
+        "words": reserve_words(builder, count),
         "rows": problem.rows,
         "columns": problem.columns,
         "columns_per_block": way.columns_per_block(problem),
