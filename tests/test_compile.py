@@ -562,9 +562,9 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
     assert {item.kernel for item in earlier} == pipelines | {
-        "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward", "row_split_merge",
-        "row_split_statistics", "channel_split_statistics", "channel_split_merge", "channel_split_gradient_sums",
-        "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"
+        "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",
+        "row_split_merge", "row_split_statistics", "channel_split_statistics", "channel_split_merge",
+        "channel_split_gradient_sums", "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"
     }  # fmt: skip
     for item in earlier:
         assert not [line for line in before(LET_GO, ptx_of(item)) if touches_memory(line) or "bra" in line], item.kernel
