@@ -8,9 +8,9 @@ Every kernel, every layout of rows over threads, odd sizes and offsets, with and
 array in an allocation of its own, so that a step past its end is seen. Not a test by itself: what is checked is checked
 by the tool.
 
-Where synccheck alone ends with CUDA_ERROR_ILLEGAL_ADDRESS, of clusters of 16 blocks of which several share a
-multiprocessor, that is the tool's: version 2025.3.1 does so too with a small kernel whose blocks send each other
-numbers by st.async, which does not with 8 blocks, nor where no more than one has room.
+Where racecheck reports a race with an mbarrier's start by a thread that starts none, or synccheck ends with
+CUDA_ERROR_ILLEGAL_ADDRESS and no report, look at the machine code: version 2025.3.1 does both where ptxas made a loop
+(R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see begin_exchanges).
 """
 
 from __future__ import annotations
