@@ -14,7 +14,8 @@ which one takes from a tenth of a second to two. Covered is:
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
    of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients, zeros and column_sums:
-   for every dtype and architecture, but for row_split_* and pointwise_*, which those share that are alike.
+   for every dtype and architecture. But row_split_* and pointwise_* those share that are alike, and all of it sm_100
+   and sm_120.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_* and row_weight_gradients, which may read what
@@ -59,6 +60,7 @@ pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
 
 ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
+NEWEST = ["sm_100", "sm_120"]
 SHARED = ("pointwise", "row_split")
 STATIC_SHARED_BYTES = 48 * 1024
 Constants = tuple[tuple[str, int | str], ...]  # as launches have them
@@ -355,10 +357,12 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
 
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
-    """Those to compile: of many that plans lay out the same everywhere, architectures that are alike share them."""
+    """Those to compile. Of many that plans lay out the same everywhere, architectures that are alike share them; and the
+    two after sm_90, which gets all, share what is not of rows in one piece."""
     every = list(launches_for(arch, dtype).get(kernel, {}).values())
-    if arch in ALIKE and kernel.startswith(SHARED):
-        return every[ALIKE.index(arch) :: len(ALIKE)] or every[:1]
+    for archs, is_shared in ((ALIKE, kernel.startswith(SHARED)), (NEWEST, not kernel.startswith("row_block"))):
+        if arch in archs and is_shared:
+            return every[archs.index(arch) :: len(archs)] or every[:1]
     return every
 
 
@@ -387,8 +391,8 @@ def complaint(item: Launch, taken: Resources, device: Device, known_spill: int =
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) -> None:
     every = launches_of(arch, dtype, kernel)
-    # These copy asynchronously, which there is since sm_80; and some would spill doubles.
-    asynchronous = any(family in kernel for family in ("row_grid", "pipeline", "channel_grid"))
+    # These copy asynchronously, which there is since sm_80, or clear words for those; and some would spill doubles.
+    asynchronous = any(family in kernel for family in ("row_grid", "pipeline", "channel_grid", "zeros"))
     asked_for = not asynchronous or GPUS[arch].capability >= 80
     if kernel == "channel_pipeline_backward" and DTYPES[dtype].itemsize == 2:
         asked_for = asked_for and GPUS[arch].shared_bytes > 100 << 10  # else it has no room for three parts
