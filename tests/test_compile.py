@@ -357,8 +357,8 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
 
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
-    """Those to compile. Of many that plans lay out the same everywhere, architectures that are alike share them; and the
-    two after sm_90, which gets all, share what is not of rows in one piece."""
+    """Those to compile. Of many that plans lay out the same everywhere, architectures that are alike share them; and
+    the two after sm_90, which gets all, share what is not of rows in one piece."""
     every = list(launches_for(arch, dtype).get(kernel, {}).values())
     for archs, is_shared in ((ALIKE, kernel.startswith(SHARED)), (NEWEST, not kernel.startswith("row_block"))):
         if arch in archs and is_shared:
