@@ -112,27 +112,43 @@ __device__ __forceinline__ Compute activate(Compute z) {
   return z;
 }
 
-// The same of several numbers, in place. Of silu two that are rounded to sixteen bits share a reciprocal, 1 / (a * b):
-// the unit for exponentials and reciprocals has three results to give for them in place of four, and gives one while
-// others give eight. 8 x 128 x 256^2 float16 numbers in 32 groups, channels second, take 1.31 so, and 1.36 otherwise;
-// of bfloat16 1.52 and 1.61. (Backward, with more else to do, nothing is gained.) So that a product stays in range, no
-// sigmoid is less than 2^-62: what it changes is less than 3e-19 of z.
+// The larger of two numbers, of which the first may be NaN and stays so.
+__device__ __forceinline__ float at_least(float value, float least) {
+#if !defined(CUNORM_EMULATOR) && __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(least));
+  return value;
+#else
+  return value < least ? least : value;
+#endif
+}
+
+// The same of several numbers, in place: to be called for one after the other, when it and those before it are there.
+//
+// Of silu two that are rounded to sixteen bits share a reciprocal, 1 / (a * b): the unit for exponentials and
+// reciprocals has three results to give for them in place of four, and gives one while others give eight. 8 x 128 x
+// 256^2 float16 numbers in 32 groups, channels second, take 1.31 so, and 1.36 otherwise; of bfloat16 1.52 and 1.61.
+// (Backward, with more else to do, nothing is gained.) So that a product stays in range, no sigmoid is less than 2^-62,
+// and below -43 silu is what it is there, -9e-18. A NaN does not reach its neighbour.
+template <int COUNT>
+__device__ __forceinline__ void activate_next(Compute (&z)[COUNT], int i) {
+  if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2 && COUNT % 2 == 0) {
+    constexpr float LOG2_E = 1.44269504f, MOST = 62;
+    if (i % 2 == 0) return;
+    Compute &one = z[i - 1], &other = z[i];
+    const float first = 1 + power_of_two(min(-LOG2_E * one, MOST));
+    const float second = 1 + power_of_two(min(-LOG2_E * other, MOST));
+    const float both = reciprocal(first * second);
+    one = at_least(one, -MOST / LOG2_E) * (both * second);
+    other = at_least(other, -MOST / LOG2_E) * (both * first);
+  } else {
+    z[i] = activate(z[i]);
+  }
+}
+
 template <int COUNT>
 __device__ __forceinline__ void activate_all(Compute (&z)[COUNT]) {
-  constexpr bool PAIRED = activation == Activation::silu && sizeof(X_TYPE) == 2 && COUNT % 2 == 0;
-  constexpr Compute LOG2_E = 1.4426950408889634, MOST = 62;
 #pragma unroll
-  for (int i = 0; i < COUNT; i += PAIRED ? 2 : 1) {
-    if constexpr (PAIRED) {
-      const Compute first = 1 + power_of_two(min(-LOG2_E * z[i], MOST));
-      const Compute second = 1 + power_of_two(min(-LOG2_E * z[i + 1], MOST));
-      const Compute both = reciprocal(first * second);
-      z[i] *= both * second;
-      z[i + 1] *= both * first;
-    } else {
-      z[i] = activate(z[i]);
-    }
-  }
+  for (int i = 0; i < COUNT; ++i) activate_next(z, i);
 }
 
 __device__ __forceinline__ Compute activation_derivative(Compute z) {

@@ -51,8 +51,8 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized(const Vector<X_TYPE,
     const Compute value = widen(x, i);
     const Compute xhat = CENTERED ? (value - mean) * rstd + shift : value * rstd;
     y[i] = scale_and_shift(xhat, weight[i], bias[i]);
+    activate_next(y, i);
   }
-  activate_all(y);
   return rounded<X_TYPE>(y);
 }
 
@@ -65,8 +65,10 @@ __device__ __forceinline__ Vector<X_TYPE, COUNT> normalized_alike(const Vector<X
   const Compute shift = HAS_BIAS ? bias - remainder * scale : -remainder * scale;
   Compute y[COUNT];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) y[i] = (widen(x, i) - mean) * scale + shift;
-  activate_all(y);
+  for (int i = 0; i < COUNT; ++i) {
+    y[i] = (widen(x, i) - mean) * scale + shift;
+    activate_next(y, i);
+  }
   return rounded<X_TYPE>(y);
 }
 
