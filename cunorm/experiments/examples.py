@@ -455,9 +455,11 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
     own = plan(problem, SMALL_DEVICE)
     if any(launch.kernel == kernel for launch in own.launches):
         return own
-    builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
     of_rows = isinstance(problem, ForwardProblem | BackwardProblem)
     of_channels = isinstance(problem, ChannelForward | ChannelBackward)
+    builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
+    if kernel == "zeros":  # for blocks that share slabs, or rows
+        family = "channel_grid" if of_channels else "row_grid"
     module: Any = {"row_split": row_split, "channel_split": channel_split, "channel_grid": channel_grid}.get(family)
     if module is not None and (of_rows if family == "row_split" else of_channels):
         forward = isinstance(problem, ForwardProblem | ChannelForward)
