@@ -5,9 +5,9 @@
 // group works on one slab, the next ones come in: as much of them as there are free slots, and the rest as slots are
 // finished.
 //
-// Where there are more vectors than slots, the first HELD stay, and the rest pass through the STREAMED other slots: up
-// for the sums, and down again from the last that are still there. So what comes again is what was read last, which the
-// L2 cache has longest.
+// Where there are more vectors than slots, the last RESIDENT stay in registers and the first HELD in slots, and the
+// rest pass through the STREAMED other slots: up for the sums, and down again from the last that are still there. So
+// what comes again is what was read last, which the L2 cache has longest.
 constexpr int STREAMED = SLOTS - HELD;
 static_assert(STREAMED == 0 || STREAMED >= AT_A_TIME, "what is taken at a time must be there");
 
@@ -34,7 +34,7 @@ struct Source {
 template <int SOURCES>
 struct Arriving {
   bool mirrored;  // its slots
-  int count;      // vectors that this thread has of it
+  int count;      // vectors that this thread has of it in slots
   int next;       // the vector that is to come
   Path paths[SOURCES];
 };
@@ -45,7 +45,7 @@ template <int SOURCES>
 struct Intake {
   const Source (&sources)[SOURCES];
   const long long (&sizes)[POINT_DIMS];
-  int vectors;
+  int vectors;  // in slots
   int free;     // slots that no slab needs
   Walk first;   // from the first vector on
   Walk middle;  // from where the way goes down: the last that passes through again, or has a free slot
@@ -67,7 +67,7 @@ struct Intake {
     }
   }
   __device__ __forceinline__ Arriving<SOURCES> begin(const Chunk& part, bool mirrored, const Walk& walk) const {
-    Arriving<SOURCES> arriving = {mirrored, part.there ? first.left : 0};
+    Arriving<SOURCES> arriving = {mirrored, part.there ? min(first.left, vectors) : 0};
     go_to(arriving, part, walk);
     return arriving;
   }
@@ -147,6 +147,61 @@ struct Intake {
     finish_down(free - 1, -1, finish, [&](int i) { fill<false>(down, slot_of(i)); });
     step<true>(after);
     return after;
+  }
+};
+
+// The vectors of a thread that stay in its registers. Those of the next slab come in as those of the last are finished,
+// and are there when all in slots were summed.
+template <int SOURCES>
+struct Residents {
+  const Source (&sources)[SOURCES];
+  const long long (&sizes)[POINT_DIMS];
+  Walk first;  // from the first of them on
+  int count;   // that this thread has of the slab
+  Vector<X_TYPE, VECTOR> values[SOURCES][RESIDENT > 0 ? RESIDENT : 1];
+
+  // Behind so many vectors in slots.
+  __device__ __forceinline__ Residents(const Source (&of)[SOURCES], const long long (&point_sizes)[POINT_DIMS],
+                                       Chunk part, int vectors)
+      : sources(of), sizes(point_sizes), count(0) {
+    part.there = true;
+    first = walk_over(part, sizes, vectors);
+  }
+
+  // Calls finish(i) for those that there are, and loads those of the next part.
+  template <typename Finish>
+  __device__ __forceinline__ void replace(const Chunk& next, const Finish& finish) {
+    if constexpr (RESIDENT > 0) {
+      Path paths[SOURCES];
+#pragma unroll
+      for (int k = 0; k < SOURCES; ++k) {
+        const Source& source = sources[k];
+        paths[k] = path_of(first, next, source.sample_stride, source.channel_stride, source.point_strides);
+      }
+      const int next_count = next.there ? first.left : 0;
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) {
+        if (i < count) finish(i);
+#pragma unroll
+        for (int k = 0; k < SOURCES; ++k) {
+          const X_TYPE* source = sources[k].memory + paths[k].offset(sources[k].point_strides);
+          if (i < next_count) values[k][i] = load<X_TYPE, VECTOR>(source);
+          paths[k].advance(sizes);
+        }
+      }
+      count = next_count;
+    }
+  }
+
+  // Calls use(i) for those that there are.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(const Use& use) const {
+    if constexpr (RESIDENT > 0) {
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) {
+        if (i < count) use(i);
+      }
+    }
   }
 };
 

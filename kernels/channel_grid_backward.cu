@@ -34,7 +34,7 @@ struct Arguments {
   long long points;     // a multiple of POINT_VECTOR
   long long blocks_per_slab;
   long long points_per_block;  // a multiple of POINT_VECTOR; the last block of a slab may have fewer, but has some
-  long long vectors;           // of a thread, of a slab
+  long long vectors;           // of a thread, of a slab, in slots
   long long point_sizes[POINT_DIMS];
   long long dy_sample_stride;
   long long dy_channel_stride;
@@ -92,6 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   Arriving<2> ahead = intake.begin(group.part(next_slab), true, intake.first);
   intake.fill_first(ahead, intake.free);
   first_numbers.store_in(own_numbers);
+  Residents<2> residents(sources, arguments.point_sizes, group.first, vectors);
+  residents.replace(group.part(slab), [](int) {});
   wait_for_earlier_launches();
 
   const int lane = thread_in_block() % SET_LANES;
@@ -103,7 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     // The sums of the part, by channels, then by sets.
     const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
     const auto release = [&](int i) { intake.release(arriving, i); };
-    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, scratch, own);
+    const auto for_residents = [&](const auto& use) {
+      residents.for_each([&](int i) { use(residents.values[0][i], residents.values[1][i]); });
+    };
+    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, for_residents, scratch, own);
     if constexpr (CHANNELS_PER_SET > 1) {
       for (int i = thread_in_block(); i < NUMBERS * TILE_CHANNELS; i += THREADS) {
         const long long channel = part.first_channel + i % TILE_CHANNELS;
@@ -181,6 +186,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
       path.retreat(arguments.point_sizes);
     });
     next_numbers.store_in(own_numbers);
+    Path behind = path_of(residents.first, part, arguments.dx_sample_stride, arguments.dx_channel_stride,
+                          arguments.dx_point_strides);
+    residents.replace(group.part(next_slab), [&](int i) {
+      store_global(arguments.dx + behind.offset(arguments.dx_point_strides),
+                   finish.of(residents.values[0][i], residents.values[1][i], thread));
+      behind.advance(arguments.point_sizes);
+    });
     slab = next_slab;
     next_slab = slab_after;
     arriving = ahead;

@@ -32,7 +32,7 @@ struct Arguments {
   long long points;     // a multiple of POINT_VECTOR
   long long blocks_per_slab;
   long long points_per_block;  // a multiple of POINT_VECTOR; the last block of a slab may have fewer, but has some
-  long long vectors;           // of a thread, of a slab
+  long long vectors;           // of a thread, of a slab, in slots
   long long pivot;             // of them; not more than HELD, where there are more than SLOTS
   long long point_sizes[POINT_DIMS];
   long long x_sample_stride;
@@ -84,6 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   Arriving<1> ahead = intake.begin(group.part(next_slab), true, intake.first);
   intake.fill_first(ahead, intake.free);
   first_affine.store_in(affine);
+  Residents<1> residents(sources, arguments.point_sizes, group.first, vectors);
+  residents.replace(group.part(slab), [](int) {});
   wait_for_earlier_launches();
 
   const int lane = thread_in_block() % SET_LANES;
@@ -98,7 +100,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     // Statistics of the part, by channels, then by sets.
     const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
     const auto release = [&](int i) { intake.release(arriving, i); };
-    sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, scratch,
+    const auto for_residents = [&](const auto& use) {
+      residents.for_each([&](int i) { use(residents.values[0][i]); });
+    };
+    sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, for_residents, scratch,
              [&](auto... numbers) { write_numbers(own, numbers...); });
     const Compute* of_part = own;
     if constexpr (CHANNELS_PER_SET > 1) {
@@ -173,6 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       path.retreat(arguments.point_sizes);
     });
     next_affine.store_in(affine);
+    Path behind = path_of(residents.first, part, arguments.y_sample_stride, arguments.y_channel_stride,
+                          arguments.y_point_strides);
+    residents.replace(group.part(next_slab), [&](int i) {
+      store_global(arguments.y + behind.offset(arguments.y_point_strides), finish.of(residents.values[0][i]));
+      behind.advance(arguments.point_sizes);
+    });
     slab = next_slab;
     next_slab = slab_after;
     arriving = ahead;

@@ -55,6 +55,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Compute totals[2 * TILE_CHANNELS];  // of all blocks, times the weight
   __shared__ SetMeans sets[TILE_SETS];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
+  start_mbarriers(exchange);
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
@@ -73,14 +74,16 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     copy_async_commit();
     walk.advance(arguments.point_sizes);
   }
-  begin_exchanges(exchange);
+  cluster_barrier();
   Own thread = {};
   thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
   X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
   pin(dx);  // before the numbers arrive
 
-  sum_part(dy_slots, x_slots, thread, VECTORS, count, [](int i) { return i; }, [](int) { copy_async_commit(); },
-           scratch, own);
+  const auto slot_of = [](int i) { return i; };
+  const auto release = [](int) { copy_async_commit(); };
+  const auto no_others = [](const auto&) {};
+  sum_part(dy_slots, x_slots, thread, VECTORS, count, slot_of, release, no_others, scratch, own);
   const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
       exchange_shared<THREADS>(exchange, own, thread_in_block());
 

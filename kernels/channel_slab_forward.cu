@@ -51,6 +51,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ SetStatistics sets[TILE_SETS];
   __shared__ Compute variances[UPDATES_RUNNING ? TILE_SETS : 1];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
+  start_mbarriers(exchange);
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
@@ -65,7 +66,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     copy_async_commit();
     walk.advance(arguments.point_sizes);
   }
-  begin_exchanges(exchange);
+  cluster_barrier();
   Compute weight[CHANNEL_VECTOR] = {}, bias[CHANNEL_VECTOR] = {};
   if (part.there) {
     load_own_affine(part, arguments.weight, arguments.bias, weight, bias);
@@ -105,7 +106,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   const auto slot_of = [](int i) { return i; };
   const auto release = [](int) { copy_async_commit(); };
-  sum_part(part, slots, VECTORS, PIVOT, count, slot_of, release, scratch, tell);
+  const auto no_others = [](const auto&) {};
+  sum_part(part, slots, VECTORS, PIVOT, count, slot_of, release, no_others, scratch, tell);
   if constexpr (!ALONE) {
     const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
         exchange_shared<THREADS>(exchange, own, thread_in_block());

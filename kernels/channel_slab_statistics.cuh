@@ -6,11 +6,12 @@
 
 // Calls tell(channel, pivot, shift, deviation) in one thread for each channel of the tile: the mean is pivot + shift,
 // and the squared deviations add up to the last number. Then all threads see what it wrote. Of the thread's `vectors`
-// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
-template <typename SlotOf, typename Release, typename Tell>
+// in slots there are `count`, the i-th in slot_of(i); release(i) says that it was summed. for_the_others(use) calls
+// use(vector) for those that are not in slots.
+template <typename SlotOf, typename Release, typename ForTheOthers, typename Tell>
 __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, int vectors, int pivot, int count,
-                                         const SlotOf& slot_of, const Release& release, Compute* scratch,
-                                         const Tell& tell) {
+                                         const SlotOf& slot_of, const Release& release,
+                                         const ForTheOthers& for_the_others, Compute* scratch, const Tell& tell) {
   const long long pivot_points = min(part.points(), static_cast<long long>(pivot) * POINT_LANES * POINT_VECTOR);
   const Compute pivot_share = reciprocal_of(static_cast<Compute>(pivot_points));
   const Compute share = reciprocal_of(static_cast<Compute>(part.points()));
@@ -26,8 +27,7 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
 
   // The sums of the differences from the pivots, then those of their squares.
   Compute sums[2 * CHANNEL_VECTOR] = {};
-  const auto add = [&](int i) {
-    const Vector<X_TYPE, VECTOR> values = slots.get(slot_of(i));
+  const auto add_values = [&](const Vector<X_TYPE, VECTOR>& values) {
     add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
       const Compute difference = widen(values, j) - pivots[channel];
@@ -35,11 +35,13 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
       parts[CHANNEL_VECTOR + channel] += difference * difference;
     });
   };
+  const auto add = [&](int i) { add_values(slots.get(slot_of(i))); };
 #pragma unroll 4
   for (int i = 0; i < pivot; ++i) {
     if (i < count) add(i);
   }
   take_part(pivot, vectors, count, add, release);
+  for_the_others(add_values);
   __syncthreads();  // the scratch was read
   sum_over_points(sums, scratch);
 

@@ -1,15 +1,15 @@
 // The sums that the gradients need of a block's part of a slab, as it arrives: for channel_slab_backward and
 // channel_grid_backward.
 
-// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see. Of the thread's `vectors`
-// there are `count`, the i-th in slot_of(i); release(i) says that it was summed.
-template <typename SlotOf, typename Release>
+// Leaves a part's numbers in `own`, NUMBERS rows of TILE_CHANNELS, for all threads to see. Of the thread's `vectors` in
+// slots there are `count`, the i-th in slot_of(i); release(i) says that it was summed. for_the_others(use) calls
+// use(dy, x) for those that are not in slots.
+template <typename SlotOf, typename Release, typename ForTheOthers>
 __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_slots, const Own& thread, int vectors,
-                                         int count, const SlotOf& slot_of, const Release& release, Compute* scratch,
-                                         Compute* own) {
+                                         int count, const SlotOf& slot_of, const Release& release,
+                                         const ForTheOthers& for_the_others, Compute* scratch, Compute* own) {
   Compute sums[NUMBERS * CHANNEL_VECTOR] = {};
-  const auto add = [&](int i) {
-    const Vector<X_TYPE, VECTOR> dy = dy_slots.get(slot_of(i)), x = x_slots.get(slot_of(i));
+  const auto add_values = [&](const Vector<X_TYPE, VECTOR>& dy, const Vector<X_TYPE, VECTOR>& x) {
     add_vector(sums, [&](int j, Compute (&parts)[NUMBERS * CHANNEL_VECTOR]) {
       const int channel = channel_of(j);
       const Compute deviation = thread.deviation(widen(x, j), channel);
@@ -18,7 +18,9 @@ __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_s
       parts[CHANNEL_VECTOR + channel] += dz * deviation;
     });
   };
+  const auto add = [&](int i) { add_values(dy_slots.get(slot_of(i)), x_slots.get(slot_of(i))); };
   take_part(0, vectors, count, add, release);
+  for_the_others(add_values);
   sum_over_points(sums, scratch);
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {

@@ -47,23 +47,21 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 #endif
 }
 
-// To be called once, before the first exchange.
+// To be called once; a cluster_barrier comes before the first exchange, as another block may not have started.
+//
+// At the start of a kernel ptxas sees that the address is the same for all threads. Later, as in channel_slab_forward
+// once, it may hand it over to SYNCS.EXCH in a loop, where compute-sanitizer 2025.3.1 takes it for another: racecheck
+// reports races with threads that start no mbarrier, and synccheck ends with CUDA_ERROR_ILLEGAL_ADDRESS.
 template <int COUNT, int TURNS>
-__device__ __forceinline__ void begin_exchanges(Exchange<COUNT, TURNS>& exchange) {
+__device__ __forceinline__ void start_mbarriers(Exchange<COUNT, TURNS>& exchange) {
 #if BLOCKS_PER_ROW > 1 && !defined(CUNORM_EMULATOR)
-  // In all threads: an address that one thread alone makes, ptxas hands over to SYNCS.EXCH in a loop, where
-  // compute-sanitizer 2025.3.1 misses it. Then racecheck reports races of other threads with it, and synccheck ends with
-  // CUDA_ERROR_ILLEGAL_ADDRESS.
-  unsigned arrived = shared_address(exchange.arrived);
-  pin(arrived);
   if (threadIdx.x == 0 && threadIdx.y == 0) {
     for (int i = 0; i < TURNS; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived + 8 * i) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&exchange.arrived[i])) : "memory");
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #endif
-  cluster_barrier();  // before it another block may not have started
 }
 
 // Writes a number to a place in the shared memory of another of the row's blocks, which learns of it by `arrived`.

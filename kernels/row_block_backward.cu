@@ -227,7 +227,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   affine.fetch_early(first_place);
   AffineEdges affine_edges;
   if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
-  begin_exchanges(exchange);
+  start_mbarriers(exchange);
+  cluster_barrier();
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
   constexpr bool SUMS_CHANNELS = weights_of == WeightsOf::vector && (WANTS_DWEIGHT || WANTS_DBIAS);

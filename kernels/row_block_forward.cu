@@ -123,7 +123,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   if constexpr (stage == Stage::ahead) fetch_edges(first_place);
   AffineEdges affine_edges;
   if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
-  begin_exchanges(exchange);
+  start_mbarriers(exchange);
+  cluster_barrier();
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);

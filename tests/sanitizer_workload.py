@@ -10,7 +10,7 @@ by the tool.
 
 Where racecheck reports a race with an mbarrier's start by a thread that starts none, or synccheck ends with
 CUDA_ERROR_ILLEGAL_ADDRESS and no report, look at the machine code: version 2025.3.1 does both where ptxas made a loop
-(R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see begin_exchanges).
+(R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see start_mbarriers).
 """
 
 from __future__ import annotations

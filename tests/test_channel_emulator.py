@@ -48,26 +48,30 @@ def by_slabs(blocks: int, lanes: int | None) -> Choose:
     return choose
 
 
-def by_grids(lanes: int, turns: int, resident: int, ahead: int | None, streamed: tuple[int, int] | None) -> Choose:
-    """The plan with slabs of so many lanes of channels, over which blocks take so many turns.
+def by_grids(
+    lanes: int, turns: int, blocks: int, ahead: int | None, streamed: tuple[int, int] | None, resident: int
+) -> Choose:
+    """The plan with slabs of so many lanes of channels, over which so many blocks a multiprocessor take so many turns.
 
     ``ahead`` are the slots for the next turn; without it there are as many as there can be. ``streamed`` are as few
-    slots as that, less than there are vectors, and how many of them hold theirs.
+    slots as that, less than there are vectors, and how many of them hold theirs. So many vectors are ``resident``.
     """
 
     def choose(problem: ChannelProblem, device: Device) -> Plan:
         grid = next(
             grid
             for grid in channel_grid.candidates(problem, device)
-            if (grid.tiles.channel_lanes, grid.turns(problem), grid.tiles.min_blocks) == (lanes, turns, resident)
+            if (grid.tiles.channel_lanes, grid.turns(problem), grid.tiles.min_blocks) == (lanes, turns, blocks)
         )
+        grid = replace(grid, resident=resident)
+        in_slots = grid.vectors - resident
         if streamed is not None:
             slots, held = streamed
-            assert held < slots < grid.vectors
+            assert held < slots < in_slots
             return plan_of(replace(grid, slots=slots, held=held), problem)
-        assert ahead is None or grid.vectors + ahead < grid.slots
+        assert ahead is None or in_slots + ahead < grid.slots
         if ahead is not None:
-            grid = replace(grid, slots=grid.vectors + ahead, held=grid.vectors + ahead)
+            grid = replace(grid, slots=in_slots + ahead, held=in_slots + ahead)
         return plan_of(grid, problem)
 
     return choose
@@ -82,10 +86,15 @@ def slabs(blocks: int, lanes: int | None = None) -> EmulatorRunner:
 
 
 def grids(
-    lanes: int, turns: int, resident: int = 2, ahead: int | None = None, streamed: tuple[int, int] | None = None
+    lanes: int,
+    turns: int,
+    blocks: int = 2,
+    ahead: int | None = None,
+    streamed: tuple[int, int] | None = None,
+    resident: int = 0,
 ) -> EmulatorRunner:
     device = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
-    return EmulatorRunner(device, by_grids(lanes, turns, resident, ahead, streamed))
+    return EmulatorRunner(device, by_grids(lanes, turns, blocks, ahead, streamed, resident))
 
 
 # ---- Every norm, by every family of kernels.
@@ -165,7 +174,7 @@ ASKED: list[Asked] = [
     (
         Shape("batch_norm", (2, 5, 5, 16), "NHWC"),
         {"dtype": "bfloat16", "running_dtype": "bfloat16", "affine": "none", "activation": "relu"},
-        {**PLANNED, **SPLIT, "4 blocks": slabs(4, 2), "all blocks": grids(2, 1, resident=1)},
+        {**PLANNED, **SPLIT, "4 blocks": slabs(4, 2), "all blocks": grids(2, 1, blocks=1)},
     ),
     # Given statistics: there is one way.
     (
@@ -188,18 +197,32 @@ ASKED: list[Asked] = [
     (
         Shape("instance_norm", (1, 3001, 5), "NWC"),
         {"affine": "none"},
-        {"passes": PASSES, "4 blocks": slabs(4, 5), "all blocks": grids(3, 2, ahead=1)},
+        {
+            "passes": PASSES,
+            "4 blocks": slabs(4, 5),
+            "all blocks": grids(3, 2, ahead=1),
+            "all blocks, registers": grids(3, 2, ahead=0, resident=2),
+        },
     ),
     # Slabs that pass through slots: of points in two dimensions, in one turn and in several.
     (
         Shape("batch_norm", (12, 30, 23, 40), "NCHW"),
         {"dtype": "float16", "running_dtype": "float32", "activation": "relu"},
-        {"1 turn, few slots": grids(32, 1, streamed=(6, 2)), "2 turns, few slots": grids(16, 2, streamed=(5, 1))},
+        {
+            "1 turn, few slots": grids(32, 1, streamed=(6, 2)),
+            "2 turns, few slots": grids(16, 2, streamed=(5, 1)),
+            "2 turns, few slots and registers": grids(16, 2, streamed=(5, 1), resident=2),
+        },
     ),
     (
         Shape("group_norm", (3, 30, 50, 128), "NHWC", 8),
         {"dtype": "bfloat16", "activation": "silu"},
-        {"1 turn, few slots": grids(16, 1, streamed=(12, 5)), "3 turns, few slots": grids(16, 3, streamed=(6, 2))},
+        {
+            "1 turn, few slots": grids(16, 1, streamed=(12, 5)),
+            "3 turns, few slots": grids(16, 3, streamed=(6, 2)),
+            "1 turn, few slots and registers": grids(16, 1, streamed=(9, 3), resident=5),
+            "3 turns, registers": grids(16, 3, ahead=0, resident=2),
+        },
     ),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),

@@ -218,6 +218,7 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
     groups = item.grid // blocks
     assert item.grid == groups * blocks and blocks >= 2 and 1 <= groups <= slabs, "a group has nothing to do"
     vectors, slots, held = arguments["vectors"], constants["SLOTS"], constants["HELD"]
+    assert vectors > 0 and (constants["RESIDENT"] == 0 or vectors + constants["RESIDENT"] > slots)
     if vectors > slots:
         # As many pass through as are taken at a time (AT_A_TIME of kernels/channel_slab.cuh).
         assert 1 <= held <= slots - 4
@@ -225,8 +226,9 @@ def _covers_grid(problem: ChannelProblem, item: Launch, constants: Constants, ar
         assert held == slots <= vectors * (2 if slabs > groups else 1)
     if item.kernel == "channel_grid_forward":
         assert 1 <= arguments["pivot"] <= min(held, vectors)
-        assert vectors <= VECTORS_PER_PIVOT * arguments["pivot"], "too much may cancel"
-    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"], vectors)
+        assert vectors + constants["RESIDENT"] <= VECTORS_PER_PIVOT * arguments["pivot"], "too much may cancel"
+    every = vectors + constants["RESIDENT"]
+    _assert_parts(problem, item, constants, blocks, arguments["points_per_block"], every)
     # Behind the slots is what the owner of the most sets collects of all blocks.
     collected = -(-_sets(constants) // blocks) * blocks * _numbers(item) * compute_bytes(problem)
     slots = _slot_bytes(problem, constants)

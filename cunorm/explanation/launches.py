@@ -102,9 +102,10 @@ def explained_launches(chosen: Plan, problem: AnyProblem, device: Device) -> tup
         constants = dict(item.constants)
         through = 0
         if item.kernel.startswith("channel_grid"):
-            vectors = layout["vectors"]
-            read += read * max(0, vectors - int(constants["SLOTS"])) // vectors
-            through = read
+            vectors, resident = layout["vectors"], int(constants["RESIDENT"])
+            again = read * max(0, vectors - resident - int(constants["SLOTS"])) // vectors
+            through = read - read * resident // vectors + again
+            read += again
         elif item.kernel.startswith("channel_slab") or "pipeline" in item.kernel or constants.get("STAGE") == "ahead":
             through = read
         elif constants.get("STAGE") == "run":
@@ -172,7 +173,7 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     if constants.get("RUN"):
         rows, columns = 1, columns * rows
     if item.kernel.startswith("channel_grid"):
-        vectors = given["vectors"]
+        vectors = given["vectors"] + constants["RESIDENT"]
     if "pipeline" in item.kernel:  # whose other threads have nothing of the row
         threads_per_row, vectors = constants["THREADS"] // lanes, constants["RESIDENT"]
     if item.kernel == "row_grid_forward":

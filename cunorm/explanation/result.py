@@ -90,8 +90,10 @@ class Explanation:
         if self.strategy == "channel_slab":
             return f"in the shared memory {f'{together} of a cluster' if main.cluster > 1 else 'of a block'}"
         if self.strategy == "channel_grid":
-            rest = "; what does not fit is read again" * (main.vectors > int(main.constants["SLOTS"]))
-            return f"in the shared memory {together} that share it{rest}"
+            resident, slots = int(main.constants["RESIDENT"]), int(main.constants["SLOTS"])
+            registers = " and the registers" * (resident > 0)
+            rest = "; what does not fit is read again" * (main.vectors > resident + slots)
+            return f"in the shared memory{registers} {together} that share it{rest}"
         if len([item for item in self.launches if item.share]) < 2:
             return "nowhere: no number is needed twice"
         return "nowhere on chip: it is read again, from L2 where it is still there"

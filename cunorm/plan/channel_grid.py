@@ -29,6 +29,8 @@ _THREADS = 512
 _MOST_SLOTS = 64
 # Slots that pass vectors through where they cannot all be held, by the number of tensors that are read.
 _STREAMED = {1: 8, 2: 4}
+# Vectors that a thread of 512 then has in registers, if it is to: for no more is there room.
+_RESIDENT = {1: 8, 2: 4}
 # channel_slab_statistics.cuh relies on it: what cancels in a squared deviation is bounded by that. The pivot is of
 # vectors that are held.
 _VECTORS_PER_PIVOT = 64
@@ -46,16 +48,21 @@ class Grid:
     blocks_per_slab: int
     points_per_block: int
     vectors: int  # of a thread, of a slab
-    slots: int  # for them and for those of the next slab
+    resident: int  # of them, in registers
+    slots: int  # for the others and for those of the next slab
     held: int  # slots whose vectors stay; the others too, where there are no more vectors than slots
 
     def turns(self, problem: ChannelProblem) -> int:
         return -(-self.tiles.count(problem) // self.groups)
 
     @property
+    def in_slots(self) -> int:
+        return self.vectors - self.resident
+
+    @property
     def rereads(self) -> int:
         """Vectors that come again to be finished."""
-        return max(0, self.vectors - self.slots)
+        return max(0, self.in_slots - self.slots)
 
     @property
     def pivot(self) -> int:
@@ -96,6 +103,7 @@ class Grid:
         parts = max(self.blocks_per_slab, problem.channels_per_set)
         own: Constants = {
             "UNROLL": 1,
+            "RESIDENT": self.resident,
             "SLOTS": self.slots,
             "HELD": self.held,
             "CHANNELS_PER_SET": problem.channels_per_set,
@@ -109,7 +117,7 @@ class Grid:
             "slabs": self.tiles.count(problem),
             "blocks_per_slab": self.blocks_per_slab,
             "points_per_block": self.points_per_block,
-            "vectors": self.vectors,
+            "vectors": self.in_slots,
         }
 
 
@@ -154,22 +162,39 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             per_block = -(-point_vectors // blocks)
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
-            grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, vectors, vectors)
+            grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, 0, vectors, vectors)
             slot_bytes = read * tiles.holders * tiles.width * DTYPES[problem.x.dtype].itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
-            slots = min(free // slot_bytes, _MOST_SLOTS, 2 * vectors if turns > 1 else vectors)
+            room = min(free // slot_bytes, _MOST_SLOTS)
             if grid.static_bytes(problem) > _MOST_STATIC_BYTES:
                 continue
-            if slots >= vectors:
+            if room >= vectors:
+                slots = min(room, 2 * vectors if turns > 1 else vectors)
                 yield replace(grid, slots=slots, held=slots)
-            elif _streams(grid, problem, slots, slots - _STREAMED[read]):
-                yield replace(grid, slots=slots, held=slots - _STREAMED[read])
+                continue
+            yield from _larger_than_its_slots(grid, problem, room)
 
 
-def _streams(grid: Grid, problem: ChannelProblem, slots: int, held: int) -> bool:
-    """Whether a slab may pass through so many slots, of which some are held: shorter vectors were not measured so."""
-    whole = grid.tiles.width * DTYPES[problem.x.dtype].itemsize == 16
-    return whole and 2 * held >= slots and grid.vectors <= _VECTORS_PER_PIVOT * held
+def _larger_than_its_slots(grid: Grid, problem: ChannelProblem, room: int) -> Iterator[Grid]:
+    """With so many slots, fewer than vectors: as it is, and with some in registers."""
+    itemsize, read = DTYPES[problem.x.dtype].itemsize, 1 if isinstance(problem, ChannelForward) else 2
+    tiles = grid.tiles
+    # Shorter vectors were not measured so; and of points of several dimensions a thread has much to keep.
+    if tiles.width * itemsize < 16:
+        return
+    in_registers = tiles.along_channels and tiles.direction.plane == 1 and len(problem.point_sizes) == 1
+    in_registers = in_registers and tiles.min_blocks == 1 and (itemsize == 4 or (itemsize == 2 and read == 1))
+    # ptxas would spill for them.
+    in_registers = in_registers and (itemsize == 4 or problem.activation not in ("gelu", "gelu_tanh"))
+    for resident in (0, _RESIDENT[read]) if in_registers else (0,):
+        with_registers = replace(grid, resident=resident)
+        in_slots = with_registers.in_slots
+        if room >= in_slots > 0:
+            slots = min(room, 2 * in_slots if grid.turns(problem) > 1 else in_slots)
+            yield replace(with_registers, slots=slots, held=slots)
+        held = room - _STREAMED[read]
+        if room < in_slots and 2 * held >= room and grid.vectors <= _VECTORS_PER_PIVOT * held:
+            yield replace(with_registers, slots=room, held=held)
 
 
 def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
