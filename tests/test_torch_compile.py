@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -177,6 +178,30 @@ def test_wrong_arguments_in_compiled_code() -> None:
         torch.compile(lambda x: cunorm.layer_norm(x, eps=-1.0), backend="aot_eager")(x)
     with pytest.raises(Exception, match=r"weight has shape \(7,\); for x of shape \(3, 8\) it must be \(8,\)"):
         torch.compile(lambda x: cunorm.layer_norm(x, x[0, :7]), backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("weight", [(8,), [8], np.ones(8, np.float32)], ids=["tuple", "list", "array"])
+def test_a_weight_that_is_no_tensor(weight: Any) -> None:
+    x, message = data(3, 8), f"weight is a {type(weight).__name__}; beside a PyTorch x it must be a PyTorch tensor"
+    with pytest.raises(TypeError, match=message):
+        torch.compile(lambda x: cunorm.layer_norm(x, weight), backend="aot_eager")(x)
+    with pytest.raises(TypeError, match=message):
+        torch.vmap(lambda x: cunorm.layer_norm(x, weight))(x)
+    with pytest.raises(TypeError, match=message):
+        cunorm.layer_norm(x.to("meta"), weight)
+
+
+def test_out_breaks_the_graph() -> None:
+    def doubled(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        y = cunorm.layer_norm(2 * x, out=out)
+        assert y is out
+        return cunorm.gelu(y + 1, out=torch.empty_like(y))
+
+    x = data(3, 8)
+    out, expected_out = torch.zeros_like(x), torch.zeros_like(x)
+    y, expected = torch.compile(doubled, backend="aot_eager")(x, out), doubled(x, expected_out)
+    assert_same(y, expected)
+    assert_same(out, expected_out)
 
 
 def test_autocast_leaves_dtypes_alone() -> None:

@@ -34,6 +34,9 @@ _is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not
+# Not None while torch.compile looks at each function that is called.
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_compiles_frames: Any = getattr(_eval_frame, "get_eval_frame_callback", lambda: None)
 # What the code that torch.compile makes allocates with, in half the time of torch.empty_like, and what tells the inputs
 # of its graphs apart, in a tenth of the time that Python would take. Both are private to PyTorch, and may go.
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -221,6 +224,8 @@ class TorchAdapter(Adapter):
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
         traced = _is_compiling() or _is_tracing() or _number_of_modes()
+        if out is not None and (_is_compiling() or _compiles_frames() is not None):
+            return _outside_of_graphs(op, x, residual, weight, bias, out, stats, running)  # type: ignore[no-any-return]
         if traced or _is_transformed() or forward_ad._current_level >= 0:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
         try:
@@ -267,6 +272,18 @@ class TorchAdapter(Adapter):
 
 ADAPTER = TorchAdapter()
 library.register(ADAPTER)
+
+
+def _apply(*arguments: Any) -> Results:
+    return ADAPTER.apply(*arguments)
+
+
+# Of what it breaks a graph for, torch.compile would else compile the functions that are called.
+_NO_OUT = "out cannot be given inside torch.compile(fullgraph=True), since PyTorch's compiler plans the memory"
+try:
+    _outside_of_graphs: Any = torch.compiler.disable(_apply, reason=_NO_OUT)  # type: ignore[no-untyped-call]
+except TypeError:  # of an older PyTorch, which takes no reason
+    _outside_of_graphs = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
 execute.is_compiling = torch.compiler.is_dynamo_compiling
 
 

@@ -127,12 +127,15 @@ def apply(
     """`Adapter.apply` by PyTorch's dispatcher."""
     if out is not None:
         raise ValueError(
-            "out cannot be given inside torch.compile, torch.export and torch.func, nor for tensors of a subclass, "
-            "negated in memory (see resolve_neg) or without memory of their own; leave it out"
+            "out cannot be given inside torch.export and torch.func, nor for tensors of a subclass, negated in memory "
+            "(see resolve_neg) or without memory of their own; leave it out"
         )
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     # The torch.compile of PyTorch 2.5 does not know |= of pairs.
     given.update(zip(("running_mean", "running_var"), running or (None, None)))
+    for item, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{item} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
     keeps = stats or recorded
