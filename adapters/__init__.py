@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cunorm.execute import Adapter
 
@@ -25,8 +25,18 @@ _ADAPTERS = {
     "jaxlib": "jax",
     "tensorflow": "tensorflow",
 }
+_MODULES = {*_ADAPTERS.values(), "dlpack", "keras"}
 _adapters = types.SimpleNamespace()  # those that were needed yet, by module
 _found: dict[type, str] = {}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # ``cunorm.adapters.torch.replace_norms``, after no more than ``import cunorm``.
+        if name in _MODULES:
+            return importlib.import_module(f"cunorm.adapters.{name}")
+        raise AttributeError(f"module 'cunorm.adapters' has no attribute {name!r}")
 
 
 def adapter_of(tensor: Any) -> Adapter:

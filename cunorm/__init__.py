@@ -8,8 +8,9 @@
 
 __version__ = "0.1.0"  # first, since modules below write it down
 
+import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # In a checkout, kernels/ and adapters/ stand beside this folder; installed, they are inside it. Python finds the
 # checkout first when it is started there, whatever is installed, so the parent folder has to be searched too.
@@ -55,6 +56,14 @@ __all__ = [
 # TensorFlow's AutoGraph would otherwise translate the source of these at their first call inside a tf.function.
 for _name in __all__[1:]:
     globals()[_name].autograph_info__ = {}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "bench":  # which few calls need
+            return importlib.import_module("cunorm.bench")
+        raise AttributeError(f"module 'cunorm' has no attribute {name!r}")
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -51,7 +51,7 @@ def cupy() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "a tensor on a CUDA device needs CuPy, which is not installed: "
-            'pip install "cunorm[cuda12x]" (or cuda13x, by the CUDA version of the driver)'
+            'install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
         ) from error
     return cupy
 

@@ -114,7 +114,7 @@ def _include_options() -> tuple[str, ...]:
         if root is None:
             raise RuntimeError(
                 "the headers of the CUDA runtime were not found: "
-                'pip install "cunorm[cuda12x]" (or cuda13x, by the CUDA version of the driver)'
+                'install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
             )
         folder = os.path.join(root, "include")
     return (f"-I{folder}",)

@@ -494,7 +494,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     message = (
         "a tensor on a CUDA device needs CuPy, which is not installed: "
-        'pip install "cunorm[cuda12x]" (or cuda13x, by the CUDA version of the driver)'
+        'install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
     )
     assert_refused(launch.cupy, RuntimeError, message, (), {})
     assert_refused(launch.device, RuntimeError, message, (0,), {})

@@ -178,6 +178,24 @@ def test_import_takes_no_framework() -> None:
     assert not FRAMEWORKS & set(modules.split())
 
 
+def test_submodules_come_when_they_are_asked_for() -> None:
+    """As the README writes them, after no more than ``import cunorm``."""
+    code = (
+        "import sys, cunorm; assert 'cunorm.adapters.dlpack' not in sys.modules; cunorm.adapters.dlpack.ADAPTER; "
+        "assert 'cunorm.bench' not in sys.modules; cunorm.bench.load; import cunorm.adapters as adapters; "
+        "print(hasattr(cunorm, 'nothing'), hasattr(adapters, 'nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("name", ["torch", "keras"])
+def test_adapters_that_the_readme_names(name: str) -> None:
+    pytest.importorskip(name)
+    function = {"torch": "replace_norms", "keras": "from_keras"}[name]
+    assert callable(getattr(getattr(cunorm.adapters, name), function))
+
+
 def test_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", cunorm.__version__)
     assert f"## [{cunorm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

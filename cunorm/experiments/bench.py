@@ -40,7 +40,7 @@ class BenchReport(Table):
             from cunorm.bench.plots import Shown
         except ImportError as error:
             raise RuntimeError(
-                '.plot() needs matplotlib, which is not installed: pip install "cunorm[notebook]"'
+                '.plot() needs matplotlib, which is not installed: pip install matplotlib'
             ) from error
         shapes = list(dict.fromkeys(row[1] for row in self.rows))
         figure = Shown(figsize=(6.4, 5.2), layout="constrained")
