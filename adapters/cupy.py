@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from cunorm import execute
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import DTYPES, View
 
@@ -25,7 +26,7 @@ _DTYPES = {name: execute.numpy_dtype(name) for name in (*DTYPES, "uint8")}
 class CupyAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
         if not isinstance(tensor, cupy.ndarray):
-            raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a CuPy x it must be a CuPy array")
+            raise no_tensor(name, tensor, "CuPy", "a CuPy array")
         itemsize = tensor.itemsize or 1  # 0 for some dtypes that the checks will refuse
         if any(step % itemsize for step in tensor.strides):
             raise ValueError(

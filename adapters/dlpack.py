@@ -16,6 +16,7 @@ from typing import Any
 import tvm_ffi
 
 from cunorm import execute, launch
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
@@ -70,8 +71,7 @@ class DlpackAdapter(Adapter):
 
     def _export_view(self, tensor: Any, name: str) -> View:
         if not self._belongs(tensor, name):
-            ours, theirs = type(self._x).__qualname__, type(tensor).__qualname__
-            raise TypeError(f"{name} is a {theirs}; beside an x of type {ours} it must come from the same library")
+            raise no_tensor(name, tensor, type(self._x).__qualname__, "an array of the same library")
         device = _device(tensor, name)
         try:
             # Only a versioned export can be of read-only memory: which an input may be, and what is written may not.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cunorm import execute
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import View
 
@@ -15,8 +16,8 @@ __all__ = ["ADAPTER"]
 
 class NumpyAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
-        if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a NumPy x it must be a NumPy array")
+        if type(tensor) is not np.ndarray:
+            _check_type(tensor, name)
         itemsize = tensor.itemsize or 1  # 0 for some dtypes that the checks will refuse
         if any(step % itemsize for step in tensor.strides):
             raise ValueError(
@@ -60,3 +61,12 @@ class NumpyAdapter(Adapter):
 
 
 ADAPTER: Adapter = NumpyAdapter()
+
+
+def _check_type(tensor: Any, name: str) -> None:
+    """Of what may be a subclass's, which is taken for an array."""
+    if not isinstance(tensor, np.ndarray):
+        raise no_tensor(name, tensor, "NumPy", "a NumPy array")
+    if isinstance(tensor, np.ma.MaskedArray):
+        must = f"it must be an array without one, such as {name}.data or {name}.filled(0)"
+        raise TypeError(f"{name} is a {type(tensor).__qualname__}, whose mask would be ignored; {must}")

@@ -74,7 +74,10 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
     Raises
     ------
     ValueError
-        For another number of means, variances and counts, for negative counts, or where all are zero.
+        For another number of means, variances and counts, for shapes that differ, for counts that are negative or no
+        whole numbers, or where all are zero.
+    TypeError
+        For what is no tensor, number or sequence of these.
 
     Examples
     --------
@@ -85,10 +88,17 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
     >>> mean, var.round(4), np.var([1, 3, 8]).round(4)
     (array([4.]), array([8.6667]), np.float64(8.6667))
     """
-    parts = [_length(given) for given in (means, variances, counts)]
+    shapes = [_shapes(means, "means"), _shapes(variances, "variances")]
+    parts = [*map(len, shapes), _count_of(counts)]
     if len(set(parts)) > 1:
         found = "there are {} means, {} variances and {} counts".format(*parts)
         raise ValueError(f"{found}; they must be of one number")
+    if not parts[0]:
+        raise ValueError("there are no means, variances and counts; there must be one part at least")
+    for name, found_shapes in zip(("means", "variances"), shapes):
+        for i, shape in enumerate(found_shapes):
+            if not _alike(shape, shapes[0][0]):
+                raise ValueError(f"{name}[{i}] has shape {shape}; as means[0] it must have shape {shapes[0][0]}")
     mean = var = total = None
     for i in range(parts[0]):
         count = counts[i]
@@ -96,8 +106,12 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
             count = as_float(count)
             if not 0 <= count < math.inf:
                 raise ValueError(f"counts has {count:g}; they must be finite and not negative")
+            if count % 1:
+                raise ValueError(f"counts has {count:g}; they must be whole numbers")
             if not count:
                 continue
+        elif isinstance(count, (str, bytes, numbers.Number)) or not hasattr(count, "__truediv__"):
+            raise TypeError(f"counts has a {type(count).__qualname__}; they must be whole numbers")
         if total is None:
             mean, var, total = means[i], variances[i], count
             continue
@@ -106,9 +120,58 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
         var = var * (1 - fraction) + variances[i] * fraction + difference * difference * (fraction * (1 - fraction))
         mean = mean + difference * fraction
     if total is None:
-        raise ValueError("counts has no values; one at least must be positive")
+        raise ValueError("counts are all 0; one at least must be positive")
     return mean, var
 
 
-def _length(given: Any) -> int:
-    return len(given) if isinstance(given, Sequence) else int(given.shape[0])
+def _shapes(given: Any, name: str) -> list[tuple[Any, ...]]:
+    """The shape of each part of means or variances, of which a compiler may not know every size."""
+    if not isinstance(given, Sequence):
+        shape = _shape_of(given)
+        if shape is None:
+            must = "it must be a tensor of shape (K, C), or a sequence of K tensors of shape (C,)"
+            raise TypeError(f"{name} is a {type(given).__qualname__}; {must}")
+        return [shape[1:]] * _first(shape, name, "(K, C)")
+    shapes = []
+    for item in given:
+        shape = _shape_of(item)
+        if shape is None:
+            raise TypeError(f"{name} has a {type(item).__qualname__}; they must be tensors of shape (C,)")
+        shapes.append(shape)
+    return shapes
+
+
+def _count_of(counts: Any) -> int:
+    """How many counts there are."""
+    if isinstance(counts, Sequence):
+        return len(counts)
+    shape = _shape_of(counts)
+    if shape is None:
+        must = "it must be a sequence of whole numbers, or a tensor of shape (K,)"
+        raise TypeError(f"counts is a {type(counts).__qualname__}; {must}")
+    if len(shape) > 1:
+        raise ValueError(f"counts has shape {shape}; it must have shape (K,)")
+    return _first(shape, "counts", "(K,)")
+
+
+def _shape_of(given: Any) -> tuple[Any, ...] | None:
+    """A tensor's shape, else None. In a tf.function, a size may be None, and the whole of it ``(...,)``."""
+    shape = getattr(given, "shape", None)
+    if shape is None:
+        return None
+    return (...,) if getattr(shape, "rank", 0) is None else tuple(shape)
+
+
+def _first(shape: tuple[Any, ...], name: str, must: str) -> int:
+    if not shape:
+        raise ValueError(f"{name} has shape {shape}; it must have shape {must}")
+    if shape[0] in (None, ...):
+        raise ValueError(f"{name} has shape {shape}; it must have shape {must}, with a K that is known")
+    return int(shape[0])
+
+
+def _alike(shape: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether shapes are the same, as far as they are known."""
+    if ... in (*shape[:1], *other[:1]):
+        return True
+    return len(shape) == len(other) and all(a is None or b is None or a == b for a, b in zip(shape, other))

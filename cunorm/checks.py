@@ -37,6 +37,7 @@ __all__ = [
     "check_weight_offset",
     "check_x",
     "memory_order",
+    "no_tensor",
 ]
 
 # Each data format's number of dimensions, None for any from two on, and whether the channels come last.
@@ -50,6 +51,20 @@ _DATA_FORMATS: dict[str, tuple[int | None, bool]] = {
     "NCDHW": (5, False),
     "NDHWC": (5, True),
 }
+
+
+def no_tensor(name: str, given: Any, framework: str, must: str) -> TypeError:
+    """What to raise for an argument that is no tensor of x's framework, by example "JAX": it must be "a JAX array".
+
+    The name is "x" where x itself is none.
+    """
+    beside = "" if name == "x" else f"beside a {framework} x "
+    message = f"{name} is a {type(given).__qualname__}; {beside}it must be {must}"
+    sizes = given if name == "weight" and isinstance(given, (tuple, list)) else ()
+    if sizes and all(isinstance(size, numbers.Integral) for size in sizes):
+        # In its place torch.nn.functional.layer_norm takes this.
+        message += "; layer_norm and rms_norm have no normalized_shape: see their axis"
+    return TypeError(message)
 
 
 def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:

@@ -14,8 +14,10 @@ __all__ = [
     "KNOWN_GPUS",
     "KnownGpu",
     "LocalGpu",
+    "check_usable",
     "cold_seconds",
     "cuda_devices",
+    "current_index",
     "flushing_memory",
     "local_gpu",
     "measured_copy_rate",
@@ -63,8 +65,22 @@ def cuda_devices() -> tuple[list[str], str]:
     try:
         names = [launch.gpu_name(index) for index in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
-        return [], str(error) if runtime.driverGetVersion() else "no NVIDIA driver"
+        return [], _why(runtime, error)
     return names, "" if names else "none found"
+
+
+def _why(runtime: Any, error: Exception) -> str:
+    """Why there is no CUDA device, where CuPy raised an error: it takes a missing driver for one that is too old."""
+    return str(error) if runtime.driverGetVersion() else "no NVIDIA driver"
+
+
+def current_index(purpose: str) -> int:
+    """The current CUDA device; a RuntimeError that names the purpose, where there is none."""
+    runtime = launch.cupy().cuda.runtime
+    try:
+        return int(runtime.getDevice())
+    except runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"{purpose} needs an NVIDIA GPU: {_why(runtime, error)}") from error
 
 
 class LocalGpu(NamedTuple):
@@ -83,6 +99,14 @@ def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
         return LocalGpu(names[index], launch.device(index)), ""
     except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
         return None, f"{names[index]} cannot be used ({error})"
+
+
+def check_usable(purpose: str, index: int = 0) -> None:
+    """A RuntimeError that names the purpose, where a GPU here, the first one, cannot be used."""
+    names, reason = cuda_devices()
+    gpu, unusable = local_gpu(index)
+    if gpu is None:
+        raise RuntimeError(f"{purpose} needs an NVIDIA GPU: {unusable if names else reason}")
 
 
 def flushing_memory(index: int) -> Any:

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,6 +92,18 @@ def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeM
     machine = FakeMachine(lambda plan: 1e-5)
     monkeypatch.setattr(tuning, "current_gpu", lambda problem: machine)
     return machine
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy as it is where there is no NVIDIA driver: every question for a device fails."""
+    from cunorm import launch
+
+    def fail() -> None:
+        raise OSError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+
+    runtime = SimpleNamespace(getDevice=fail, getDeviceCount=fail, driverGetVersion=lambda: 0, CUDARuntimeError=OSError)
+    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
 
 
 @pytest.fixture

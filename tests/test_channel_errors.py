@@ -399,6 +399,35 @@ def test_merging() -> None:
         message = f"counts has {shown}; they must be finite and not negative"
         assert_refused(merge, ValueError, message, ([one, one], [one, one], [1, count]), {})
     for counts in ([0, 0.0], np.zeros(2, int)):
-        message = "counts has no values; one at least must be positive"
+        message = "counts are all 0; one at least must be positive"
         assert_refused(merge, ValueError, message, ([one, one], [one, one], counts), {})
-    assert_refused(merge, ValueError, "counts has no values; one at least must be positive", ([], [], []), {})
+    assert_refused(merge, ValueError, "there must be one part at least", ([], [], []), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("counts", 3, TypeError, "counts is a int; it must be a sequence of whole numbers, or a tensor of shape (K,)"),
+        ("counts", np.ones((1, 1)), ValueError, "counts has shape (1, 1); it must have shape (K,)"),
+        ("counts", np.array(1), ValueError, "counts has shape (); it must have shape (K,)"),
+        ("counts", ["a"], TypeError, "counts has a str; they must be whole numbers"),
+        ("counts", np.array(["a"]), TypeError, "counts has a str_; they must be whole numbers"),
+        ("counts", [None], TypeError, "counts has a NoneType; they must be whole numbers"),
+        ("counts", [1j], TypeError, "counts has a complex; they must be whole numbers"),
+        ("counts", [1.5], ValueError, "counts has 1.5; they must be whole numbers"),
+        ("means", 3, TypeError, "means is a int; it must be a tensor of shape (K, C), or a sequence of K tensors of "),
+        ("means", zip(), TypeError, "means is a zip; it must be a tensor of shape (K, C), or a sequence of K tensors"),
+        ("means", [[1.0]], TypeError, "means has a list; they must be tensors of shape (C,)"),
+        ("variances", np.float32(1), ValueError, "variances has shape (); it must have shape (K, C)"),
+        ("variances", np.ones((1, 4)), ValueError, "variances[0] has shape (4,); as means[0] it must have shape (3,)"),
+    ],
+)
+def test_merging_what_is_none(name: str, given: Any, error: type[Exception], message: str) -> None:
+    arguments = {"means": [np.ones(3)], "variances": [np.ones(3)], "counts": [1]}
+    assert_refused(cunorm.merge_batch_norm_stats, error, message, (), arguments | {name: given})
+
+
+def test_merging_statistics_of_other_channels() -> None:
+    three, four = np.ones(3), np.ones(4)
+    message = "means[1] has shape (4,); as means[0] it must have shape (3,)"
+    assert_refused(cunorm.merge_batch_norm_stats, ValueError, message, ([three, four], [three, four], [1, 1]), {})

@@ -100,6 +100,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
         runtime = SimpleNamespace(
             getDeviceCount=lambda: len(capabilities), getDeviceProperties=properties, CUDARuntimeError=RuntimeError
         )
+        runtime.getDevice = lambda: 0
         runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 12090
         cupy = SimpleNamespace(__version__="14", uint8="uint8", zeros=full, asarray=full)
         cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device)
@@ -202,7 +203,11 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["demo", "--input", "x.npy", "--framework", "numpy"], "--framework goes without --input"),
         (["demo", "--input", "absent.npy"], "there is no such file"),
         (["demo", "--input", "int.npy"], "its dtype is int64; it must be float16, float32 or float64"),
-        (["demo", "--input", "text.npy"], "no .npy file that can be read"),
+        (["demo", "--input", "text.npy"], "demo: --input text.npy: it is no .npy file\n"),
+        (["demo", "--input", "empty.npy"], "demo: --input empty.npy: it is no .npy file\n"),
+        (["demo", "--input", "short.npy"], "no .npy file that can be read"),
+        (["demo", "--input", "."], "no .npy file that can be read: [Errno 21] Is a directory"),
+        (["demo", "--input", "objects.npy"], "it is an array of Python objects; it must be one of numbers\n"),
         (["demo", "--input", "archive.npz"], "an archive of arrays"),
         (["demo", "--input", "scalar.npy"], "axis -1 is out of range"),
         (["demo", "--input", "x.npy", "--axis", "2"], "axis 2 is out of range"),
@@ -218,9 +223,9 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "axis is [0]; it is for layer_norm, rms_norm"),
         (["explain", "--shape", "4x4", "--op", "gelu", "--residual"], "residual is True; it is for layer_norm, rms"),
         (["explain", "--shape", "4x4", "--num-groups", "2"], "num_groups is 2; it is for group_norm, not for layer"),
-        (["explain", "--shape", "4x4", "--op", "group_norm"], "num_groups is a NoneType; it must be a positive int"),
+        (["explain", "--shape", "4x4", "--op", "group_norm"], "explain: --op group_norm needs --num-groups\n"),
         (["explain", "--shape", "4x4", "--op", "batch_norm", "--axis", "1"], "axis is [1]; it is for layer_norm, rms"),
-        (["explain", "--shape", "4x4", "--measure", "--arch", "sm_80"], "is not a GPU of this machine"),
+        (["explain", "--shape", "4x4", "--measure"], "explain: --measure needs an NVIDIA GPU: none for this test\n"),
         (
             ["explain", "--shape", "4x4", "--op", "gelu", "--activation", "silu"],
             "--activation silu is not for gelu; it must be gelu or gelu_tanh",
@@ -247,8 +252,19 @@ def test_arguments_that_cannot_be_used(
     np.save("int.npy", np.arange(3))
     np.save("scalar.npy", np.float32(3))
     np.savez("archive.npz", x=np.zeros(3))
+    np.save("objects.npy", np.array([None]))
     Path("text.npy").write_text("no array")
+    Path("empty.npy").touch()
+    Path("short.npy").write_bytes(Path("x.npy").read_bytes()[:-1])
     assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_commands_without_a_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "needs an NVIDIA GPU: no NVIDIA driver\n"
+    assert refused(capsys, "demo", "--framework", "cupy").endswith(f"cupy: it cannot be used: CuPy {missing}")
+    assert refused(capsys, "explain", "--shape", "4x8", "--measure").endswith(f"explain: --measure {missing}")
+    assert refused(capsys, "tune", "--shape", "4x8").endswith(f"tune: it {missing}")
 
 
 def test_demo_on_a_gpu_that_is_too_old(capsys: pytest.CaptureFixture[str], gpus_here: GpusHere) -> None:
@@ -292,9 +308,26 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert table_row(text, "numpy")[1] == np.__version__
     assert str(tmp_path / "cache") in table_row(text, "kernel cache")[1]
     assert table_row(text, "extra torch")[1].startswith("torch 2.")
-    extras = ("cuda12x", "cuda13x", "jax", "tensorflow", "bench", "test")
+    extras = ("cuda12x", "cuda13x", "jax", "tensorflow", "keras", "bench", "notebook", "test")
     for name in ("CuPy", "CUDA device", "g++", *(f"extra {extra}" for extra in extras)):
         assert name in text
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), "not installed"),
+        (ImportError("libcudart.so.12: cannot open"), "does not load: libcudart.so.12: cannot open"),
+    ],
+)
+def test_info_without_cupy(
+    error: ImportError, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> None:
+        raise RuntimeError("a tensor on a CUDA device needs CuPy") from error
+
+    monkeypatch.setattr(launch, "cupy", absent)
+    assert table_row(run(capsys, "info"), "CuPy ") == ["CuPy", found]
 
 
 def test_info_counts_tuned_plans(
@@ -438,6 +471,8 @@ def test_explain_on_a_gpu_that_is_too_old(capsys: pytest.CaptureFixture[str], gp
     text = run(capsys, "explain", "--shape", "4096x8192")
     assert "on H200 (sm_90), for want of a GPU here: GPU 7.0 cannot be used (CUDA device 0 has compute" in text
     assert "on A40 (sm_86)\n" in run(capsys, "explain", "--shape", "4096x8192", "--arch", "sm_86")
+    message = refused(capsys, "explain", "--shape", "4096x8192", "--measure")
+    assert "--measure needs an NVIDIA GPU: GPU 7.0 cannot be used (CUDA device 0 has compute" in message
 
 
 @pytest.mark.parametrize(
@@ -451,6 +486,8 @@ def test_explain_on_a_full_gpu(
     capsys: pytest.CaptureFixture[str], gpus_here: GpusHere, capability: tuple[int, int], floor: str
 ) -> None:
     gpus_here(capability)
+    message = refused(capsys, "explain", "--shape", "4096x8192", "--measure", "--arch", "sm_90")
+    assert message.endswith("explain: the call cannot be timed: H200 (sm_90) is not a GPU of this machine\n")
     for more in ([], ["--arch", "sm_{}{}".format(*capability)]):
         text = run(capsys, "explain", "--shape", "4096x8192", *more)
         assert floor in table_row(text, "floor")[1]

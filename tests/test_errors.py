@@ -219,6 +219,38 @@ def test_tensors_of_another_framework(name: str) -> None:
     refused(TypeError, message, numpy_x, **{name: [1.0] * 8})
 
 
+def test_a_scalar_of_numpy_is_no_array() -> None:
+    refused(TypeError, "x is a float32; it must be a NumPy array", np.float32(3))
+
+
+@pytest.mark.parametrize("function", FORWARD)
+@pytest.mark.parametrize("sizes", [(8,), [6, 8], (np.int64(8),)], ids=str)
+def test_the_normalized_shape_of_pytorch(function: Any, sizes: Any) -> None:
+    message = "it must be a NumPy array; layer_norm and rms_norm have no normalized_shape: see their axis"
+    assert_refused(function, TypeError, message, (as_numpy_array(values(*SHAPE)), sizes), {})
+
+
+@pytest.mark.parametrize(("name", "given"), [("weight", ()), ("weight", [1.0] * 8), ("bias", (8,))], ids=str)
+def test_what_is_no_normalized_shape(name: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"it must be a NumPy array$"):
+        cunorm.layer_norm(as_numpy_array(values(*SHAPE)), **{name: given})
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "bias", "out"])
+def test_masked_arrays(name: str) -> None:
+    arguments = {"x": as_numpy_array(values(*SHAPE))}
+    masked = np.ma.masked_array(np.ones(SHAPE[-1:] if name in ("weight", "bias") else SHAPE, np.float32), mask=False)
+    message = f"{name} is a MaskedArray, whose mask would be ignored; it must be an array without one, such as "
+    refused(TypeError, f"{message}{name}.data or {name}.filled(0)", **arguments | {name: masked})
+
+
+@pytest.mark.parametrize("name", ["dy", "x", "mean"])
+def test_masked_arrays_for_gradients(name: str) -> None:
+    _, arguments = _gradient_arguments(as_numpy_array)
+    message = f"{name} is a MaskedArray, whose mask would be ignored; it must be an array without one"
+    gradient_refused(TypeError, message, arguments | {name: np.ma.masked_array(arguments[name])})
+
+
 @pytest.mark.parametrize("name", ["dy", "x", "mean", "rstd"])
 def test_gradients_need_every_tensor(make: Make, name: str) -> None:
     _, arguments = _gradient_arguments(make)

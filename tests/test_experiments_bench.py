@@ -152,6 +152,12 @@ def test_benches_that_cannot_be(emulated_gpu: EmulatedGpu, monkeypatch: pytest.M
         experiment.bench([(8, 8)])
 
 
+@pytest.mark.usefixtures("no_driver")
+def test_a_bench_without_a_driver() -> None:
+    with pytest.raises(RuntimeError, match=r"^bench needs an NVIDIA GPU: no NVIDIA driver$"):
+        cunorm.experiment(ROWS).bench([(8, 8)])
+
+
 @needs_emulator
 def test_a_check_on_a_gpu(emulated_gpu: EmulatedGpu) -> None:
     experiment = edited(ROWS, (PUT, PUT.replace("rstd", "1 * rstd")))

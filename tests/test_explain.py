@@ -281,7 +281,8 @@ def test_nothing_is_copied_or_written(no_compiler: None) -> None:
         ((like((2, 3)),), {"weight": "int8"}, TypeError, "int8"),
         ((like((None, 3)),), {}, ValueError, "every size must be known"),
         (([1.0, 2.0],), {}, TypeError, "x is a builtins.list; it must be"),
-        ((like((2, 3)),), {"measure": True}, RuntimeError, "is not a GPU of this machine"),
+        ((like((2, 4, 3)), "group_norm"), {}, TypeError, "^group_norm needs num_groups$"),
+        ((like((2, 3)),), {"measure": True}, RuntimeError, "^measure=True needs an NVIDIA GPU: none for this test$"),
         ((like((2, 3)),), {"weight": np.ones(4, np.float32)}, ValueError, "weight has shape"),
     ],
 )

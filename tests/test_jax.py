@@ -354,10 +354,14 @@ def test_errors(jit: bool) -> None:
         norm(x, axis=2)
     with pytest.raises(TypeError, match="x has dtype int32"):
         norm(jnp.ones((2, 8), jnp.int32))
+    with pytest.raises(TypeError, match=r"^x is a ShapeDtypeStruct; it must be a JAX array$"):
+        cunorm.layer_norm(jax.ShapeDtypeStruct((2, 8), jnp.float32))
     with pytest.raises(TypeError, match="bias has dtype bool"):
         norm(x, None, jnp.ones(8, bool))
     with pytest.raises(TypeError, match="weight is a ndarray; beside a JAX x it must be a JAX array"):
         norm(x, np.ones(8, np.float32))
+    with pytest.raises(TypeError, match="beside a JAX x it must be a JAX array; layer_norm and rms_norm have no norm"):
+        cunorm.layer_norm(x, (8,))
     with pytest.raises(TypeError, match="bias is a float"):
         norm(x, None, 1.0)
     with pytest.raises(TypeError, match="out cannot be given for JAX arrays"):

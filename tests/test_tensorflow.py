@@ -292,6 +292,8 @@ def test_errors(function: bool) -> None:
         norm(x, None, tf.ones(8, tf.bool))
     with pytest.raises(TypeError, match="weight is a ndarray; beside a TensorFlow x it must be a dense"):
         norm(x, np.ones(8, np.float32))
+    with pytest.raises(TypeError, match="it must be a dense TensorFlow tensor; layer_norm and rms_norm have no norm"):
+        cunorm.layer_norm(x, (8,))
     with pytest.raises(TypeError, match="bias is a float"):
         norm(x, None, 1.0)
     with pytest.raises(TypeError, match="out cannot be given for TensorFlow tensors"):
@@ -515,3 +517,17 @@ def test_merged_statistics(function: bool) -> None:
         for result, value in zip(results, expected):
             assert result.dtype == tf.float32
             np.testing.assert_allclose(result, value, rtol=1e-5)
+
+
+def test_merging_where_sizes_are_unknown() -> None:
+    def merged(first: Any, second: Any) -> Any:
+        return cunorm.merge_batch_norm_stats([first, second], [second, first], [1, 3])
+
+    ones, threes = tf.fill((4,), 1.0), tf.fill((4,), 3.0)
+    for shape in (None, (None,)):
+        spec = tf.TensorSpec(shape, tf.float32)
+        mean, var = tf.function(merged, input_signature=[spec, spec])(ones, threes)
+        assert mean.numpy().tolist() == [2.5] * 4 and var.numpy().tolist() == [2.25] * 4
+    spec = tf.TensorSpec((None, 4), tf.float32)
+    with pytest.raises(ValueError, match=r"means has shape \(None, 4\); it must have shape \(K, C\), with a K that is"):
+        tf.function(cunorm.merge_batch_norm_stats).get_concrete_function(spec, spec, [1, 3])

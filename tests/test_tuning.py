@@ -432,6 +432,12 @@ def test_the_time_is_shared_out(fake_machine: FakeMachine, monkeypatch: pytest.M
     assert given == [pytest.approx(4, abs=0.5), pytest.approx(8, abs=0.5)]
 
 
+@pytest.mark.usefixtures("cache_folder", "no_driver")
+def test_tuning_without_a_driver() -> None:
+    with pytest.raises(RuntimeError, match=r"^tuning needs an NVIDIA GPU: no NVIDIA driver$"):
+        cunorm.tune("layer_norm", (4, 8))
+
+
 def test_a_gpu_whose_memory_does_not_do(fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(plan: Plan) -> float:
         raise MemoryError("Out of memory allocating 4096 bytes")

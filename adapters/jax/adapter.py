@@ -16,6 +16,7 @@ from cunorm import execute
 from cunorm.adapters.jax import batching, partition  # noqa: F401 (how the primitive is batched and lowered)
 from cunorm.adapters.jax.axes import view_of
 from cunorm.adapters.jax.primitive import gradients, results
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
@@ -85,7 +86,7 @@ def _checked(function: Any, op: Op, static: Any, **arrays: Any) -> Any:
     """``function(op, static, **arrays)``, with errors that speak of the arguments."""
     for name, array in arrays.items():
         if array is not None and not isinstance(array, jax.Array):
-            raise TypeError(f"{name} is a {type(array).__qualname__}; beside a JAX x it must be a JAX array")
+            raise no_tensor(name, array, "JAX", "a JAX array")
     try:
         return function(op, static, **arrays)
     except ValueError:

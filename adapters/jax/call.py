@@ -173,7 +173,7 @@ def _register() -> None:
     try:
         import jax_tvm_ffi
     except ImportError as error:
-        raise RuntimeError('JAX arrays need jax-tvm-ffi, which is not installed: pip install jax-tvm-ffi') from error
+        raise RuntimeError("JAX arrays need jax-tvm-ffi, which is not installed: pip install jax-tvm-ffi") from error
     for platform in ("cpu", "gpu"):
         arguments = ["attrs.call", "attrs.shapes", "attrs.generation", "args", "rets", "ctx.stream"]
         jax_tvm_ffi.register_ffi_target(_TARGET, _run, arguments, platform=platform, allow_cuda_graph=True)

@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from cunorm import execute, launch
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
 from cunorm.problem import DTYPES, View, contiguous_strides
 
@@ -192,8 +193,7 @@ def _tensors(**arguments: Any) -> list[Any]:
     for name, value in arguments.items():
         if value is not None and not isinstance(value, tf.Tensor):
             if not isinstance(value, tf.Variable) and not hasattr(value, "__tf_tensor__"):
-                beside = "" if name == "x" else "beside a TensorFlow x "
-                raise TypeError(f"{name} is a {type(value).__qualname__}; {beside}it must be a dense TensorFlow tensor")
+                raise no_tensor(name, value, "TensorFlow", "a dense TensorFlow tensor")
             value = tf.convert_to_tensor(value)
         tensors.append(value)
     return tensors

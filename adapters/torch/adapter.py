@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from cunorm import execute
 from cunorm.adapters.torch import library
+from cunorm.checks import no_tensor
 from cunorm.execute import FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
@@ -135,7 +136,7 @@ class TorchAdapter(Adapter):
     def layout(self, tensor: Any, name: str) -> View:
         """The tensor as memory, but for the address."""
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
+            raise no_tensor(name, tensor, "PyTorch", "a PyTorch tensor")
         if tensor.layout is not torch.strided or tensor.is_nested:
             layout = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
             raise TypeError(f"{name} {layout}; it must be a torch.strided tensor")

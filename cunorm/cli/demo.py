@@ -39,6 +39,8 @@ _NUMBERS = _COLUMNS[4:]
 _ERROR_ROWS = 64
 # Several times the cache of the largest GPU: what is read in a sample has left the cache when its turn comes again.
 _BYTES_PER_SAMPLE = 200e6
+# How files begin that np.load reads: an array, and archives of them.
+_MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 
 
 class _Case(NamedTuple):
@@ -111,7 +113,8 @@ def run(frameworks: list[str] | None, started: float) -> None:
                         progress.update(f"{library.title}: {'x'.join(map(str, case.shape))} {case.dtype}")
                     rows += _measure(library, case)
             except Exception as error:
-                failure = f"it cannot be used: {type(error).__name__}: {error}"
+                kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "  # it says no more
+                failure = f"it cannot be used: {kind}{error}"
                 if frameworks is not None:
                     raise UsageError(f"--framework {name}: {failure}") from error
                 output.line(f"{name} is left out, for {failure}")
@@ -188,10 +191,15 @@ def _compared(
 
 def _load(source: Path) -> NDArray[Any]:
     try:
+        with source.open("rb") as file:
+            if not file.read(6).startswith(_MAGIC):  # np.load would advise to take it for pickled objects
+                raise UsageError(f"--input {source}: it is no .npy file")
         values = np.load(source, allow_pickle=False)
     except FileNotFoundError:
         raise UsageError(f"--input {source}: there is no such file") from None
     except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, ValueError) and "pickle" in str(error):
+            raise UsageError(f"--input {source}: it is an array of Python objects; it must be one of numbers") from None
         raise UsageError(f"--input {source}: it is no .npy file that can be read: {error}") from error
     if not isinstance(values, np.ndarray):
         values.close()

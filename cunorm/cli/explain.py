@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from cunorm import gpus
 from cunorm.cli import UsageError
 from cunorm.explanation import explain
 
@@ -18,7 +19,11 @@ def run(op: str, shape: tuple[int, ...], dtype: str, activation: str | None, **o
             raise UsageError(f"--activation {activation} is not for gelu; it must be gelu or gelu_tanh")
         options["approximate"] = "tanh" if activation == "gelu_tanh" else "none"
         activation = None
+    if op == "group_norm" and options["num_groups"] is None:
+        raise UsageError("--op group_norm needs --num-groups")
     try:
+        if options["measure"]:
+            gpus.check_usable("--measure")
         explanation = explain(SimpleNamespace(shape=shape, dtype=dtype), op, activation=activation, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cunorm
-from cunorm import launch
+from cunorm import gpus, launch
 
 __all__ = ["EPS", "LIBRARIES", "Library", "Op"]
 
@@ -131,7 +131,7 @@ class _CuPy(Library):
 
     def __init__(self) -> None:
         cupy = launch.cupy()
-        cupy.cuda.runtime.getDeviceCount()  # raises where there is none
+        gpus.current_index("CuPy")
         self.arrays, self.version = cupy, cupy.__version__
 
     def tensor(self, values: NDArray[Any]) -> Any:

@@ -39,9 +39,7 @@ class BenchReport(Table):
         try:
             from cunorm.bench.plots import Shown
         except ImportError as error:
-            raise RuntimeError(
-                '.plot() needs matplotlib, which is not installed: pip install matplotlib'
-            ) from error
+            raise RuntimeError(".plot() needs matplotlib, which is not installed: pip install matplotlib") from error
         shapes = list(dict.fromkeys(row[1] for row in self.rows))
         figure = Shown(figsize=(6.4, 5.2), layout="constrained")
         rate, ratio = figure.subplots(2, 1, sharex=True)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cunorm import execute, kernels, launch
+from cunorm import execute, gpus, kernels, launch
 from cunorm.gpus import KNOWN_GPUS
 from cunorm.plan import Device
 from cunorm.problem import DTYPES
@@ -216,10 +216,9 @@ class Experiment:
             For a shape of which no call launches the kernel.
         """
         from cunorm.experiments import bench, examples
-        from cunorm.tuning.gpu import current_index
 
         _check_dtypes("dtype", [dtype])
-        index = current_index("bench")
+        index = gpus.current_index("bench")
         chosen = []
         for shape in shapes:
             asked = [item.without_statistics for item in examples.of_shapes([shape], [dtype]) if op in (None, item.op)]

@@ -40,7 +40,7 @@ class Table:
         try:
             import pandas
         except ImportError as error:
-            raise RuntimeError('.frame needs pandas, which is not installed: pip install pandas') from error
+            raise RuntimeError(".frame needs pandas, which is not installed: pip install pandas") from error
         return pandas.DataFrame(self.rows, columns=list(self.columns))
 
     def __str__(self) -> str:

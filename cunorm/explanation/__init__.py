@@ -93,7 +93,7 @@ def explain(
     ValueError
         For an op, arch, shape, axis or option that there is not, and options of another op.
     TypeError
-        For dtypes and tensor types that are not supported.
+        For dtypes and tensor types that are not supported, and for a group norm without num_groups.
     RuntimeError
         With ``measure=True`` where there is no GPU, or no room on it.
 
@@ -113,7 +113,11 @@ def explain(
         default = (explain.__kwdefaults__ or {})[name]
         if op not in ops_with and not (isinstance(given[name], type(default)) and given[name] == default):
             raise ValueError(f"{name} is {given[name]!r}; it is for {', '.join(ops_with)}, not for {op}")
+    if op == "group_norm" and num_groups is None:
+        raise TypeError("group_norm needs num_groups")
     view, place = seen(x, "x")
+    if measure:
+        gpus.check_usable("measure=True", place or 0)
     the_op: Op
     if op in _ROW_NORMS:
         the_op = ops.RowNorm.of(axis, 1e-5 if op == "layer_norm" else 1e-6, activation, op == "layer_norm")
@@ -212,7 +216,7 @@ def _explained(call: Call, op: str, target: _Target, place: int | None, measure:
     if measure is False or (measure is None and (place is None or place != target.place)):
         return explanation
     if target.place is None:
-        raise RuntimeError(f"measure is True, but {target.title} is not a GPU of this machine")
+        raise RuntimeError(f"the call cannot be timed: {target.title} is not a GPU of this machine")
     x_pointer = 0 if place is None else call.x.pointer
     try:
         seconds, copy_seconds = measured(call, target.place, x_pointer, problem.bytes_moved)

@@ -15,7 +15,7 @@ from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
 
-__all__ = ["Gpu", "current_gpu", "current_index"]
+__all__ = ["Gpu", "current_gpu"]
 
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ
@@ -24,16 +24,7 @@ _CHUNK = 2**24  # numbers that are compared at once
 
 def current_gpu(problem: Problem) -> Machine:
     """The current CUDA device, with tensors for a problem."""
-    return Gpu(_tensors(problem), _OUTPUTS, current_index("tuning"))
-
-
-def current_index(purpose: str) -> int:
-    """The current CUDA device; a RuntimeError that names the purpose, where there is none."""
-    cupy = launch.cupy()
-    try:
-        return int(cupy.cuda.runtime.getDevice())
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"{purpose} needs an NVIDIA GPU: {error}") from error
+    return Gpu(_tensors(problem), _OUTPUTS, gpus.current_index("tuning"))
 
 
 class Gpu:
