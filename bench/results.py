@@ -112,7 +112,7 @@ class Results:
         try:
             import pandas
         except ImportError as error:
-            raise RuntimeError(f'a frame needs pandas: pip install pandas ({error})') from error
+            raise RuntimeError(f"a frame needs pandas: pip install pandas ({error})") from error
         lines = []
         for entry in self.measurements:
             copy_rate = entry.moved_bytes / entry.copy_seconds * 1e-9 if entry.copy_seconds else None
@@ -130,7 +130,7 @@ class Results:
         try:
             from cunorm.bench.plots import figure
         except ImportError as error:
-            raise RuntimeError(f'a plot needs matplotlib: pip install matplotlib ({error})') from error
+            raise RuntimeError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
         return figure(self, only)
 
     def table_rows(self) -> list[tuple[str, ...]]:

@@ -98,7 +98,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const auto tell = [&](int channel, Compute pivot, Compute shift, Compute deviation) {
     if constexpr (ALONE) {
       const Compute variance = deviation * static_cast<Compute>(arguments.set_share);
-      sets[channel] = {pivot, shift, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
+      // The mean, and what it lacks (Knuth, The Art of Computer Programming 2, 4.2.2).
+      const Compute mean = pivot + shift, taken = mean - pivot;
+      const Compute remainder = pivot - (mean - taken) + (shift - taken);
+      sets[channel] = {mean, remainder, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
       if constexpr (UPDATES_RUNNING) variances[channel] = variance;
     } else {
       write_numbers(own, channel, pivot, shift, deviation);
@@ -152,7 +155,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     const long long place = place_of(set);
     const SetStatistics statistics = sets[set];
     if (arguments.rstd != nullptr) {
-      arguments.mean[place] = statistics.mean + statistics.mean_remainder;
+      arguments.mean[place] = statistics.mean;
       arguments.rstd[place] = statistics.rstd;
     }
     if constexpr (UPDATES_RUNNING) {

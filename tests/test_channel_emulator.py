@@ -489,3 +489,22 @@ def test_an_empty_batch_in_evaluation() -> None:
     results = OWN.forward(replace(case, x=case.x[:0]))
     np.testing.assert_array_equal(results.mean, case.running.mean)
     np.testing.assert_allclose(results.rstd, 1 / np.sqrt(case.running.var + case.eps), rtol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_two_that_share_a_reciprocal_do_not_share_more(dtype: str) -> None:
+    """silu of one of sixteen bits and of its neighbour (kernels/activation.cuh): by given statistics, so nothing else
+    makes one number depend on another."""
+    case = Shape("batch_norm", (2, 4, 64), "NCW").case(
+        dtype, running_dtype="float32", training=False, activation="silu"
+    )
+    expected = OWN.forward(case).y.astype(np.float64)
+    for bad in (np.nan, np.inf, -np.inf, 6e4, -6e4):
+        for place in (0, 1):
+            x = case.x.copy()
+            x[..., place::4] = bad
+            y = OWN.forward(replace(case, x=x)).y.astype(np.float64)
+            rest = np.ones(x.shape, bool)
+            rest[..., place::4] = False
+            np.testing.assert_array_equal(y[rest], expected[rest])
+            assert np.isnan(y[~rest]).all() == np.isnan(bad)

@@ -16,6 +16,11 @@ from cunorm.plan import Plan
 __all__ = ["run_plan"]
 
 
+def _words_of_a_former_call(size: int) -> np.ndarray[Any, Any]:
+    """Tags of the first two turns with NaNs beside them (kernels/grid_words.cuh), which have to be cleared."""
+    return np.resize(np.array([1 << 32 | 0x7FC00000, 2 << 32 | 0x7FC00000], np.int64), size // 8).view(np.uint8)
+
+
 def run_plan(
     plan: Plan,
     operands: Mapping[str, np.ndarray[Any, Any] | None],
@@ -46,7 +51,11 @@ def run_plan(
         buffers[name] = owner
         pointers[name] = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
     for scratch in plan.scratch:
-        buffers[scratch.name] = np.full(scratch.bytes, 0xFF, np.uint8)
+        buffers[scratch.name] = (
+            _words_of_a_former_call(scratch.bytes)
+            if scratch.name == "words"
+            else np.full(scratch.bytes, 0xFF, np.uint8)
+        )
         pointers[scratch.name] = 0
 
     writer: tuple[str, Writer] | None = None
