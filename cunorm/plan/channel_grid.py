@@ -184,9 +184,9 @@ def _larger_than_its_slots(grid: Grid, problem: ChannelProblem, room: int) -> It
         return
     in_registers = tiles.along_channels and tiles.direction.plane == 1 and len(problem.point_sizes) == 1
     in_registers = in_registers and tiles.min_blocks == 1 and (itemsize == 4 or (itemsize == 2 and read == 1))
-    # With more to compute, or lanes that a warp does not have several times, ptxas would spill for them.
+    # With more to compute, one lane, or lanes that a warp does not have several times, ptxas would spill for them.
     in_registers = in_registers and problem.channels_per_set == 1 and problem.activation is None
-    in_registers = in_registers and tiles.channel_lanes in (1, 2, 4, 8, 16)
+    in_registers = in_registers and tiles.channel_lanes in (4, 8, 16)
     for resident in (0, _RESIDENT[read]) if in_registers else (0,):
         with_registers = replace(grid, resident=resident)
         in_slots = with_registers.in_slots
