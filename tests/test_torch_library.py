@@ -247,6 +247,8 @@ def _parallel(rank: int, folder: str, device: str) -> None:
         found = [item.full_tensor() if name == "FSDP" else item for item in found]
         if rank == 0:
             torch.save([item.cpu() for item in found], Path(folder) / f"{name}.pt")
+    # Gloo's threads end the process with an abort where it goes before the other has done with it.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
