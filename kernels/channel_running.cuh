@@ -1,5 +1,5 @@
 // What a batch norm in training does to the running statistics: it moves them towards those of the batch, in double,
-// rounding once.
+// and rounds them to their own type. Before that they are Compute's, also where their own type has more digits.
 
 // Those of a channel, as they were.
 struct Running {

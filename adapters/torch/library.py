@@ -23,6 +23,7 @@ from torch.autograd.function import _SingleLevelFunction
 from cunorm import execute
 from cunorm.adapters.torch import batching
 from cunorm.channel_norm import ChannelNorm
+from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
@@ -135,7 +136,7 @@ def apply(
     given.update(zip(("running_mean", "running_var"), running or (None, None)))
     for item, tensor in given.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{item} is a {type(tensor).__qualname__}; beside a PyTorch x it must be a PyTorch tensor")
+            raise no_tensor(item, tensor, "PyTorch", "a PyTorch tensor")
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
     keeps = stats or recorded

@@ -177,25 +177,26 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
 
 def _larger_than_its_slots(grid: Grid, problem: ChannelProblem, room: int) -> Iterator[Grid]:
     """With so many slots, fewer than vectors: as it is, and with some in registers."""
-    itemsize, read = DTYPES[problem.x.dtype].itemsize, 1 if isinstance(problem, ChannelForward) else 2
-    tiles = grid.tiles
-    # Shorter vectors were not measured so; and of points of several dimensions a thread has much to keep.
-    if tiles.width * itemsize < 16:
-        return
-    in_registers = tiles.along_channels and tiles.direction.plane == 1 and len(problem.point_sizes) == 1
-    in_registers = in_registers and tiles.min_blocks == 1 and (itemsize == 4 or (itemsize == 2 and read == 1))
-    # With more to compute, one lane, or lanes that a warp does not have several times, ptxas would spill for them.
-    in_registers = in_registers and problem.channels_per_set == 1 and problem.activation is None
-    in_registers = in_registers and tiles.channel_lanes in (4, 8, 16)
-    for resident in (0, _RESIDENT[read]) if in_registers else (0,):
+    read = 1 if isinstance(problem, ChannelForward) else 2
+    if grid.tiles.width * DTYPES[problem.x.dtype].itemsize < 16:
+        return  # shorter vectors were not measured so
+    for resident in (0, _RESIDENT[read]) if _has_registers(grid.tiles, problem) else (0,):
         with_registers = replace(grid, resident=resident)
-        in_slots = with_registers.in_slots
+        in_slots, held = with_registers.in_slots, room - _STREAMED[read]
         if room >= in_slots > 0:
             slots = min(room, 2 * in_slots if grid.turns(problem) > 1 else in_slots)
             yield replace(with_registers, slots=slots, held=slots)
-        held = room - _STREAMED[read]
-        if room < in_slots and 2 * held >= room and grid.vectors <= _VECTORS_PER_PIVOT * held:
+        elif room < in_slots and 2 * held >= room and grid.vectors <= _VECTORS_PER_PIVOT * held:
             yield replace(with_registers, slots=room, held=held)
+
+
+def _has_registers(tiles: Tiles, problem: ChannelProblem) -> bool:
+    """Whether a thread has some to spare for vectors: elsewhere ptxas would spill, or it was not measured."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    in_lanes = tiles.along_channels and tiles.direction.plane == 1 and tiles.channel_lanes in (4, 8, 16)
+    plain = len(problem.point_sizes) == 1 and problem.channels_per_set == 1 and problem.activation is None
+    of_one_tensor = isinstance(problem, ChannelForward)
+    return in_lanes and plain and tiles.min_blocks == 1 and (itemsize == 4 or (itemsize == 2 and of_one_tensor))
 
 
 def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
