@@ -140,7 +140,8 @@ class _RowProblem:
 class ForwardProblem(_RowProblem):
     """y = norm(x) for every row, with the statistics stored if ``stats``.
 
-    With ``residual``, what is normalized is residual_out = x + residual, rounded to x's dtype.
+    With ``residual``, what is normalized is residual_out = x + residual, rounded to x's dtype. Rows that are the
+    channels of a batch norm may update ``running`` statistics, one of each a row.
     """
 
     x: Matrix
@@ -153,6 +154,7 @@ class ForwardProblem(_RowProblem):
     eps: float
     norm: Norm = Norm()
     channels: Channels | None = None
+    running: RunningStatistics | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -16,6 +16,53 @@ constexpr int EXCHANGES = 2 * LAG;
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }
 
+// Where a row has a thread's vectors. It is one run of memory; or SEGMENTED, in as many runs as there are samples, of
+// segment_columns columns each: a channel of batch norm. All rows and tensors have their segments equally far apart.
+struct Places {
+  long long first;  // that of the first vector; 0, where SEGMENTED
+  int offsets[SEGMENTED ? RESIDENT : 1];
+
+  __device__ __forceinline__ Places(const Part& part, long long segment_columns, long long segment_stride)
+      : first(SEGMENTED ? 0 : part.first + column_of(0)) {
+    if constexpr (SEGMENTED) {
+      const unsigned columns = static_cast<unsigned>(segment_columns), stride = static_cast<unsigned>(segment_stride);
+#pragma unroll
+      for (int i = 0; i < RESIDENT; ++i) {
+        const unsigned column = static_cast<unsigned>(part.first) + column_of(i), segment = column / columns;
+        offsets[i] = static_cast<int>(segment * stride + (column - segment * columns));
+      }
+    }
+  }
+
+  // That of the i-th vector, from `first` on.
+  __device__ __forceinline__ int operator[](int i) const { return SEGMENTED ? offsets[i] : i * STEP; }
+};
+
+// The weight and bias of a row that is a channel, as they lie in memory. Who widens a number waits for it, and the warp
+// that is to wait for what other blocks tell would only then begin to do so.
+struct OfChannel {
+  WEIGHT_TYPE weight;
+  BIAS_TYPE bias;
+
+  OfChannel() = default;
+  __device__ __forceinline__ OfChannel(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases, long long channel) {
+    if constexpr (HAS_CHANNELS && HAS_WEIGHT) weight = weights[channel];
+    if constexpr (HAS_CHANNELS && HAS_BIAS) bias = biases[channel];
+  }
+
+  __device__ __forceinline__ void widened(Compute (&to_weight)[1], Compute (&to_bias)[1]) const {
+    if constexpr (HAS_CHANNELS && HAS_WEIGHT) to_weight[0] = widen(weight);
+    if constexpr (HAS_CHANNELS && HAS_BIAS) to_bias[0] = widen(bias);
+  }
+};
+
+// The channel of a row.
+template <typename Given>
+__device__ __forceinline__ long long channel_of_row(const Given& arguments, long long row) {
+  if constexpr (HAS_CHANNELS) return channels_of(arguments.channels, 0).first_of(row);
+  return row;
+}
+
 // How many vectors of the part are a thread's.
 __device__ __forceinline__ int own_vectors_of(int vectors) {
   const int thread = threadIdx.x;

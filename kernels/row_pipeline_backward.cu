@@ -9,7 +9,7 @@
 // one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
 //
 // Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel: each row leaves
-// the sums of its channel, which column_sums adds over samples.
+// the sums of its channel, which column_sums adds over samples. Of batch norm a row is a channel of all samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "grid_words.cuh"
@@ -43,6 +43,8 @@ struct Arguments {
   long long dy_stride;
   long long dresidual_out_stride;
   long long dx_stride;
+  long long segment_columns;  // see Places
+  long long segment_stride;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
 #endif
@@ -73,21 +75,23 @@ struct OfRow {
   Compute slope;
 };
 
-// Weights and biases of a thread's columns; or by channel.
+// The same of a row, as they lie in memory.
+struct Loaded {
+  Compute mean;
+  Compute rstd;
+  OfChannel of_channel;
+
+  __device__ __forceinline__ Given widened() const {
+    Given given = {mean, rstd, {}, {}};
+    of_channel.widened(given.weight, given.bias);
+    return given;
+  }
+};
+
+// Weights and biases of a thread's columns; or of the row's channel.
 struct Affine {
   Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
   Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
-  ChannelAffine<false> by_channel;
-
-  __device__ __forceinline__ Given given(const Compute* mean, const Compute* rstd, long long row) {
-    Given given = {CENTERED ? mean[row] : 0, rstd[row], {}, {}};
-    if constexpr (HAS_CHANNELS) {
-      by_channel.go_to(row);
-      if constexpr (HAS_WEIGHT) given.weight[0] = by_channel.part_weight[0];
-      if constexpr (HAS_BIAS) given.bias[0] = by_channel.part_bias[0];
-    }
-    return given;
-  }
 
   // Those of the thread's i-th vector.
   __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[VECTOR], Compute (&bias)[VECTOR]) {
@@ -122,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  // Where a thread's first vector of a row lies.
-  const long long first = part.first + column_of(0);
+  const Places places(part, arguments.segment_columns, arguments.segment_stride);
+  const long long first = places.first;
   struct Sources {
     const X_TYPE* x;
     const X_TYPE* dy;
@@ -143,19 +147,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      copy_async<VECTOR>(slot, of.x + i * STEP);
-      copy_async<VECTOR>(slot + STAGED, of.dy + i * STEP);
-      if constexpr (HAS_DRESIDUAL) copy_async<VECTOR>(slot + 2 * STAGED, of.dresidual_out + i * STEP);
+      copy_async<VECTOR>(slot, of.x + places[i]);
+      copy_async<VECTOR>(slot + STAGED, of.dy + places[i]);
+      if constexpr (HAS_DRESIDUAL) copy_async<VECTOR>(slot + 2 * STAGED, of.dresidual_out + places[i]);
     }
     copy_async_commit();
   };
 
-  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first)};
+  Affine affine = {};
   long long row = part.group;  // that is summed
-  const auto given_at = [&](long long row) {
-    return affine.given(arguments.mean, arguments.rstd, row < rows ? row : rows - 1);
+  const auto load_given = [&](long long row) {
+    const long long there = row < rows ? row : rows - 1;
+    return Loaded{CENTERED ? arguments.mean[there] : 0, arguments.rstd[there],
+                  OfChannel(arguments.weight, arguments.bias, channel_of_row(arguments, there))};
   };
-  Given next_given = {};
+  Loaded next_given = {};
   if (works) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
       X_TYPE* const slots = slots_of(staged, ahead);
@@ -170,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       affine.biases.load(arguments.bias + first + i * STEP, i);
     }
   } else if (waits) {
-    if (lane == 0) givens[0] = given_at(row);
-    next_given = given_at(row + groups);
+    if (lane == 0) givens[0] = load_given(row).widened();
+    next_given = load_given(row + groups);
   }
   wait_for_earlier_launches();
   __syncthreads();
@@ -211,10 +217,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         of_warps[turn % 2].sums[1][warp] = sums[1];
       }
     } else if (waits) {
-      if (lane == 0) givens[(turn + 1) % 2] = next_given;
-      next_given = given_at(row + 2 * groups);
+      if (lane == 0) givens[(turn + 1) % 2] = next_given.widened();
+      next_given = load_given(row + 2 * groups);
       if (finishes) {
-        const Given given = given_at(done_row);
+        const Loaded loaded = load_given(done_row);
         Compute parts[PARTS_PER_LANE][2], sums[2] = {0, 0};
         exchange.await(parts, done_turn);
 #pragma unroll
@@ -224,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         }
         warp_sum<32, 1>(sums);
         if (lane == 0) {
+          const Given given = loaded.widened();
           if constexpr (HAS_CHANNELS) {
             if (WANTS_DBIAS && part.rank == 0) narrow(sums[0], arguments.dbias[done_row]);
             if (WANTS_DWEIGHT && part.rank == 0) narrow(sums[1], arguments.dweight[done_row]);
@@ -266,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
           if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
         }
-        store_global(dx + i * STEP, rounded<X_TYPE>(results));
+        store_global(dx + places[i], rounded<X_TYPE>(results));
       }
       fill(slot, next, i);
     }

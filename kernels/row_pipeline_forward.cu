@@ -1,6 +1,7 @@
 // Layer norm and RMS norm of long rows, each of which several blocks share: y = activate((x - mean) * rstd * weight +
 // bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it
-// was rounded. Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel.
+// was rounded. Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel; so
+// is batch norm, whose rows are the same channel of all samples, and which moves running statistics towards a row's.
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out. How blocks share rows and tell each other what
 // they have of them is in row_pipeline.cuh.
@@ -17,6 +18,8 @@
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
+#include "channel_merge.cuh"
+#include "channel_running.cuh"
 #include "group_part.cuh"
 #include "pipeline.cuh"
 #include "row_pipeline.cuh"
@@ -30,6 +33,8 @@ struct Arguments {
   X_TYPE* residual_out;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
+  RUNNING_MEAN_TYPE* running_mean;
+  RUNNING_VARIANCE_TYPE* running_var;
   long long* words;  // zeros, see Exchange
   long long rows;
   long long columns;            // a multiple of VECTOR
@@ -39,7 +44,12 @@ struct Arguments {
   long long residual_stride;
   long long y_stride;
   long long residual_out_stride;
+  long long segment_columns;  // see Places
+  long long segment_stride;
   double eps;
+  double kept;
+  double taken;
+  double taken_variance;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
 #endif
@@ -101,11 +111,10 @@ __device__ __forceinline__ WarpMerge warp_merge_of(int vectors) {
 
 // ---- Weights.
 
-// Those of a thread's columns; or by channel.
+// Those of a thread's columns; or of the row's channel.
 struct Affine {
   Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
   Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
-  ChannelAffine<false> by_channel;
 
   __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i, const OfRow& row) {
     if constexpr (HAS_CHANNELS) {
@@ -134,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  // Where a thread's first vector of a row lies.
-  const long long first = part.first + column_of(0);
+  const Places places(part, arguments.segment_columns, arguments.segment_stride);
+  const long long first = places.first;
   const auto sum_of_row = [&](long long row) {
     return arguments.residual_out + row * arguments.residual_out_stride + first;
   };
@@ -155,13 +164,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      copy_async<VECTOR>(slot, of.x + i * STEP);
-      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slot + STAGED, of.residual + i * STEP);
+      copy_async<VECTOR>(slot, of.x + places[i]);
+      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slot + STAGED, of.residual + places[i]);
     }
     copy_async_commit();
   };
 
-  Affine affine = {{}, {}, channel_affine_of<false>(arguments, part.first)};
+  Affine affine = {};
   long long row = part.group;  // that is summed
   if (works) {
     for (int ahead = 0; ahead < AHEAD - LAG; ++ahead) {
@@ -199,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         if constexpr (HAS_RESIDUAL) {
           values = sum_of(values, load<X_TYPE, VECTOR>(own + STAGED + i * STEP));
           store(own + i * STEP, values);
-          store_global(sum_of_row(row) + i * STEP, values);
+          store_global(sum_of_row(row) + places[i], values);
         }
         return values;
       };
@@ -231,7 +240,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         target.sums[1][warp] = sums[1];
       }
     } else if (waits && finishes) {
-      if constexpr (HAS_CHANNELS) affine.by_channel.go_to(done_row);
+      const OfChannel of_channel(arguments.weight, arguments.bias, channel_of_row(arguments, done_row));
+      const bool updates = UPDATES_RUNNING && part.rank == 0;
+      RUNNING_MEAN_TYPE running_mean = {};
+      RUNNING_VARIANCE_TYPE running_var = {};
+      if (updates) running_mean = arguments.running_mean[done_row], running_var = arguments.running_var[done_row];
       Compute parts[PARTS_PER_LANE][3];
       exchange.await(parts, done_turn);
       const Statistics whole = merged_of_lanes(parts, shares);
@@ -239,13 +252,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       if (lane == 0) {
         OfRow& target = of_row[turn % 2];
         target = {whole.mean, whole.remainder, rstd, {}, {}};
-        if constexpr (HAS_CHANNELS) {
-          if constexpr (HAS_WEIGHT) target.weight[0] = affine.by_channel.part_weight[0];
-          if constexpr (HAS_BIAS) target.bias[0] = affine.by_channel.part_bias[0];
-        }
+        of_channel.widened(target.weight, target.bias);
         if (part.rank == 0 && arguments.rstd != nullptr) {
           if constexpr (CENTERED) arguments.mean[done_row] = whole.mean + whole.remainder;
           arguments.rstd[done_row] = rstd;
+        }
+        if (updates) {
+          const Running before = load_running(&running_mean, &running_var, 0);
+          const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
+          RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
+              before, moments, arguments.running_mean, arguments.running_var, done_row);
         }
       }
     }
@@ -266,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
-      if (i < done_vectors) store_global(y + i * STEP, affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
+      if (i < done_vectors) store_global(y + places[i], affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
       fill(slot, next, i);
     }
   }

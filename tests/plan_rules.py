@@ -30,7 +30,18 @@ from cunorm.problem import (
 )
 
 OPERANDS = {
-    ForwardProblem: {"x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd"},
+    ForwardProblem: {
+        "x",
+        "residual",
+        "weight",
+        "bias",
+        "y",
+        "residual_out",
+        "mean",
+        "rstd",
+        "running_mean",
+        "running_var",
+    },
     BackwardProblem: {"dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
     ChannelForward: {"x", "weight", "bias", "y", "mean", "rstd", "running_mean", "running_var"},
     ChannelBackward: {"dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
@@ -383,8 +394,14 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
     slots = constants["THREADS"] * ahead * constants["RESIDENT"]
     forward, numbers = item.kernel.endswith("forward"), 0
     tensors = 1 + constants["HAS_RESIDUAL"] if forward else 2 + constants["HAS_DRESIDUAL"]
+    arguments: dict[str, Any] = dict(item.arguments)
     if item.kernel == "row_grid_forward":
-        numbers = 3 * dict(item.arguments)["blocks_per_row"] * compute_bytes(problem)
+        numbers = 3 * arguments["blocks_per_row"] * compute_bytes(problem)
+    else:
+        told = arguments["segment_columns"], arguments["segment_stride"]
+        for matrix in problem.matrices:
+            lie = (problem.column_sizes[1], matrix.column_strides[0]) if len(problem.column_sizes) > 1 else (0, 0)
+            assert told == lie, "segments lie otherwise"
     assert item.shared_bytes == tensors * slots * 16 + numbers
 
 
@@ -473,6 +490,11 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
+    segment, stride = arguments["segment_columns"], arguments["segment_stride"]
+    assert constants["SEGMENTED"] == (segment > 0) and (segment > 0 or stride == 0)
+    if segment:
+        assert segment % width == stride % width == arguments["columns"] % segment == 0
+        assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"
 
 
 def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:

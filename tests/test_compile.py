@@ -40,18 +40,20 @@ from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forw
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.plan.channel_cost import pipeline_cost
-from cunorm.plan.rows_of_channels import as_rows, plan_rows
+from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
     AnyProblem,
     BackwardProblem,
+    ChannelForward,
     ChannelProblem,
     ForwardProblem,
     Matrix,
     Norm,
     PointwiseBackward,
     PointwiseForward,
+    RunningStatistics,
     Vector,
 )
 from cunorm.resources import Resources, compile_resources
@@ -224,6 +226,28 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
             yield problem
 
 
+def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Batch norms by the pipeline of rows: long parts of rows and short, and all that takes registers.
+
+    Architectures that are alike share them.
+    """
+    shapes = [(64, 256, 56**2), (32, 64, 112**2), (64, 64, 112**2), (256, 64, 32**2), (64, 1024, 14**2), (8, 16, 2**16)]
+    kinds = itertools.cycle((dtype, "float32", None, "float16", "float64"))
+    place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
+    for number, (shape, activation) in enumerate(itertools.product(shapes, (None, *ACTIVATIONS))):
+        kind = next(kinds)
+        if number % share != place % share:
+            continue
+        for plain in plain_channel_norm(shape, dtype, None, activation=activation):
+            vector = kind and Vector(kind)
+            problem = dataclasses.replace(plain, weight=vector, bias=vector)
+            if isinstance(problem, ChannelForward) and kind:
+                running = RunningStatistics(Vector(kind), Vector(kind), False, 0.9, 0.1)
+                problem = dataclasses.replace(problem, running=running)
+            batch = plan_batch(problem, GPUS[arch])
+            yield from () if batch is None else batch[1].launches
+
+
 # Samples, channels, how many of them a row has, and points of each.
 CHANNELS = [
     (64, 32, 1, 49), (8, 64, 1, 1000), (8, 64, 1, 4097), (8, 64, 1, 24_000), (8, 64, 1, 32_768), (8, 64, 1, 40_001),
@@ -349,7 +373,9 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
         channel_launches(dtype, arch),
     )
     # Their other launches are like those of other problems.
-    pipelines = itertools.chain(launches(pipeline_problems(dtype), arch), slab_pipeline_launches(dtype, arch))
+    pipelines = itertools.chain(
+        launches(pipeline_problems(dtype), arch), slab_pipeline_launches(dtype, arch), batch_launches(dtype, arch)
+    )
     found: dict[str, dict[Constants, Launch]] = {}
     for item in itertools.chain(every, (item for item in pipelines if "pipeline" in item.kernel)):
         found.setdefault(item.kernel, {})[item.constants] = item

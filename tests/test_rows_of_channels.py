@@ -564,7 +564,7 @@ def test_what_lies_otherwise_is_not_rows(together: int) -> None:
 
 def test_what_is_more_than_rows_have_is_not_rows() -> None:
     forward, back = plain_channel_forward(1, 64, 1, 100), plain_channel_backward(1, 64, 1, 100)
-    running = RunningStatistics(Vector("float32"), Vector("float32"), given=False, kept=0.9, taken=0.1)
+    running = RunningStatistics(Vector("float32"), Vector("float32"), given=True)
     assert as_rows(replace(forward, running=running)) is None
     assert as_rows(replace(forward, y=None)) is None
     assert as_rows(replace(back, given=True)) is None

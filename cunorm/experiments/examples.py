@@ -330,6 +330,8 @@ _GPU_CHANNELS = [
     ("group_norm", (8, 64, 64, 512), "N...C", 32),
     ("group_norm", (16, 64, 64, 320), "N...C", 32),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
+    ("batch_norm", (4, 16, 301, 301), "NC...", None),
+    ("batch_norm", (2, 8, 601, 601), "NC...", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
 _ASKED: list[dict[str, Any]] = [

@@ -72,7 +72,10 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | Ch
     if grid is not None and 8 * grid.words(problem) > problem.bytes_moved // 3:
         grid = None  # the words between its blocks would be as much as the numbers
     pipeline = _least(pipeline_cost, channel_pipeline.candidates(problem, device), problem, device)
-    ways: list[tuple[float, Slab | Grid | ChannelPipeline | None]] = [(split_cost(problem, device), None)]
+    ways: list[tuple[float, Plan | Slab | Grid | ChannelPipeline | None]] = [(split_cost(problem, device), None)]
+    batch = rows_of_channels.plan_batch(problem, device)
+    if batch is not None:
+        ways.append(batch)
     if pipeline is not None:
         ways.append((pipeline_cost(pipeline, problem, device), pipeline))
     if grid is not None:

@@ -12,14 +12,13 @@ from cunorm.plan.channel_tiles import (
     along_planes,
     direction,
     pass_arguments,
-    running_arguments,
-    running_constants,
     static_bytes,
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
@@ -204,12 +203,12 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
     words = reserve_words(builder, grid.words(problem))
     builder.launch(
         "channel_grid_forward",
-        grid.constants(problem) | affine_constants(problem, grid.tiles) | running_constants(problem),
+        grid.constants(problem) | affine_constants(problem, grid.tiles) | running_constants(problem.running),
         grid.groups * grid.blocks_per_slab,
         grid.tiles.block,
         {
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
-            **running_arguments(problem),
+            **running_arguments(problem.running, problem.values_per_set),
             **grid.arguments(problem, words),
             "pivot": grid.pivot,
             **pass_arguments(problem, x=problem.x, y=problem.y),

@@ -12,13 +12,12 @@ from cunorm.plan.channel_tiles import (
     Tiles,
     affine_constants,
     direction,
-    running_arguments,
-    running_constants,
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
@@ -225,13 +224,13 @@ def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder
     words = reserve_words(builder, way.words(problem))
     builder.launch(
         "channel_pipeline_forward",
-        way.constants(problem) | affine_constants(problem, way.tiles) | running_constants(problem),
+        way.constants(problem) | affine_constants(problem, way.tiles) | running_constants(problem.running),
         way.groups * way.blocks_per_slab,
         (way.block_threads, 1),
         {
             "words": words,
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
-            **running_arguments(problem),
+            **running_arguments(problem.running, problem.values_per_set),
             **_arguments(problem, way, x=problem.x, y=problem.y),
             "eps": problem.eps,
         },

@@ -12,13 +12,12 @@ from cunorm.plan.channel_tiles import (
     along_planes,
     direction,
     pass_arguments,
-    running_arguments,
-    running_constants,
     static_bytes,
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Constants, Device
+from cunorm.plan.running import running_arguments, running_constants
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
@@ -105,12 +104,12 @@ def plan_forward(problem: ChannelForward, slab: Slab, builder: Builder) -> str:
     assert problem.y is not None
     builder.launch(
         "channel_slab_forward",
-        slab.constants(problem) | affine_constants(problem, slab.tiles) | running_constants(problem),
+        slab.constants(problem) | affine_constants(problem, slab.tiles) | running_constants(problem.running),
         slab.grid(problem),
         slab.tiles.block,
         {
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
-            **running_arguments(problem),
+            **running_arguments(problem.running, problem.values_per_set),
             "points_per_block": slab.points_per_block,
             **pass_arguments(problem, x=problem.x, y=problem.y),
             "set_share": 1 / problem.values_per_set,

@@ -15,13 +15,10 @@ from cunorm.plan.channel_tiles import (
     direction,
     least_lanes,
     pass_arguments,
-    running_arguments,
-    running_constants,
-    running_pointers,
-    running_types,
 )
 from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.running import running_arguments, running_constants, running_pointers, running_types
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["direction_of_passes", "plan_backward", "plan_forward"]
@@ -146,12 +143,12 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
             layout.constants(problem)
             | affine_constants(problem, layout.tiles)
             | {"GIVEN": int(given)}
-            | running_types(problem, is_used=given),
+            | running_types(problem.running if given else None),
             layout.grid(problem),
             layout.tiles.block,
             {
                 **{name: name for name in ("x", "weight", "bias", "y")},
-                **running_pointers(problem),
+                **running_pointers(problem.running),
                 **statistics,
                 "channels_per_set": problem.channels_per_set,
                 **layout.arguments,
@@ -194,13 +191,13 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
         "channel_split_merge",
         compute_constants(problem)
         | {"SET_LANES": lanes, "SETS_PER_BLOCK": sets, "WANTS_VARIANCE": int(wants_variance)}
-        | running_constants(problem),
+        | running_constants(problem.running),
         -(-problem.sets // sets),
         (lanes, sets),
         {
             **chunks,
             **statistics,
-            **running_arguments(problem),
+            **running_arguments(problem.running, problem.values_per_set),
             "sets": problem.sets,
             "channels": problem.channels,
             "channels_per_set": problem.channels_per_set,

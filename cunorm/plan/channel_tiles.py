@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
+from cunorm.problem import DTYPES, ChannelProblem, ChannelTensor, Vector
 
 __all__ = [
     "Direction",
@@ -19,10 +19,6 @@ __all__ = [
     "direction",
     "least_lanes",
     "pass_arguments",
-    "running_arguments",
-    "running_constants",
-    "running_pointers",
-    "running_types",
     "static_bytes",
     "tile_lanes",
 ]
@@ -193,30 +189,3 @@ def affine_constants(problem: ChannelProblem, tiles: Tiles) -> Constants:
     for name, vector in vectors.items():
         constants |= vector_constants(name, vector, tiles.channel_vector if tiles.direction.plane == 1 else 1)
     return constants
-
-
-def running_types(problem: ChannelForward, is_used: bool = True) -> Constants:
-    running = problem.running if is_used else None
-    return {
-        "RUNNING_MEAN_TYPE": DTYPES[running.mean.dtype].cuda if running else "float",
-        "RUNNING_VARIANCE_TYPE": DTYPES[running.variance.dtype].cuda if running else "float",
-    }
-
-
-def running_constants(problem: ChannelForward) -> Constants:
-    """Of a kernel that updates running statistics."""
-    running = problem.running
-    return {"UPDATES_RUNNING": int(running is not None and not running.given)} | running_types(problem)
-
-
-def running_pointers(problem: ChannelForward) -> dict[str, Value]:
-    return {name: name if problem.running else 0 for name in ("running_mean", "running_var")}
-
-
-def running_arguments(problem: ChannelForward) -> dict[str, Value]:
-    """Of a kernel that updates running statistics."""
-    kept = taken = taken_variance = 0.0
-    if problem.running:
-        kept, taken, count = problem.running.kept, problem.running.taken, problem.values_per_set
-        taken_variance = taken * count / (count - 1) if problem.running.unbiased and count > 1 else taken
-    return running_pointers(problem) | {"kept": kept, "taken": taken, "taken_variance": taken_variance}

@@ -17,10 +17,11 @@ from cunorm.plan.constants import (
     vector_width,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["RowPipeline", "geometry", "is_faster_than_clusters", "plan_backward", "plan_forward"]
+__all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "plan_backward", "plan_forward"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
@@ -36,8 +37,8 @@ _LEAST_ROWS_WITH_CLUSTERS = 32
 _LEAST_ROWS = 4
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
-# As many rows are to lie in shared memory: forward, 200 rows of 655,360 float16 numbers take 1.15 with 7 and 1.19 with
-# 5; backward 1.13 with 5, which are longer parts, and 1.37 with 8.
+# Where threads keep something of every column, as many rows are to lie in shared memory: forward, 200 rows of 655,360
+# float16 numbers take 1.15 with 7 and 1.19 with 5; backward 1.13 with 5, which are longer parts, and 1.37 with 8.
 _ENOUGH_FORWARD, _ENOUGH_BACKWARD = 6, 5
 _LEAST_ROWS_AHEAD, _MOST_ROWS_AHEAD = 3, 8
 # 100 rows of 1,000,000 float16 numbers take 1.14 with 4 turns, as with 3. Of float32 they take as long with 5, but 1.13
@@ -60,15 +61,25 @@ class _Block:
 
 
 _FORWARD = _Block(384, 1, 48)
-# For parts of a row of more bytes: instance norm of 2,097,152 float32 numbers takes 1.15 so, else 1.22. But rows of
-# 1,000,000 with a residual take 1.43 and 1.11.
-_FORWARD_LONG = _Block(256, 2, 0)
-_LONG_PART_BYTES = 48 << 10
-# Of more blocks to a row than an H200 has so, ptxas would spill what a lane collects of them.
-_MOST_BLOCKS_OF_LONG = 9 * 32
 # Backward, 100 rows of 1,000,000 float16 numbers take 1.20 with 256 threads, 1.29 with 384; 400 of 300,000 float32 1.13
 # and 1.09.
 _BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
+# Where they keep nothing, and read nothing besides: those that were best or nearly so of 256 to 512 threads, one or two
+# blocks, in 31 problems; of equals the first. Rows of 1,000,000 with a residual would take 1.43 with two, not 1.11.
+_FORWARD_BARE = (_Block(384, 1, 0), _Block(256, 2, 0))
+_BACKWARD_BARE = (_Block(256, 1, 0), _Block(256, 2, 0))
+# Of more blocks to a row than an H200 has with two, ptxas would spill what a lane collects of them; where threads know
+# the segments of their vectors, of fewer.
+_MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED = 9 * 32, 7 * 32
+
+# ---- The time of ways where threads keep nothing, in microseconds, fitted to 764 of 31 instance and batch norms. Those
+# that come out first take 1.6 % more than the best on average, backward 1.1 %, and at most 6 %.
+
+# What a multiprocessor moves in one while all do, and what a turn takes however short it is.
+_BYTES, _TURN = 33e3, 0.5
+# How much longer they take whose parts are neither whole segments nor in one; and where no more than three rows lie in
+# shared memory, by the blocks of a multiprocessor.
+_CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
 
 
 @dataclass(frozen=True)
@@ -106,12 +117,15 @@ class RowPipeline:
         return self.threads * self.rows_ahead * self.resident * len(problem.matrices_read) * 16
 
     def constants(self, problem: Problem) -> Constants:
+        added: Constants
         if isinstance(problem, ForwardProblem):
-            added = {"HAS_RESIDUAL": int(problem.residual is not None)}
+            added = running_constants(problem.running)
+            added["HAS_RESIDUAL"] = int(problem.residual is not None)
         else:
             added = {"HAS_DRESIDUAL": int(problem.dresidual_out is not None)}
         return {
             **added,
+            "SEGMENTED": int(len(problem.column_sizes) > 1),
             "VECTOR": self.width,
             "RESIDENT": self.resident,
             "AHEAD": self.rows_ahead,
@@ -134,13 +148,17 @@ def is_faster_than_clusters(problem: Problem) -> bool:
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    They need cp.async (sm_80), rows that are contiguous, and vectors of 16 bytes; of float64 ptxas would spill. Rows of
-    several channels are better left to slabs: four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31,
-    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68. Of the ways that have enough rows ahead this is the one with
-    the longest parts, since a turn takes some time however short they are; else the one with the most rows ahead.
+    They need cp.async (sm_80), rows that are contiguous, or in equal segments, and vectors of 16 bytes; of float64
+    ptxas would spill. Rows of several channels are better left to slabs: four channels of 262,144 float32 numbers take
+    1.42, by channel_grid 1.31, of float16 1.52 and 1.48; but sixteen 1.41 and 1.68.
+
+    Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
+    ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
     """
     itemsize = DTYPES[problem.x.dtype].itemsize
-    if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS or not are_rows(problem):
+    if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
+        return None
+    if not (are_rows(problem) or _are_segmented(problem)):
         return None
     if vector_width(problem) * itemsize < 16 or problem.columns * itemsize // 16 < 16 * device.multiprocessors:
         return None
@@ -148,6 +166,9 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if problem.channels is not None and problem.channels.channels_per_row > 1:
         return None
+
+    if _keeps_nothing(problem):
+        return min(_geometries(problem, device), key=lambda way: cost(way, problem), default=None)
 
     def enough(way: RowPipeline) -> float:
         wanted = _ENOUGH_FORWARD if isinstance(problem, ForwardProblem) else _ENOUGH_BACKWARD
@@ -157,29 +178,72 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
 
 
+def _are_segmented(problem: Problem) -> bool:
+    """Whether every row is in runs of memory, equally far apart in all rows and tensors."""
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) != 2:
+        return False
+    strides = {matrix.column_strides for matrix in problem.matrices}
+    apart, along = min(strides)
+    return len(strides) == 1 and along == 1 and 0 <= apart * problem.column_sizes[0] < 2**31
+
+
+def _segments(problem: Problem) -> dict[str, Value]:
+    """Columns of each, and from one to the next; zeros where rows are contiguous."""
+    if len(problem.column_sizes) == 1:
+        return {"segment_columns": 0, "segment_stride": 0}
+    return {"segment_columns": problem.column_sizes[1], "segment_stride": problem.x.column_strides[0]}
+
+
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
-    itemsize, width = DTYPES[problem.x.dtype].itemsize, vector_width(problem)
+    width = vector_width(problem)
     for groups in range(min(problem.rows, device.multiprocessors // 2), 0, -1):
         turns = -(-problem.rows // groups)
         if -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
-        blocks = device.multiprocessors // groups
-        block = _BACKWARD[itemsize]
-        if isinstance(problem, ForwardProblem):
-            long = problem.columns * itemsize > blocks * _LONG_PART_BYTES
-            few = blocks * _FORWARD_LONG.share <= _MOST_BLOCKS_OF_LONG
-            block = _FORWARD_LONG if long and few else _FORWARD
-        blocks = -(-problem.columns // columns_per_block(problem, blocks * block.share, width))
-        way = RowPipeline(width, 1, blocks, groups, 1, 1, block.threads, block.share)
-        way = replace(way, resident=way.vectors(problem))
-        if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
-            continue
-        room = (device.shared_bytes + _RESERVED_BYTES) // block.share - _RESERVED_BYTES - _STATIC_SHARED_BYTES
-        most_lag = max(2, min(_MOST_LAG, turns))
-        # More rows ahead than a group has would wait for nothing.
-        ahead = min(_MOST_ROWS_AHEAD, room // way.shared_bytes(problem), turns + most_lag)
-        if ahead >= _LEAST_ROWS_AHEAD:
-            yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
+        together = device.multiprocessors // groups
+        for block in _blocks(problem, together):
+            blocks = -(-problem.columns // columns_per_block(problem, together * block.share, width))
+            way = RowPipeline(width, 1, blocks, groups, 1, 1, block.threads, block.share)
+            way = replace(way, resident=way.vectors(problem))
+            if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
+                continue
+            if (block.threads + _OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
+                continue
+            room = (device.shared_bytes + _RESERVED_BYTES) // block.share - _RESERVED_BYTES - _STATIC_SHARED_BYTES
+            most_lag = max(2, min(_MOST_LAG, turns))
+            # More rows ahead than a group has would wait for nothing.
+            ahead = min(_MOST_ROWS_AHEAD, room // way.shared_bytes(problem), turns + most_lag)
+            if ahead >= _LEAST_ROWS_AHEAD:
+                yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
+
+
+def _blocks(problem: Problem, multiprocessors: int) -> Iterator[_Block]:
+    """Those that may share rows, each row between so many multiprocessors."""
+    forward = isinstance(problem, ForwardProblem)
+    if _keeps_nothing(problem):
+        most = _MOST_BLOCKS if len(problem.column_sizes) == 1 else _MOST_BLOCKS_OF_SEGMENTED
+        for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
+            if block.share == 1 or multiprocessors * block.share <= most:
+                yield block
+    else:
+        yield _FORWARD if forward else _BACKWARD[DTYPES[problem.x.dtype].itemsize]
+
+
+def _keeps_nothing(problem: Problem) -> bool:
+    """Whether threads have nothing to keep of every column, and read nothing besides."""
+    return _registers(problem) == 0 and len(problem.matrices) == (2 if isinstance(problem, ForwardProblem) else 3)
+
+
+def cost(way: RowPipeline, problem: Problem) -> float:
+    """The expected time in microseconds, where threads keep nothing of every column."""
+    forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
+    bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * DTYPES[problem.x.dtype].itemsize
+    turns = way.turns(problem) * (bytes_of_turn / _BYTES + _TURN)
+    if len(problem.column_sizes) > 1 and part % problem.column_sizes[1] and problem.column_sizes[1] % part:
+        turns *= _CUT_SEGMENTS
+    if way.rows_ahead == _LEAST_ROWS_AHEAD:
+        turns *= _FEW_AHEAD[way.blocks_per_multiprocessor]
+    return 8 + 0.97 * turns if forward else 10 + 0.93 * turns
 
 
 def _registers(problem: Problem) -> int:
@@ -203,6 +267,7 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
         "columns_per_block": way.columns_per_block(problem),
         "blocks_per_row": way.blocks_per_row,
         "channels": channel_numbers(problem),
+        **_segments(problem),
     }
 
 
@@ -217,6 +282,7 @@ def plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) ->
             **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
             **shared,
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+            **running_arguments(problem.running, problem.columns),
             "eps": problem.eps,
         },
         way.shared_bytes(problem),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cunorm.plan import rows
+from cunorm.plan import row_pipeline, rows
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.problem import (
     BackwardProblem,
@@ -16,7 +16,7 @@ from cunorm.problem import (
     Problem,
 )
 
-__all__ = ["as_rows", "plan_rows"]
+__all__ = ["as_rows", "plan_batch", "plan_rows"]
 
 # Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
 _TOO_MANY = 2**31
@@ -25,7 +25,7 @@ _TOO_MANY = 2**31
 def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
     """The plan that moves every number once, by the kernels of rows; None where they cannot."""
     as_row_problem, builder = as_rows(problem), Builder()
-    if as_row_problem is None:
+    if as_row_problem is None or _is_of_a_batch(as_row_problem):
         return None
     if isinstance(as_row_problem, ForwardProblem):
         strategy = rows.plan_forward(as_row_problem, device, None, builder)
@@ -34,20 +34,44 @@ def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
     return None if strategy is None else builder.finished(strategy)
 
 
+def plan_batch(problem: ChannelProblem, device: Device) -> tuple[float, Plan] | None:
+    """The plan by the pipeline of rows for what no other kernel of rows can do, and its expected microseconds.
+
+    That are rows in segments, and such that move running statistics. None where they cannot be held so.
+    """
+    as_row_problem, builder = as_rows(problem), Builder()
+    if as_row_problem is None or not _is_of_a_batch(as_row_problem):
+        return None
+    way = row_pipeline.geometry(as_row_problem, device)
+    if way is None:
+        return None
+    if isinstance(as_row_problem, ForwardProblem):
+        strategy = row_pipeline.plan_forward(as_row_problem, way, builder)
+    else:
+        strategy = row_pipeline.plan_backward(as_row_problem, way, builder)
+    return row_pipeline.cost(way, as_row_problem), builder.finished(strategy)
+
+
+def _is_of_a_batch(problem: Problem) -> bool:
+    return len(problem.column_sizes) > 1 or (isinstance(problem, ForwardProblem) and problem.running is not None)
+
+
 def as_rows(problem: ChannelProblem) -> Problem | None:
     """The same as a problem of rows whose weights are by channel: set s is row s.
 
-    None where the numbers of a set are not contiguous in every tensor, or the sets not evenly spaced; where there are
-    none; and where statistics are given, or kept from call to call, or all that is wanted.
+    The columns have two sizes where a set, of one channel, has its points in two dimensions: those of samples and of
+    space, in a batch norm. None where the numbers of a set do not lie so in every tensor, or the sets not evenly
+    spaced; where there are none; and where statistics are given, or all that is wanted.
     """
     channels, points, sets = problem.channels_per_set, problem.points, problem.sets
     columns = channels * points
+    two_sizes = len(problem.point_sizes) == 2 and channels == 1
     if not sets or not points or sets >= _TOO_MANY or columns >= _TOO_MANY:
         return None
     matrices = [matrix for matrix in (_matrix(problem, tensor) for tensor in problem.tensors) if matrix is not None]
     if len(matrices) < len(problem.tensors):
         return None
-    sizes = (sets,), (columns,)
+    sizes = (sets,), problem.point_sizes if two_sizes else (columns,)
     norm = Norm(activation=problem.activation)
     vectors = problem.weight, problem.bias
     wanted = (None, None) if isinstance(problem, ChannelForward) else (problem.dweight, problem.dbias)
@@ -55,10 +79,11 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
     by_channel = any((*vectors, *wanted))
     of_channels = Channels(problem.channels // channels, channels, points) if by_channel else None
     if isinstance(problem, ChannelForward):
-        if problem.running is not None or problem.y is None:
+        if problem.y is None or (problem.running is not None and problem.running.given):
             return None
         x, y = matrices
-        return ForwardProblem(*sizes, x, None, y, None, *vectors, problem.stats, problem.eps, norm, of_channels)
+        eps, running = problem.eps, problem.running
+        return ForwardProblem(*sizes, x, None, y, None, *vectors, problem.stats, eps, norm, of_channels, running)
     if problem.given or not (problem.dx or problem.dweight or problem.dbias):
         return None
     dy, x = matrices[:2]
@@ -70,7 +95,8 @@ def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
     """A tensor with a row for each set; None where the sets do not lie so."""
     channels, points = problem.channels_per_set, problem.points
     columns, sets_per_sample = channels * points, problem.channels // channels
-    if points > 1 and tensor.point_strides != (1,):
+    two_sizes = len(tensor.point_strides) == 2 and channels == 1
+    if (points > 1 and tensor.point_strides[-1] != 1) or len(tensor.point_strides) > 1 + two_sizes:
         return None
     if channels > 1 and tensor.channel_stride != points:
         return None
@@ -81,4 +107,5 @@ def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
     elif problem.samples > 1 and beyond != sets_per_sample * within:
         return None
     row_stride = within if problem.sets > 1 else 0
-    return Matrix(tensor.dtype, (row_stride,), (1 if columns > 1 else 0,), tensor.alignment)
+    column_strides = tensor.point_strides if two_sizes else (1 if columns > 1 else 0,)
+    return Matrix(tensor.dtype, (row_stride,), column_strides, tensor.alignment)

@@ -1,0 +1,33 @@
+"""What kernels are told of the running statistics of a batch norm: their types, where they are, and the update."""
+
+from __future__ import annotations
+
+from cunorm.plan.launches import Constants, Value
+from cunorm.problem import DTYPES, RunningStatistics
+
+__all__ = ["running_arguments", "running_constants", "running_pointers", "running_types"]
+
+
+def running_types(running: RunningStatistics | None) -> Constants:
+    return {
+        "RUNNING_MEAN_TYPE": DTYPES[running.mean.dtype].cuda if running else "float",
+        "RUNNING_VARIANCE_TYPE": DTYPES[running.variance.dtype].cuda if running else "float",
+    }
+
+
+def running_constants(running: RunningStatistics | None) -> Constants:
+    """Of a kernel that updates them."""
+    return {"UPDATES_RUNNING": int(running is not None and not running.given)} | running_types(running)
+
+
+def running_pointers(running: RunningStatistics | None) -> dict[str, Value]:
+    return {name: name if running else 0 for name in ("running_mean", "running_var")}
+
+
+def running_arguments(running: RunningStatistics | None, count: int) -> dict[str, Value]:
+    """Of a kernel that updates them with a mean and a variance of so many numbers."""
+    kept = taken = taken_variance = 0.0
+    if running:
+        kept, taken = running.kept, running.taken
+        taken_variance = taken * count / (count - 1) if running.unbiased and count > 1 else taken
+    return running_pointers(running) | {"kept": kept, "taken": taken, "taken_variance": taken_variance}

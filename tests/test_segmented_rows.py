@@ -1,0 +1,206 @@
+"""Rows in segments, by the kernels in which blocks share rows in a pipeline: batch norm of channels that lie before
+their points, on the emulator; and what is planned."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import plan_rules
+import pytest
+from cases import FAR, data, far_data
+from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
+from plan_cases import GPUS, plain_channel_norm
+
+from cunorm.plan import Device, Plan, plan, row_pipeline
+from cunorm.plan.constants import vector_width
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
+from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, RunningStatistics, Vector
+
+on_emulator = pytest.mark.skipif(
+    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
+)
+
+
+def in_a_pipeline(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:
+    """The plan for a few blocks of 64 threads."""
+    rows, builder = as_rows(problem), Builder()
+    assert rows is not None
+    way = replace(RowPipeline(vector_width(rows), 1, 4, 1, rows_ahead=2, lag=1, threads=64), **changes)
+    way = replace(way, resident=way.vectors(rows))
+    if isinstance(rows, ForwardProblem):
+        return builder.finished(row_pipeline.plan_forward(rows, way, builder))
+    return builder.finished(row_pipeline.plan_backward(rows, way, builder))
+
+
+def runner(seed: int = 0, **changes: Any) -> EmulatorRunner:
+    return EmulatorRunner(choose=lambda problem, device: in_a_pipeline(problem, device, **changes), seed=seed)
+
+
+def check(case: Case, **changes: Any) -> None:
+    before, dy = case.x.copy(), case.empty_result()  # which lies as y does
+    dy[...] = data(17, case.x.shape, case.x.dtype.name, shift=0.1)
+    results = runner(**changes).forward(case)
+    assert_forward(case, results)
+    assert_gradients(case, runner(**changes).backward(case.backward(results, dy)), dy)
+    assert case.x.tobytes() == before.tobytes(), "x was modified"
+
+
+# A shape, what else is asked for, and how its rows lie: blocks that have several samples each, whole ones and not, or a
+# part of one; segments of a vector, and such that no power of two divides; several groups, several turns later.
+ASKED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
+    "several segments a block": (Shape("batch_norm", (24, 5, 16, 8), "NCHW"), {"running_dtype": "float32"}, {}),
+    "several blocks a segment": (
+        Shape("batch_norm", (2, 3, 40, 40), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "activation": "relu"},
+        {"groups": 2, "rows_ahead": 4, "lag": 2},
+    ),
+    "segments that end within blocks": (
+        Shape("batch_norm", (7, 6, 4, 31), "NCHW"),
+        {"dtype": "bfloat16", "running_dtype": "bfloat16", "update": {"convention": "keras"}},
+        {"blocks_per_row": 3},
+    ),
+    "a vector a segment": (
+        Shape("batch_norm", (130, 3, 4), "NCW"),
+        {"parameter_dtype": "float64", "running_dtype": "float64"},
+        {"rows_ahead": 6, "lag": 4},
+    ),
+    "sixteen vectors a thread": (
+        Shape("batch_norm", (9, 4, 12, 77), "NCHW"),
+        {"dtype": "float32", "activation": "silu", "affine": "weight"},
+        {"blocks_per_row": 3, "groups": 3},
+    ),
+    "without running statistics": (
+        Shape("batch_norm", (5, 9, 8, 8), "NCHW"),
+        {"dtype": "float16", "affine": "bias", "activation": "gelu"},
+        {"blocks_per_row": 2, "lag": 2, "rows_ahead": 3},
+    ),
+    "doubles": (Shape("batch_norm", (6, 4, 6, 7), "NCHW"), {"dtype": "float64", "running_dtype": "float32"}, {}),
+    "one sample, which is one run": (Shape("batch_norm", (1, 5, 32, 32), "NCHW"), {"running_dtype": "float32"}, {}),
+    "channels of a batch that lies otherwise": (
+        Shape("batch_norm", (24, 16, 8, 5), "NHWC", None, "other order"),
+        {"running_dtype": "float32"},
+        {},
+    ),
+}
+
+
+@on_emulator
+@pytest.mark.parametrize("asked", ASKED)
+def test_batch_norm(asked: str) -> None:
+    shape, options, changes = ASKED[asked]
+    check(shape.case(**options), **changes)
+
+
+@on_emulator
+def test_without_weight_and_bias() -> None:
+    check(Shape("batch_norm", (24, 5, 16, 8), "NCHW").case(affine="none", running_dtype="float32"))
+
+
+@on_emulator
+@pytest.mark.parametrize("kind", FAR)
+def test_numbers_far_from_zero_or_from_the_pivot(kind: str) -> None:
+    rows = far_data(kind, (3, 24 * 64))
+    x = np.ascontiguousarray(np.moveaxis(rows.reshape(3, 24, 64), 0, 1))
+    case = Case("batch_norm", x)
+    assert_forward(case, runner(blocks_per_row=5).forward(case))
+
+
+@on_emulator
+def test_any_order_of_threads_and_blocks_gives_the_same_bits() -> None:
+    shape, options, changes = ASKED["segments that end within blocks"]
+    case = shape.case(**options)
+    first, *others = (runner(seed, **changes).forward(case) for seed in range(3))
+    for other in others:
+        assert [array.tobytes() for array in first] == [array.tobytes() for array in other]
+
+
+# ---- The plan.
+
+H200 = GPUS["sm_90"]
+RESNET = [(64, 256, 56**2), (32, 64, 112**2), (64, 512, 28**2), (256, 64, 1024)]
+
+
+def batch_norm(shape: tuple[int, int, int], dtype: str = "float32", **options: Any) -> list[ChannelProblem]:
+    """Of samples, channels and points: forward, and backward."""
+    return plain_channel_norm(shape, dtype, None, **options)
+
+
+def test_rows_of_a_batch_norm() -> None:
+    for problem in batch_norm((64, 256, 3136)):
+        rows = as_rows(problem)
+        assert rows is not None and rows.channels is not None
+        assert (rows.row_sizes, rows.column_sizes) == ((256,), (64, 3136))
+        assert {(m.row_strides, m.column_strides) for m in rows.matrices} == {((3136,), (256 * 3136, 1))}
+        assert (rows.channels.rows_per_sample, rows.channels.channels_per_row, rows.channels.positions) == (
+            256,
+            1,
+            200_704,
+        )
+        if isinstance(problem, ChannelForward):
+            assert isinstance(rows, ForwardProblem) and rows.running == problem.running is not None
+        assert plan_rows(problem, H200) is None, "other kernels of rows cannot"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", RESNET, ids=str)
+def test_the_layers_of_a_resnet_take_the_pipeline(shape: tuple[int, int, int], dtype: str) -> None:
+    for activation in (None, "relu"):
+        for problem in batch_norm(shape, dtype, activation=activation):
+            chosen = plan(problem, H200)
+            assert chosen.strategy == "row_pipeline"
+            assert [item.kernel for item in chosen.launches][:1] == ["zeros"] and len(chosen.launches) == 2
+
+
+def test_what_takes_another_way() -> None:
+    for problem in batch_norm((64, 128, 784), "float16"):
+        assert plan(problem, H200).strategy == "channel_slab", "small ones are faster so"
+    for shape, dtype, last in [
+        ((64, 256, 3137), "float32", False),  # vectors are shorter than 16 bytes
+        ((64, 256, 3136), "float64", False),
+        ((64, 256, 3136), "float32", True),
+        ((64, 8, 2**23), "float32", False),  # longer rows than shared memory holds, and more than 2^31 numbers of all
+    ]:
+        for problem in batch_norm(shape, dtype, last=last):
+            assert not plan(problem, H200).strategy.startswith("row_")
+    forward, _ = batch_norm((64, 256, 3136))
+    assert isinstance(forward, ChannelForward) and plan_batch(forward, H200) is not None
+    assert plan_batch(forward, GPUS["sm_75"]) is None
+    apart = replace(forward.x, point_strides=(256 * 3136 + 4, 1))
+    assert plan_batch(replace(forward, x=apart), H200) is None, "x and y lie in different ways"
+    assert plan_batch(replace(forward, x=apart, y=apart), H200) is not None
+    vector = Vector("float32")
+    assert plan_batch(replace(forward, running=RunningStatistics(vector, vector, True)), H200) is None
+
+
+def test_one_sample_is_a_run_and_moves_running_statistics() -> None:
+    forward, backward = batch_norm((1, 256, 100_000), "float16")
+    as_run = replace(forward, point_sizes=(100_000,), x=replace(forward.x, point_strides=(1,)))
+    assert isinstance(as_run, ChannelForward)
+    as_run = replace(as_run, y=as_run.x)
+    for problem in (forward, as_run):
+        assert plan_rows(problem, H200) is None
+        batch = plan_batch(problem, H200)
+        assert batch is not None and batch[1].strategy == "row_pipeline"
+    assert plan_batch(replace(as_run, running=None), H200) is None, "rows like those of instance norm"
+    assert plan_batch(backward, H200) is not None
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_they_keep_the_rules_of_rows(device: str) -> None:
+    planned = 0
+    shapes = [*RESNET, (2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000)]
+    for shape, dtype in itertools.product(shapes, ("float16", "float32")):
+        for problem in batch_norm(shape, dtype):
+            batch, rows = plan_batch(problem, GPUS[device]), as_rows(problem)
+            if batch is not None:
+                planned += 1
+                for rule in plan_rules.RULES:
+                    rule(rows, GPUS[device], batch[1])
+    assert planned > 16
