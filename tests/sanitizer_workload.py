@@ -122,7 +122,8 @@ CHANNEL_PROBLEMS = [
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
     (Shape("batch_norm", (4, 2008, 7, 7), "NCHW"), "float16"),  # along planes, of which the last block has fewer
-    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),
+    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),  # rows in segments
+    (Shape("batch_norm", (256, 24, 32, 32), "NCHW"), "float32"),
     (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge
     (Shape("group_norm", (5, 250, 240, 64), "NHWC", 8), "bfloat16"),  # slabs in a pipeline, of whole samples

@@ -29,10 +29,10 @@ __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "pla
 # 1.39 in such of 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other
 # takes 6 to 9 microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
-# Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: one, or two
-# from five on. With six, of which four wait or five, 8 x 256 x 32^3 float32 numbers take 1.23 and 1.32; with five, of
-# which three wait or four, 8 x 320 x 64^2 float16 numbers backward 1.70 and 1.81. Of 43 problems six took up to 0.05
-# longer so.
+# Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: two of five,
+# and of six under an activation; else one. With six, of which four wait or five, 8 x 256 x 32^3 float16 numbers take
+# 1.57 and 1.52, 8 x 512 x 64^2 in 32 groups 1.43 and 1.36, under silu 1.54 and 1.57; with five, of which three wait or
+# four, 8 x 320 x 64^2 backward 1.71 and 1.74.
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
@@ -202,7 +202,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
             static = pipeline.static_bytes(problem)
             ahead = min((device.shared_bytes - static - pipeline.shared_bytes(problem)) // part_bytes, _MOST_AHEAD)
             if ahead >= _LEAST_AHEAD and static <= _MOST_STATIC_BYTES:
-                yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
+                two = ahead == 5 or (ahead > 5 and problem.activation is not None)
+                yield replace(pipeline, ahead=ahead, lag=ahead - (2 if two else 1))
 
 
 def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: ChannelTensor) -> dict[str, Value]:
