@@ -142,10 +142,7 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
     words = turns * 1e-3 * grid.sets(problem) * grid.blocks_per_slab
     held = turns * min(grid.vectors, grid.slots) * 16 / itemsize
     if forward:
-        # Of sixteen bits vectors in registers take longer than others: batch norm of 64 x 256 x 56^2 numbers took 1.065
-        # of the time with them, of float32 1.00.
-        resident = turns * grid.resident * (itemsize == 2)
-        return 12.7 + 1.14 * stream + 1.09 * missed + 0.14 * words + 0.044 * held + 0.15 * resident
+        return 12.7 + 1.14 * stream + 1.09 * missed + 0.14 * words + 0.044 * held
     return 17.8 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
 
 
