@@ -1,4 +1,4 @@
-// Weights and biases by channel: those of instance norm and group norm, a row of which is one channel or several.
+// Weights and biases by channel: those of instance, group and batch norm, a row of which is one channel or several.
 //
 // Row r has channels_per_row of them, `positions` columns each, from channel r % rows_per_sample * channels_per_row on.
 // WEIGHTS_OF names whose weight and bias a number has:

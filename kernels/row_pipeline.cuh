@@ -12,6 +12,7 @@ constexpr int BLOCK_THREADS = THREADS + 64;
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be
 // reading what came up to LAG - 1 turns before that.
 constexpr int EXCHANGES = 2 * LAG;
+static_assert(!SEGMENTED || HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS), "only `first` has the column of a weight");
 
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }

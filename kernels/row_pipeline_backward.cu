@@ -53,6 +53,7 @@ struct Arguments {
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
 // Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
 constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
+static_assert(!SEGMENTED || !SUMS_COLUMNS || (!WANTS_DWEIGHT && !WANTS_DBIAS), "only `first` has the column of a sum");
 
 // Of a turn's row, what each warp has of the sums of g (or dz) and of g (or dz) * xhat.
 struct OfWarps {

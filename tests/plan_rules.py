@@ -494,6 +494,8 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert constants["SEGMENTED"] == (segment > 0) and (segment > 0 or stride == 0)
     if segment:
         assert segment % width == stride % width == arguments["columns"] % segment == 0
+        kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
+        assert constants["WEIGHTS_OF"] == "part" or not any(kept), "a thread does not know its columns"
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"
 
 

@@ -1,5 +1,5 @@
 """Rows in segments, by the kernels in which blocks share rows in a pipeline: batch norm of channels that lie before
-their points, on the emulator; and what is planned."""
+their points, and layer norm over axes that lie apart, on the emulator; and what is planned."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import cases
 import numpy as np
 import plan_rules
 import pytest
-from cases import FAR, data, far_data
+from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
 from plan_cases import GPUS, plain_channel_norm
 
@@ -21,7 +22,7 @@ from cunorm.plan.constants import vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
-from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, RunningStatistics, Vector
+from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, Norm, RunningStatistics, Vector
 
 on_emulator = pytest.mark.skipif(
     shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
@@ -71,7 +72,7 @@ ASKED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
         {"parameter_dtype": "float64", "running_dtype": "float64"},
         {"rows_ahead": 6, "lag": 4},
     ),
-    "sixteen vectors a thread": (
+    "eleven vectors a thread": (
         Shape("batch_norm", (9, 4, 12, 77), "NCHW"),
         {"dtype": "float32", "activation": "silu", "affine": "weight"},
         {"blocks_per_row": 3, "groups": 3},
@@ -101,6 +102,38 @@ def test_batch_norm(asked: str) -> None:
 @on_emulator
 def test_without_weight_and_bias() -> None:
     check(Shape("batch_norm", (24, 5, 16, 8), "NCHW").case(affine="none", running_dtype="float32"))
+
+
+@on_emulator
+def test_without_statistics() -> None:
+    shape, options, changes = ASKED["several blocks a segment"]
+    case = shape.case(**options)
+    results = runner(**changes).forward(case, stats=False)
+    assert results.mean is None and results.rstd is None
+    expected = runner(**changes).forward(case)
+    for name in ("y", "running_mean", "running_var"):
+        assert getattr(results, name).tobytes() == getattr(expected, name).tobytes()
+
+
+# Rows of layer norm can lie so too, but their weights are one a column.
+EIGHT = Device("sm_90", multiprocessors=8, threads_per_multiprocessor=1024)
+
+
+@on_emulator
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_layer_norm_over_axes_that_lie_apart(weighted: bool, norm: Norm) -> None:
+    x, vectors = data(0, (64, 8, 128)), [data(seed, (64, 128)) if weighted else None for seed in (1, 2)]
+    case, runner = cases.Case(x, *vectors, axis=(0, 2), norm=norm), cases.EmulatorRunner(EIGHT)
+    results = runner.forward(case)
+    cases.assert_forward(case, results)
+    dy = data(3, x.shape)
+    cases.assert_gradients(case, runner.backward(case.backward(results, dy)), dy)
+    problem = ForwardProblem.of(
+        *(None if array is None else cases.view_of(array) for array in (x, *vectors, x)),  # type: ignore[arg-type]
+        axis=(0, 2), eps=1e-5, stats=True, norm=norm,
+    )  # fmt: skip
+    assert (plan(problem, EIGHT).strategy == "row_pipeline") == (not weighted)
 
 
 @on_emulator

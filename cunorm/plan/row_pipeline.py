@@ -148,9 +148,10 @@ def is_faster_than_clusters(problem: Problem) -> bool:
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    They need cp.async (sm_80), rows that are contiguous, or in equal segments, and vectors of 16 bytes; of float64
-    ptxas would spill. Rows of several channels are better left to slabs: four channels of 262,144 float32 numbers take
-    1.42, by channel_grid 1.31, of float16 1.52 and 1.48; but sixteen 1.41 and 1.68.
+    They need cp.async (sm_80), rows that are contiguous, or in equal segments where threads keep nothing of the
+    columns, and vectors of 16 bytes; of float64 ptxas would spill. Rows of several channels are better left to slabs:
+    four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31, of float16 1.52 and 1.48; but sixteen 1.41
+    and 1.68.
 
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
@@ -158,7 +159,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
         return None
-    if not (are_rows(problem) or _are_segmented(problem)):
+    if not (are_rows(problem) or (_keeps_nothing(problem) and _are_segmented(problem))):
         return None
     if vector_width(problem) * itemsize < 16 or problem.columns * itemsize // 16 < 16 * device.multiprocessors:
         return None

@@ -1,4 +1,4 @@
-"""Instance norm and group norm as norms of rows, wherever the numbers of each mean are one run of memory."""
+"""Instance, group and batch norm as norms of rows, where what each mean is of is one run of memory, or equal ones."""
 
 from __future__ import annotations
 
