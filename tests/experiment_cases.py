@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from typing import Any
-
-import pytest
 
 import cunorm
 from cunorm import kernels
-
-needs_emulator = pytest.mark.skipif(
-    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
-)
 
 ROWS, SUMS = "row_block_forward", "column_sums"
 PUT = "normalized(values[i], statistics.mean, statistics.remainder, rstd, weight, bias)"

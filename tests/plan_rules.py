@@ -29,21 +29,11 @@ from cunorm.problem import (
     Vector,
 )
 
+RUNNING = "running_mean", "running_var"
 OPERANDS = {
-    ForwardProblem: {
-        "x",
-        "residual",
-        "weight",
-        "bias",
-        "y",
-        "residual_out",
-        "mean",
-        "rstd",
-        "running_mean",
-        "running_var",
-    },
+    ForwardProblem: {"x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd", *RUNNING},
     BackwardProblem: {"dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
-    ChannelForward: {"x", "weight", "bias", "y", "mean", "rstd", "running_mean", "running_var"},
+    ChannelForward: {"x", "weight", "bias", "y", "mean", "rstd", *RUNNING},
     ChannelBackward: {"dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias"},
 }
 TILES_PER_CHUNK = 64  # kernels/row_split_statistics.cu relies on it

@@ -7,8 +7,6 @@ since each set of constants is a program to compile.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,15 +15,14 @@ import numpy as np
 import pytest
 from cases import OLD_DEVICE, SMALL_DEVICE, Array, data, float64, poisoned, relative_error, view_of
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, check
+from emulator_cases import NEEDS_COMPILER
 from plan_cases import plan_of
 
 from cunorm.plan import Device, Plan, channel_grid, channel_slab, channel_split
 from cunorm.plan.launches import Builder
 from cunorm.problem import ChannelForward, ChannelProblem
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
-)
+pytestmark = NEEDS_COMPILER
 
 Choose = Callable[[ChannelProblem, Device], Plan]
 

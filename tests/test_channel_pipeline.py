@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import FAR, Array, data, far_data
 from channel_cases import Case, EmulatorRunner, Results, Shape, assert_forward, assert_gradients
+from emulator_cases import NEEDS_COMPILER
 from plan_cases import GPUS, plain_channel_norm, plan_of
 
 from cunorm.plan import Device, Plan, channel_pipeline
@@ -19,9 +18,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_tiles import Tiles, direction
 from cunorm.problem import ChannelProblem
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
-)
+pytestmark = NEEDS_COMPILER
 
 
 def in_a_pipeline(

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import SMALL_DEVICE
-from experiment_cases import PUT, ROWS, SUMS, edited, needs_emulator, no_cupy
+from emulator_cases import NEEDS_COMPILER
+from experiment_cases import PUT, ROWS, SUMS, edited, no_cupy
 
 import cunorm
 from cunorm import launch
@@ -96,7 +97,7 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     return fake
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_bench(emulated_gpu: EmulatedGpu) -> None:
     experiment = edited(ROWS, (PUT, PUT.replace("rstd", "1 * rstd")))
     report = experiment.bench([(16, 64), (33, 8)], "float32")
@@ -118,7 +119,7 @@ def test_a_bench(emulated_gpu: EmulatedGpu) -> None:
     assert [tick.get_text() for tick in ratio.get_xticklabels()] == ["16×64", "33×8"]
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_wrong_text_is_not_timed(emulated_gpu: EmulatedGpu) -> None:
     report = edited(ROWS, (PUT, PUT.replace("rstd", "rstd * 1.01f"))).bench([(16, 64)], "float32", op="rms_norm")
     assert not report and set(report.frame["call"]) == {"rms_norm"}
@@ -129,7 +130,7 @@ def test_a_wrong_text_is_not_timed(emulated_gpu: EmulatedGpu) -> None:
     report.plot()
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_bench_of_one_of_several_launches(emulated_gpu: EmulatedGpu) -> None:
     report = cunorm.experiment(SUMS).bench([(100, 64)], "float32")
     assert set(report.frame["call"]) == {"layer_norm_backward"}
@@ -158,7 +159,7 @@ def test_a_bench_without_a_driver() -> None:
         cunorm.experiment(ROWS).bench([(8, 8)])
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_check_on_a_gpu(emulated_gpu: EmulatedGpu) -> None:
     experiment = edited(ROWS, (PUT, PUT.replace("rstd", "1 * rstd")))
     options: dict[str, Any] = {"shapes": [(33, 8)], "dtypes": ["float32"]}

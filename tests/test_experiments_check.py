@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiment_cases import PUT, ROWS, SHIPPED, SUMS, WRONG, edited, needs_emulator, no_cupy
+from emulator_cases import NEEDS_COMPILER
+from experiment_cases import PUT, ROWS, SHIPPED, SUMS, WRONG, edited, no_cupy
 
 import cunorm
 from cunorm import kernels, launch
@@ -67,7 +68,7 @@ def test_limits_let_roundings_pass_and_nothing_else(name: str, dtype: str) -> No
 # ---- What check finds.
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_good_edit() -> None:
     experiment = edited(ROWS, (PUT, PUT.replace("rstd", "1 * rstd")))
     report = experiment.check(shapes=[(33, 8)], dtypes=["float32"], on="emulator")
@@ -77,13 +78,13 @@ def test_a_good_edit() -> None:
     assert str(report).startswith("row_block_forward: 2 of 2 calls right, on the emulator")
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_the_shipped_text_is_named() -> None:
     report = cunorm.experiment(SUMS).check(shapes=[(33, 8)], dtypes=["float32"], on="emulator", seeds=1)
     assert report and report.notes == ["the text is the shipped one"]
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_wrong_result_names_element_block_and_thread() -> None:
     wrong = PUT.replace("rstd", "rstd * (place.row == 70 ? 2 : 1)")
     experiment = edited(ROWS, (PUT, wrong))
@@ -100,14 +101,14 @@ def test_a_wrong_result_names_element_block_and_thread() -> None:
     assert (match[3], match[4]) == (f"({block}, 0, 0)", f"(0, {row}, 0)")
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_an_element_that_nobody_wrote() -> None:
     store = "      arguments.rstd[place.row] = rstd;"
     finding = found_in(edited(ROWS, (store, f"      if (place.row != 3)\n{store}")), (33, 8))
     assert "rstd[3] is nan, must be" in finding and finding.endswith("; nobody wrote it")
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_missing_barrier_is_a_race() -> None:
     """In a header: the warps of a block add up what others have not left yet."""
     old = (
@@ -120,7 +121,7 @@ def test_a_missing_barrier_is_a_race() -> None:
     assert any("shared memory and scratch hold NaNs where nobody has written yet" in note for note in report.notes)
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_results_that_are_right_but_not_always_the_same() -> None:
     experiment = edited(
         ROWS,
@@ -132,7 +133,7 @@ def test_results_that_are_right_but_not_always_the_same() -> None:
     assert re.search(r"mean\[\d+\] differs between two orders of the threads; written by block", str(report))
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_an_access_out_of_bounds_is_shown_at_its_line() -> None:
     experiment = edited(
         ROWS,
@@ -150,7 +151,7 @@ def test_an_access_out_of_bounds_is_shown_at_its_line() -> None:
     )
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_an_access_out_of_bounds_in_a_header() -> None:
     old = "row_scratch[i * WARPS + threadIdx.x / 32] = values[i];"
     experiment = edited(ROWS, (old, old.replace("/ 32]", "/ 32 + 64]")))
@@ -159,7 +160,7 @@ def test_an_access_out_of_bounds_in_a_header() -> None:
     assert re.search(r"kernels/reduce\.cuh:(\d+)\n +\1 \|       .*/ 32 \+ 64\] = values\[i\];$", finding)
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_TIMEOUT", 0.5)
     begin = "extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];"
@@ -167,7 +168,7 @@ def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "still running after 0.5 s, block (0, 0, 0), thread (" in finding
 
 
-@needs_emulator
+@NEEDS_COMPILER
 def test_inputs_that_are_written_are_found() -> None:
     experiment = edited(
         ROWS,
@@ -179,7 +180,7 @@ def test_inputs_that_are_written_are_found() -> None:
     assert "wrote to x, which is read-only" in found_in(experiment, (33, 8))
 
 
-@needs_emulator
+@NEEDS_COMPILER
 @pytest.mark.parametrize("compiler", ["NVRTC", "g++"])
 def test_a_compile_error_is_shown_at_the_line_of_the_edited_file(
     compiler: str, monkeypatch: pytest.MonkeyPatch

@@ -4,8 +4,6 @@ their points, and layer norm over axes that lie apart, on the emulator; and what
 from __future__ import annotations
 
 import itertools
-import shutil
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +13,7 @@ import plan_rules
 import pytest
 from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
+from emulator_cases import NEEDS_COMPILER
 from plan_cases import GPUS, plain_channel_norm
 
 from cunorm.plan import Device, Plan, plan, row_pipeline
@@ -23,10 +22,6 @@ from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
 from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, Norm, RunningStatistics, Vector
-
-on_emulator = pytest.mark.skipif(
-    shutil.which("g++") is None or not sys.platform.startswith("linux"), reason="the emulator needs g++ and Linux"
-)
 
 
 def in_a_pipeline(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:
@@ -92,19 +87,19 @@ ASKED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@on_emulator
+@NEEDS_COMPILER
 @pytest.mark.parametrize("asked", ASKED)
 def test_batch_norm(asked: str) -> None:
     shape, options, changes = ASKED[asked]
     check(shape.case(**options), **changes)
 
 
-@on_emulator
+@NEEDS_COMPILER
 def test_without_weight_and_bias() -> None:
     check(Shape("batch_norm", (24, 5, 16, 8), "NCHW").case(affine="none", running_dtype="float32"))
 
 
-@on_emulator
+@NEEDS_COMPILER
 def test_without_statistics() -> None:
     shape, options, changes = ASKED["several blocks a segment"]
     case = shape.case(**options)
@@ -119,7 +114,7 @@ def test_without_statistics() -> None:
 EIGHT = Device("sm_90", multiprocessors=8, threads_per_multiprocessor=1024)
 
 
-@on_emulator
+@NEEDS_COMPILER
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_layer_norm_over_axes_that_lie_apart(weighted: bool, norm: Norm) -> None:
@@ -136,7 +131,7 @@ def test_layer_norm_over_axes_that_lie_apart(weighted: bool, norm: Norm) -> None
     assert (plan(problem, EIGHT).strategy == "row_pipeline") == (not weighted)
 
 
-@on_emulator
+@NEEDS_COMPILER
 @pytest.mark.parametrize("kind", FAR)
 def test_numbers_far_from_zero_or_from_the_pivot(kind: str) -> None:
     rows = far_data(kind, (3, 24 * 64))
@@ -145,7 +140,7 @@ def test_numbers_far_from_zero_or_from_the_pivot(kind: str) -> None:
     assert_forward(case, runner(blocks_per_row=5).forward(case))
 
 
-@on_emulator
+@NEEDS_COMPILER
 def test_any_order_of_threads_and_blocks_gives_the_same_bits() -> None:
     shape, options, changes = ASKED["segments that end within blocks"]
     case = shape.case(**options)

@@ -65,13 +65,12 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
     """
     channels, points, sets = problem.channels_per_set, problem.points, problem.sets
     columns = channels * points
-    two_sizes = len(problem.point_sizes) == 2 and channels == 1
     if not sets or not points or sets >= _TOO_MANY or columns >= _TOO_MANY:
         return None
     matrices = [matrix for matrix in (_matrix(problem, tensor) for tensor in problem.tensors) if matrix is not None]
     if len(matrices) < len(problem.tensors):
         return None
-    sizes = (sets,), problem.point_sizes if two_sizes else (columns,)
+    sizes = (sets,), problem.point_sizes if channels == 1 else (columns,)
     norm = Norm(activation=problem.activation)
     vectors = problem.weight, problem.bias
     wanted = (None, None) if isinstance(problem, ChannelForward) else (problem.dweight, problem.dbias)
@@ -95,8 +94,7 @@ def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
     """A tensor with a row for each set; None where the sets do not lie so."""
     channels, points = problem.channels_per_set, problem.points
     columns, sets_per_sample = channels * points, problem.channels // channels
-    two_sizes = len(tensor.point_strides) == 2 and channels == 1
-    if (points > 1 and tensor.point_strides[-1] != 1) or len(tensor.point_strides) > 1 + two_sizes:
+    if len(tensor.point_strides) > (2 if channels == 1 else 1) or (points > 1 and tensor.point_strides[-1] != 1):
         return None
     if channels > 1 and tensor.channel_stride != points:
         return None
@@ -107,5 +105,5 @@ def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
     elif problem.samples > 1 and beyond != sets_per_sample * within:
         return None
     row_stride = within if problem.sets > 1 else 0
-    column_strides = tensor.point_strides if two_sizes else (1 if columns > 1 else 0,)
+    column_strides = *tensor.point_strides[:-1], 1 if columns > 1 else 0
     return Matrix(tensor.dtype, (row_stride,), column_strides, tensor.alignment)
