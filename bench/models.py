@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from cunorm.adapters.torch import replace_norms
-from cunorm.bench.results import OURS, Measurement, first_line
-from cunorm.bench.suites import Row
+from cunorm.adapters.torch import host, replace_norms
+from cunorm.bench.results import COMPILED, OURS, Measurement, first_line
+from cunorm.bench.suites import STEPS, Row
 from cunorm.bench.timing import Machine
+from cunorm.bench.work import by_host_code
 
 __all__ = ["PROVIDERS", "build", "measure", "step", "versions"]
 
-PROVIDERS = ("torch", OURS)
+PROVIDERS = ("torch", OURS, COMPILED)
 
 Step = Callable[[], torch.Tensor]
 
@@ -125,9 +126,12 @@ def step(model: torch.nn.Module, shape: Sequence[int], forward: Callable[..., An
 def measure(row: Row, provider_names: Sequence[str], machine: Machine, warm: bool) -> list[Measurement]:
     """The median time of a training step of a model: ``torch`` is the model as it is, ``cunorm`` after `replace_norms`.
 
-    Both begin with the same weights and see the same data; their steps take turns.
+    All begin with the same weights and see the same data; their steps take turns. Calls of PyTorch tensors are made by
+    Python, and again by compiled code where that was built and the model is not compiled itself.
     """
-    names = [name for name in PROVIDERS if name in provider_names]
+    host_code = {OURS: None, COMPILED: host.native}
+    has_compiled = host.native is not None and row.direction == STEPS[0]
+    names = [name for name in PROVIDERS if name in provider_names and (name != COMPILED or has_compiled)]
     notes: dict[str, str] = {}
     steps: dict[str, Step] = {}
     losses: dict[str, float] = {}
@@ -135,18 +139,22 @@ def measure(row: Row, provider_names: Sequence[str], machine: Machine, warm: boo
     for name in names:
         try:
             model = build(row.op, row.suite.endswith("small")).to(machine.device, getattr(torch, row.dtype))
-            if name == OURS:
+            if name in host_code:
                 replace_norms(model)
             run = step(model, row.shape, torch.compile(model) if row.direction == "compiled step" else None)
+            if name in host_code:
+                run = by_host_code(host_code[name], run)
             torch.manual_seed(2)
             losses[name] = float(run())
             steps[name] = run
         except Exception as error:  # no such library, no memory, or the compiler's
             notes[name] = first_line(error)
-    difference = abs(losses[OURS] / losses["torch"] - 1) if len(losses) == 2 else None
-    if difference is not None and not difference <= _LARGEST_DIFFERENCE:
-        notes[OURS] = f"wrong: the loss is {losses[OURS]:.4g}, and without cunorm {losses['torch']:.4g}"
-        del steps[OURS]
+    expected = losses.pop("torch", None)
+    differences = {} if expected is None else {name: abs(loss / expected - 1) for name, loss in losses.items()}
+    for name, difference in differences.items():
+        if not difference <= _LARGEST_DIFFERENCE:
+            notes[name] = f"wrong: the loss is {losses[name]:.4g}, and without cunorm {expected:.4g}"
+            del steps[name]
     if warm:
         notes = dict.fromkeys(names, "not timed") | notes
         steps = {}
@@ -155,7 +163,7 @@ def measure(row: Row, provider_names: Sequence[str], machine: Machine, warm: boo
         dataclasses.replace(
             Measurement.of(row, name, copy_seconds=None),
             seconds=seconds.get(name),
-            error=difference if name == OURS else None,
+            error=differences.get(name),
             note=notes.get(name, ""),
         )
         for name in names

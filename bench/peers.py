@@ -6,6 +6,7 @@ are timed that a user could leave out. Backward starts from the statistics that 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -18,11 +19,13 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
+from cunorm.adapters.torch import host
 from cunorm.bench.channel_inputs import ChannelInputs
 from cunorm.bench.channel_peers import cunorm_work, liger_work, torch_work
 from cunorm.bench.inputs import EPS, Inputs, Tensors
+from cunorm.bench.results import COMPILED, OURS
 from cunorm.bench.suites import Row
-from cunorm.bench.work import GRADIENTS, SIXTEEN_BIT_SUMS, Work, gradient, leaves, with_autograd
+from cunorm.bench.work import GRADIENTS, SIXTEEN_BIT_SUMS, Work, by_host_code, gradient, leaves, with_autograd
 
 __all__ = ["PROVIDERS", "Provider", "Work", "find"]
 
@@ -66,7 +69,7 @@ class Provider:
 
 
 class _Cunorm(Provider):
-    name = "cunorm"
+    name = OURS
     distribution = "cunorm"
 
     @property
@@ -113,6 +116,30 @@ class _Cunorm(Provider):
 
     def channel_norm(self, row: Row, inputs: ChannelInputs) -> Work | None:
         return cunorm_work(row, inputs)
+
+    def work(self, row: Row, inputs: Tensors) -> Work | None:
+        work = super().work(row, inputs)
+        if work is None or row.clock != "host":
+            return work
+        return dataclasses.replace(work, call=by_host_code(None, work.call))
+
+
+class _CunormCompiled(_Cunorm):
+    """What PyTorch's calls cost the host where they are compiled; the device's time is the same."""
+
+    name = COMPILED
+
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        super().__init__(device, cache_bytes)
+        if host.native is None:
+            raise RuntimeError("PyTorch's calls are not compiled: python -m cunorm build-torch")
+        self._native = host.native
+
+    def work(self, row: Row, inputs: Tensors) -> Work | None:
+        if row.clock != "host" or row.framework != "torch":
+            return None
+        work = Provider.work(self, row, inputs)
+        return work and dataclasses.replace(work, call=by_host_code(self._native, work.call))
 
 
 class _Torch(Provider):
@@ -504,7 +531,8 @@ class _Jax(Provider):
 
 
 PROVIDERS: dict[str, type[Provider]] = {
-    provider.name: provider for provider in (_Cunorm, _Torch, _TorchCompile, _Liger, _Quack, _TritonTutorial, _Jax)
+    provider.name: provider
+    for provider in (_Cunorm, _CunormCompiled, _Torch, _TorchCompile, _Liger, _Quack, _TritonTutorial, _Jax)
 }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cunorm.bench.published import NV_NORMS_GPUS, nv_norms_milliseconds
-from cunorm.bench.results import OURS, Measurement, Results, best_peer, by_row, load, merge, of
+from cunorm.bench.results import COMPILED, OURS, Measurement, Results, best_peer, by_row, load, merge, of
 from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, STEPS, Row, readable
 
 __all__ = ["KINDS", "fill", "not_first", "table"]
@@ -116,26 +116,39 @@ def host(measurements: Sequence[Measurement]) -> str:
         "recorded": "forward, gradients recorded",
         "both": "forward and backward",
     }
+    names = {OURS: "cunorm", COMPILED: "compiled"}
+    shown = [name for name in names if any(entry.provider == name for entry in measurements)]
     lines = []
     for row, measured in by_row(measurements).items():
-        ours, peer = of(OURS, measured), of("torch", measured)
-        ratio = f"{ours.seconds / peer.seconds:.2f}" if ours and peer and ours.seconds and peer.seconds else "–"
+        peer = of("torch", measured)
         framework = {"cupy": "CuPy", "torch": "PyTorch"}[row.framework]
-        lines.append([framework, _problem(row, measurements), calls[row.direction], _us(ours), _us(peer), ratio])
-    return _markdown(["tensors", "rows × columns", "call", "cunorm µs", "PyTorch's own µs", "ratio"], lines)
+        line = [framework, _problem(row, measurements), calls[row.direction], _us(peer)]
+        for entry in (of(name, measured) for name in shown):
+            line += [_us(entry), _ratio(entry, peer)]
+        lines.append(line)
+    headings = ["tensors", "rows × columns", "call", "PyTorch's own µs"]
+    headings += [text for name in shown for text in (f"{names[name]} µs", "ratio")]
+    return _markdown(headings, lines)
 
 
 def models(measurements: Sequence[Measurement]) -> str:
     """A line a model; for eager and compiled steps milliseconds without and with cunorm, and the ratio."""
+    names = {OURS: "with cunorm ms", COMPILED: "with its calls compiled ms"}
+    shown = {(entry.direction, entry.provider) for entry in measurements}
+    steps = [name for name in STEPS if any(direction == name for direction, _ in shown)]
+    wanted = {step: [name for name in names if (step, name) in shown] for step in steps}
     lines: dict[str, list[str]] = {}
     for row, measured in by_row(measurements).items():
-        ours, peer = of(OURS, measured), of("torch", measured)
-        ratio = f"{ours.seconds / peer.seconds:.2f}" if ours and peer and ours.seconds and peer.seconds else "–"
+        peer = of("torch", measured)
         line = lines.setdefault(row.op, [row.op, readable(row.shape)])
-        line += [*(f"{entry.seconds * 1e3:.1f}" if entry and entry.seconds else "–" for entry in (peer, ours)), ratio]
-    steps = [name for name in STEPS if any(entry.direction == name for entry in measurements)]
-    headings = [f"{name}: {heading}" for name in steps for heading in ("PyTorch ms", "with cunorm ms", "ratio")]
-    return _markdown(["model", "input", *headings], list(lines.values()))
+        line.append(_ms(peer))
+        for entry in (of(provider, measured) for provider in wanted[row.direction]):
+            line += [_ms(entry), _ratio(entry, peer)]
+    headings = ["model", "input"]
+    for step in steps:
+        headings.append(f"{step}: PyTorch ms")
+        headings += [f"{step}: {text}" for name in wanted[step] for text in (names[name], "ratio")]
+    return _markdown(headings, list(lines.values()))
 
 
 def nv_norms(measurements: Sequence[Measurement]) -> str:
@@ -200,6 +213,14 @@ def _r(entry: Measurement | None) -> str:
 
 def _us(entry: Measurement | None) -> str:
     return f"{entry.seconds * 1e6:,.1f}" if entry and entry.seconds else "–"
+
+
+def _ms(entry: Measurement | None) -> str:
+    return f"{entry.seconds * 1e3:.1f}" if entry and entry.seconds else "–"
+
+
+def _ratio(entry: Measurement | None, peer: Measurement | None) -> str:
+    return f"{entry.seconds / peer.seconds:.2f}" if entry and peer and entry.seconds and peer.seconds else "–"
 
 
 def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

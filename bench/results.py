@@ -15,6 +15,7 @@ from cunorm.bench.suites import Row
 from cunorm.text import duration, table_lines
 
 __all__ = [
+    "COMPILED",
     "OURS",
     "TABLE_COLUMNS",
     "TABLE_NUMBERS",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 OURS = "cunorm"
+# The same where PyTorch's calls are compiled (`cunorm.adapters.torch.build`): another time of the host.
+COMPILED = "cunorm-compiled"
 TABLE_COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
 TABLE_NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")
 
@@ -239,7 +242,7 @@ def of(provider: str, measurements: Iterable[Measurement]) -> Measurement | None
 
 def best_peer(measurements: Iterable[Measurement]) -> Measurement | None:
     """The fastest of the others that is right."""
-    peers = [entry for entry in measurements if entry.provider != OURS and entry.seconds]
+    peers = [entry for entry in measurements if entry.provider not in (OURS, COMPILED) and entry.seconds]
     return min(peers, key=lambda entry: entry.seconds or 0.0, default=None)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from cunorm.adapters.torch import host
 from cunorm.bench.inputs import Tensors
 from cunorm.bench.suites import Row
 
-__all__ = ["GRADIENTS", "SIXTEEN_BIT_SUMS", "Work", "gradient", "leaves", "with_autograd"]
+__all__ = ["GRADIENTS", "SIXTEEN_BIT_SUMS", "Work", "by_host_code", "gradient", "leaves", "with_autograd"]
 
 GRADIENTS = ("dx", "dweight", "dbias")
 
@@ -47,6 +48,16 @@ class Work:
             name: tensor.detach() if isinstance(tensor, torch.Tensor) else _from_dlpack(tensor)
             for name, tensor in named.items()
         }
+
+
+def by_host_code(native: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` with PyTorch's calls made by this compiled code, or by Python where it is None."""
+
+    def run() -> Any:
+        host.native = native
+        return call()
+
+    return run
 
 
 def leaves(row: Row, inputs: Tensors) -> list[torch.Tensor]:

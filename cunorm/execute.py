@@ -23,6 +23,7 @@ import numpy as np
 from cunorm.problem import DTYPES, AnyProblem, View, contiguous_strides
 
 __all__ = [
+    "BACKWARD_NAMES",
     "FORWARD_NAMES",
     "NOWHERE",
     "OPS",
@@ -32,6 +33,7 @@ __all__ = [
     "Op",
     "Output",
     "Prepared",
+    "Ready",
     "Results",
     "also_forget",
     "as_constant",
@@ -44,6 +46,8 @@ __all__ = [
     "generation",
     "interned",
     "is_compiling",
+    "known_backward",
+    "known_forward",
     "name_op",
     "numpy_dtype",
     "prepare_on_cpu",
@@ -300,12 +304,12 @@ Results = tuple[Any, Any, Any, Any]
 Gradients = tuple[Any, Any, Any]
 
 FORWARD_NAMES = ("x", "residual", "weight", "bias", "out", "running_mean", "running_var")
-_BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 # The op says whether it needs statistics.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """A prepared call, and for each of its outputs and its workspace what allocates it, where that is known.
 
     A ``pair`` is mean and rstd in one tensor, of which the second begins ``pair_offset`` bytes behind the first.
@@ -317,9 +321,10 @@ class _Ready(NamedTuple):
     workspace_allocator: Callable[[Any], Any] | None
     pair_allocator: Callable[[Any], Any] | None
     pair_offset: int
+    pair: Output | None
 
     @staticmethod
-    def of(adapter: Adapter, prepared: Prepared, like: Any, mean: View | Output | None) -> _Ready:
+    def of(adapter: Adapter, prepared: Prepared, like: Any, mean: View | Output | None) -> Ready:
         def allocator(output: Output | None) -> Callable[[Any], Any] | None:
             return None if output is None else adapter.allocator(output, like)
 
@@ -327,12 +332,12 @@ class _Ready(NamedTuple):
         pair = None if mean is None else Output((2, *mean.shape), mean.dtype)
         offset = 0 if mean is None else math.prod(mean.shape) * DTYPES[mean.dtype].itemsize
         allocators = tuple(map(allocator, prepared.outputs))
-        return _Ready(prepared, allocators, workspace, allocator(workspace), allocator(pair), offset)
+        return Ready(prepared, allocators, workspace, allocator(workspace), allocator(pair), offset, pair)
 
 
 # The calls of each kind that have been prepared: a call like one before does nothing but allocate and launch. Found
 # without the lock, which is for changes: the oldest cannot be looked for while another thread adds one.
-_calls: dict[Any, _Ready] = {}
+_calls: dict[Any, Ready] = {}
 _calls_lock = threading.Lock()
 _MOST_CALLS = 4096
 _forgetters: list[Callable[[], None]] = []
@@ -359,14 +364,14 @@ def forget_compiled() -> None:
 def forget_prepared() -> None:
     """Let every kind of call be prepared anew when it comes again, since another plan may be better now."""
     global generation
-    for forget in _forgetters:
-        forget()
     with _calls_lock:
         _calls.clear()
         generation += 1
+    for forget in _forgetters:
+        forget()
 
 
-def _remember(key: Any, ready: _Ready, begun: int) -> None:
+def _remember(key: Any, ready: Ready, begun: int) -> None:
     """Keep a call, unless prepared calls were forgotten since the generation in which its preparation had begun."""
     with _calls_lock:
         if begun != generation:
@@ -376,6 +381,18 @@ def _remember(key: Any, ready: _Ready, begun: int) -> None:
         _calls[key] = ready
 
 
+def known_forward(adapter: Adapter, op: Op, stats: bool, kind: Any) -> Ready | None:
+    """What `forward` has prepared of a kind, as `Adapter.describe` has told it, and keeps."""
+    return _calls.get((type(adapter), op, stats, kind))
+
+
+def known_backward(
+    adapter: Adapter, op: Op, output_mask: tuple[bool, bool, bool], bias_dtype: str | None, paired: bool, kind: Any
+) -> Ready | None:
+    """The same of `backward`."""
+    return _calls.get((type(adapter), op, output_mask, bias_dtype, paired, kind))
+
+
 def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> list[Any]:
     return [
         None if tensor is None and name in _OPTIONAL else adapter.view(tensor, name)
@@ -383,8 +400,8 @@ def _views(adapter: Adapter, tensors: Sequence[Any], names: Sequence[str]) -> li
     ]
 
 
-def _run(adapter: Adapter, ready: _Ready, pointers: list[int], like: Any) -> None:
-    prepared, _, output, allocate, _, _ = ready
+def _run(adapter: Adapter, ready: Ready, pointers: list[int], like: Any) -> None:
+    prepared, _, output, allocate, _, _, _ = ready
     stream = adapter.stream(prepared.device)
     if output is None:
         prepared.run(pointers, 0, stream)
@@ -421,10 +438,10 @@ def forward(
         tensors = (x, residual, weight, bias, out, *running)
         x_view, residual_view, weight_view, bias_view, out_view, *views = _views(adapter, tensors, FORWARD_NAMES)
         prepared = op.prepare_forward(x_view, residual_view, weight_view, bias_view, out_view, stats, tuple(views))
-        ready = _Ready.of(adapter, prepared, x, prepared.outputs[2])
+        ready = Ready.of(adapter, prepared, x, prepared.outputs[2])
         _remember(key, ready, begun)
     # Written out, since every call of a user comes here.
-    prepared, allocators, workspace, _, new_pair, pair_offset = ready
+    prepared, allocators, workspace, _, new_pair, pair_offset, _ = ready
     y, residual_out, mean, rstd = prepared.outputs
     new_y, new_residual_out, new_mean, new_rstd = allocators
     pointer_of = adapter.pointer
@@ -477,19 +494,19 @@ def backward(
     Mean and rstd may be ``paired`` in one tensor, in the place of mean, as `forward` gave them.
     """
     tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
-    kind, pointers = adapter.describe(tensors, _BACKWARD_NAMES)
+    kind, pointers = adapter.describe(tensors, BACKWARD_NAMES)
     key = (type(adapter), op, output_mask, bias_dtype, paired, kind)
     ready = _calls.get(key)
     if ready is None:
         begun = generation
-        views = _views(adapter, tensors, _BACKWARD_NAMES)
+        views = _views(adapter, tensors, BACKWARD_NAMES)
         dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view = views
         if paired:
             mean_view = rstd_view = mean_view._replace(shape=mean_view.shape[1:], strides=mean_view.strides[1:])
         prepared = op.prepare_backward(
             dy_view, added_view, x_view, weight_view, bias_view, mean_view, rstd_view, output_mask, bias_dtype
         )
-        ready = _Ready.of(adapter, prepared, x, mean_view)
+        ready = Ready.of(adapter, prepared, x, mean_view)
         _remember(key, ready, begun)
     if paired:
         pointers[6] = pointers[5] + ready.pair_offset

@@ -13,7 +13,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cunorm import kernels
 from cunorm.compile_error import CompileError
@@ -22,10 +22,12 @@ from cunorm.plan import Device, Launch, Plan
 __all__ = [
     "COMPILE_OPTIONS",
     "Call",
+    "Step",
     "argument_values",
     "compiled_function",
     "cupy",
     "device",
+    "driver_addresses",
     "forget_text",
     "gpu_name",
 ]
@@ -117,6 +119,13 @@ def _driver() -> Any:
     A launch waits where the stream's queue is full, and what that waits for may be a host function in Python.
     """
     return ctypes.CDLL("libcuda.so.1")
+
+
+def driver_addresses() -> tuple[int, int]:
+    """Where the driver's cuLaunchKernelEx and cuCtxGetCurrent are, for who calls them without Python."""
+    functions = _driver().cuLaunchKernelEx, _driver().cuCtxGetCurrent
+    launch_kernel, get_context = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return launch_kernel, get_context
 
 
 def _clusters(index: int) -> tuple[int, int, int, int]:
@@ -225,32 +234,82 @@ def argument_values(launch: Launch) -> list[tuple[str, Any]]:
     return values
 
 
-def _starter(launch: Launch, function: int, parameters: ctypes.c_void_p) -> Callable[[int], None]:
-    """What launches a compiled function on a stream. The parameter points at the argument struct."""
-    address = ctypes.addressof(parameters)
-    dimensions = (launch.grid, 1, 1, *launch.block, 1, launch.shared_bytes)
-    if launch.cooperative:
-        together = functools.partial(cupy().cuda.driver.launchCooperativeKernel, function, *dimensions)
-        return lambda stream: together(stream, address)
-    alone = functools.partial(cupy().cuda.driver.launchKernel, function, *dimensions)
-    return lambda stream: alone(stream, address, 0)
+class Step(NamedTuple):
+    """A launch of a compiled function, ready but for the pointers of a call.
 
+    ``attributes`` are pairs of a CUlaunchAttributeID and the value's first word. ``arguments`` is the kernel's argument
+    struct. It begins with pointers, zeros here; ``places`` says for each which of the call's pointers it is, -1 for one
+    that stays null.
+    """
 
-def _overlapping_starter(launch: Launch, function: int, parameters: ctypes.c_void_p) -> Callable[[int], None]:
-    """The same for a launch that may begin before the one before it on the stream has ended."""
-    attributes = {_PROGRAMMATIC_STREAM_SERIALIZATION: (1,)} | ({_COOPERATIVE: (1,)} if launch.cooperative else {})
-    config = _launch_config(launch.grid, launch.block, launch.shared_bytes, attributes)
-    # These are the driver's types already: told its argtypes, ctypes would check that at every call, for 0.2 us.
-    pointers = ctypes.byref(config), ctypes.c_void_p(function), ctypes.byref(parameters), None
-    launch_kernel = functools.partial(_driver().cuLaunchKernelEx, *pointers)
+    kernel: str
+    function: int
+    grid: int
+    block: tuple[int, int]
+    shared_bytes: int
+    attributes: tuple[tuple[int, int], ...]
+    arguments: bytes
+    places: tuple[int, ...]
 
-    def start(stream: int) -> None:
-        config.stream = stream
-        if status := launch_kernel():
-            error = cupy().cuda.driver.CUDADriverError(status)
-            raise RuntimeError(f"kernel {launch.kernel} could not be launched: {error}")
+    @staticmethod
+    def of(launch: Launch, function: int, names: Sequence[str], overlapping: bool) -> Step:
+        """That of a plan's launch, of a call whose pointers have these names.
 
-    return start
+        One that is ``overlapping`` may begin before the one before it on the stream has ended.
+        """
+        values = argument_values(launch)
+        pointers = [name for code, name in values if code == "P"]
+        numbers = [(code, value) for code, value in values if code != "P"]
+        assert all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
+        tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
+        attributes = {_PROGRAMMATIC_STREAM_SERIALIZATION: overlapping, _COOPERATIVE: launch.cooperative}
+        return Step(
+            launch.kernel,
+            function,
+            launch.grid,
+            launch.block,
+            launch.shared_bytes,
+            tuple((name, 1) for name, asked in attributes.items() if asked),
+            bytes(8 * len(pointers)) + tail,
+            tuple(-1 if name is None else names.index(name) for name in pointers),
+        )
+
+    def packer(self) -> tuple[Callable[[Sequence[int]], tuple[int, ...]], Callable[..., None]]:
+        """What picks this step's pointers from a call's, and what packs those into a buffer with ``arguments``."""
+        given = [place for place in self.places if place >= 0]
+        # Of a single place it would be no sequence.
+        pick = operator.itemgetter(*given) if len(given) > 1 else operator.itemgetter(slice(given[0], given[0] + 1))
+        # Padding is written as zeros, which a null pointer is.
+        return pick, struct.Struct("<" + "".join("8x" if place < 0 else "Q" for place in self.places)).pack_into
+
+    def starter(self, parameters: ctypes.c_void_p) -> Callable[[int], None]:
+        """What launches on a stream. The parameter points at the argument struct."""
+        names = [name for name, _ in self.attributes]
+        if _PROGRAMMATIC_STREAM_SERIALIZATION in names:
+            return self._extended_starter(parameters)
+        address = ctypes.addressof(parameters)
+        dimensions = (self.grid, 1, 1, *self.block, 1, self.shared_bytes)
+        if _COOPERATIVE in names:
+            together = functools.partial(cupy().cuda.driver.launchCooperativeKernel, self.function, *dimensions)
+            return lambda stream: together(stream, address)
+        alone = functools.partial(cupy().cuda.driver.launchKernel, self.function, *dimensions)
+        return lambda stream: alone(stream, address, 0)
+
+    def _extended_starter(self, parameters: ctypes.c_void_p) -> Callable[[int], None]:
+        """The same for any attributes, which CuPy has no function for."""
+        attributes = {name: (value,) for name, value in self.attributes}
+        config = _launch_config(self.grid, self.block, self.shared_bytes, attributes)
+        # These are the driver's types already: told its argtypes, ctypes would check that at every call, for 0.2 us.
+        pointers = ctypes.byref(config), ctypes.c_void_p(self.function), ctypes.byref(parameters), None
+        launch_kernel = functools.partial(_driver().cuLaunchKernelEx, *pointers)
+
+        def start(stream: int) -> None:
+            config.stream = stream
+            if status := launch_kernel():
+                error = cupy().cuda.driver.CUDADriverError(status)
+                raise RuntimeError(f"kernel {self.kernel} could not be launched: {error}")
+
+        return start
 
 
 class Call:
@@ -266,28 +325,17 @@ class Call:
         texts = kernels.replaced if texts is None else texts
         self._device = device_index
         self._current_context = cupy().cuda.driver.ctxGetCurrent
-        self._offsets = [scratch.offset for scratch in plan.scratch]
+        self.scratch_offsets = [scratch.offset for scratch in plan.scratch]
         # What a call's pointers are called: its operands, its scratch.
         names = [*operands, *(scratch.name for scratch in plan.scratch)]
-        self._launches = []
+        self._functions = [compiled_function(*launch.function_key, device_index, texts) for launch in plan.launches]
         overlap = _launches_overlap(device_index)
-        for place, launch in enumerate(plan.launches):
-            values = argument_values(launch)
-            pointers = [name for code, name in values if code == "P"]
-            numbers = [(code, value) for code, value in values if code != "P"]
-            given = [names.index(name) for name in pointers if name is not None]
-            assert given and all(code == "P" for code, _ in values[: len(pointers)]), "pointers come first"
-            tail = struct.pack("<" + "".join(code for code, _ in numbers), *(value for _, value in numbers))
-            # Of a single place it would be no sequence.
-            pick = operator.itemgetter(*given) if len(given) > 1 else operator.itemgetter(slice(given[0], given[0] + 1))
-            # Padding is written as zeros, which a null pointer is.
-            pack_into = struct.Struct("<" + "".join("8x" if name is None else "Q" for name in pointers)).pack_into
-            function = compiled_function(*launch.function_key, device_index, texts)
-            starter = _overlapping_starter if overlap and place > 0 else _starter
-            packed = bytes(8 * len(pointers)) + tail
-            self._launches.append((starter, launch, function, pick, pack_into, packed))
+        self.steps = [
+            Step.of(launch, function.ptr, names, overlap and place > 0)
+            for place, (launch, function) in enumerate(zip(plan.launches, self._functions))
+        ]
         with cupy().cuda.Device(device_index):
-            self._context = self._current_context()  # it is there, since the kernels were loaded into it
+            self.context = self._current_context()  # it is there, since the kernels were loaded into it
         self._of_thread = threading.local()
 
     def _prepare_thread(self) -> Callable[[Sequence[int], int, int], None]:
@@ -295,11 +343,11 @@ class Call:
 
         The driver copies these during a launch, when other threads may be packing.
         """
-        offsets, launches = self._offsets, []
-        for starter, launch, function, pick, pack_into, packed in self._launches:
-            arguments = ctypes.create_string_buffer(packed, len(packed))
+        offsets, launches = self.scratch_offsets, []
+        for step in self.steps:
+            arguments = ctypes.create_string_buffer(step.arguments, len(step.arguments))
             parameters = ctypes.c_void_p(ctypes.addressof(arguments))
-            launches.append((pick, pack_into, arguments, starter(launch, function.ptr, parameters), parameters))
+            launches.append((*step.packer(), arguments, step.starter(parameters), parameters))
 
         # Every call comes here: what a closure has is found sooner than attributes.
         def launch_all(pointers: Sequence[int], workspace: int, stream: int) -> None:
@@ -318,7 +366,7 @@ class Call:
             launch_all = self._of_thread.launch_all
         except AttributeError:
             launch_all = self._prepare_thread()
-        if self._current_context() == self._context:
+        if self._current_context() == self.context:
             launch_all(pointers, workspace, stream)
             return
         with cupy().cuda.Device(self._device):  # another device is current, or none yet in this thread

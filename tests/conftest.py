@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Whether or not they were built here, PyTorch's calls are compiled in the tests that are about this.
+os.environ.setdefault("CUNORM_COMPILED_CALLS", "0")
 
 # What asserts for tests says what it found, as they do.
 pytest.register_assert_rewrite("plan_rules", *(file.stem for file in Path(__file__).parent.glob("*cases.py")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cunorm import cli
+from cunorm.adapters.torch import host
 from cunorm.bench import models, report
 from cunorm.bench import run as runner
 from cunorm.bench.results import Measurement, Results, by_row, load, of
@@ -42,8 +43,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(*rows: Row, **options: Any) -> Results:
-    return runner.run(rows, ["cunorm", "liger", "torch"], Cpu(), **options)  # type: ignore[arg-type]
+def run(*rows: Row, more: Sequence[str] = (), **options: Any) -> Results:
+    return runner.run(rows, ["cunorm", "liger", "torch", *more], Cpu(), **options)  # type: ignore[arg-type]
 
 
 def test_suites_have_every_model() -> None:
@@ -144,6 +145,51 @@ def test_table() -> None:
     assert "| model | input | step: PyTorch ms | step: with cunorm ms | step: ratio | compiled step: " in filled
     assert "| ResNet-50 | 128 × 3 × 224² | 50.0 | 40.0 | 0.80 | 50.0 | – | – |" in filled
     assert filled.count("\n") == 3 + len(MODELS)
+
+
+def test_table_with_compiled_calls() -> None:
+    results = synthetic()
+    results.measurements = [entry for entry in results.measurements if entry.direction == "step"]
+    for row in suite("models", "!compiled"):
+        entry = Measurement.of(row, "cunorm-compiled", None)
+        results.measurements.append(Measurement(**vars(entry) | {"seconds": 0.03}))
+    filled = report.fill("<!-- bench: models models -->\n<!-- bench end -->", results)
+    assert "| step: with its calls compiled ms | step: ratio |" in filled
+    assert "| ResNet-50 | 128 × 3 × 224² | 50.0 | 40.0 | 0.80 | 30.0 | 0.60 |" in filled
+
+
+def test_eager_steps_with_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "native", Never())
+    seen: list[Any] = []
+    real = models.step
+
+    def step(*arguments: Any) -> Any:
+        run_step = real(*arguments)
+
+        def watched() -> torch.Tensor:
+            seen.append(type(host.native))
+            monkeypatch.setattr(host, "native", None)
+            return run_step()
+
+        return watched
+
+    monkeypatch.setattr(models, "step", step)
+    results = run(*suite("models-small", "ViT-L"), more=["cunorm-compiled"])
+    assert [(entry.direction, entry.provider) for entry in results.measurements] == [
+        ("step", "torch"), ("step", "cunorm"), ("step", "cunorm-compiled"),
+        ("compiled step", "torch"), ("compiled step", "cunorm"),
+    ]  # fmt: skip
+    assert all(entry.seconds for entry in results.measurements)
+    assert {Never, type(None)} == set(seen)
+
+
+class Never:
+    """Stands for compiled calls that know nothing."""
+
+    def forward(self, *arguments: Any) -> Any:
+        return False
+
+    backward = forward
 
 
 def test_command_shows_saved_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def fake_cupy(cache_folder: Any, monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
 
 
 def texts_of(call: launch.Call) -> list[str]:
-    return [function.code for _, _, function, *_ in call._launches]
+    return [function.code for function in call._functions]
 
 
 def test_calls_are_compiled_of_the_text_of_the_moment(fake_cupy: FakeCupy) -> None:

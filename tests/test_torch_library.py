@@ -204,7 +204,7 @@ def test_ten_thousand_calls_leave_nothing_behind(device: str) -> None:
 def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs is given the addresses of the tensors of the call and of its results, strided ones too."""
     seen: list[list[int]] = []
-    real = execute._Ready.of
+    real = execute.Ready.of
 
     def of(adapter: Any, prepared: Any, like: Any, mean: Any) -> Any:
         def run(pointers: Any, workspace: int, stream: int) -> None:
@@ -214,7 +214,7 @@ def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         return real(adapter, dataclasses.replace(prepared, run=run), like, mean)
 
     monkeypatch.setattr(execute, "_calls", {})
-    monkeypatch.setattr(execute._Ready, "of", staticmethod(of))
+    monkeypatch.setattr(execute.Ready, "of", staticmethod(of))
     x, weight = data(6, 16).to(device)[:, 3:11].requires_grad_(), data(8).to(device).requires_grad_()
     for function in (cunorm.rms_norm, torch.ops.cunorm.rms_norm):
         seen.clear()

@@ -1,6 +1,7 @@
 """PyTorch: `adapter` is how its tensors meet cunorm, `modules` are layers, `replace` puts them into a model."""
 
 from cunorm.adapters.torch.adapter import ADAPTER
+from cunorm.adapters.torch.host import build
 from cunorm.adapters.torch.modules import (
     GELU,
     BatchNorm1d,
@@ -28,5 +29,6 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "Report",
+    "build",
     "replace_norms",
 ]

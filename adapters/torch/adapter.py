@@ -5,6 +5,7 @@ CUDA tensors go to the kernels, CPU tensors to ``cunorm.reference``, in both cas
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch.autograd import forward_ad
 
 from cunorm import execute
-from cunorm.adapters.torch import library
+from cunorm.adapters.torch import host, library
 from cunorm.checks import no_tensor
-from cunorm.execute import FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
+from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]
@@ -51,6 +52,11 @@ def _empty(output: Output, device: torch.device) -> torch.Tensor:
     if output.permutation is not None:
         return torch.empty_permuted(output.shape, output.permutation, dtype=dtype, device=device)
     return torch.empty(output.shape, dtype=dtype, device=device)
+
+
+def _allocation(output: Output) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of what `_empty` makes."""
+    return output.shape, _empty(output, torch.device("meta")).stride(), _DTYPES[output.dtype]
 
 
 class _StandsForAnother(Exception):
@@ -188,7 +194,7 @@ class TorchAdapter(Adapter):
         return _empty(output, like.device)
 
     def allocator(self, output: Output, like: torch.Tensor) -> Callable[[Any], Any]:
-        shape, strides, dtype = output.shape, _empty(output, torch.device("meta")).stride(), _DTYPES[output.dtype]
+        shape, strides, dtype = _allocation(output)
         if _empty_strided_cpu is None or _empty_strided_cuda is None:
             return lambda tensor: _empty(output, tensor.device)
         if like.device.type == "cpu":
@@ -224,6 +230,12 @@ class TorchAdapter(Adapter):
             name = "running_mean" if _requires_grad(running[0]) else "running_var"
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
+        native, known = host.native, False
+        if native is not None and out is None and not _is_compiling() and forward_ad._current_level < 0:
+            given = (x, residual, weight, bias, None, *(running or (None, None)))
+            known = native.forward(op, op.keeps_bias, stats, *given)
+            if known:
+                return known  # type: ignore[no-any-return]
         traced = _is_compiling() or _is_tracing() or _number_of_modes()
         if out is not None and (_is_compiling() or _compiles_frames() is not None):
             return _outside_of_graphs(op, x, residual, weight, bias, out, stats, running)  # type: ignore[no-any-return]
@@ -232,8 +244,13 @@ class TorchAdapter(Adapter):
         try:
             described = self.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
             if described[0].is_recorded:
-                return _record(op, x, residual, weight, bias, out, stats, running, described)
+                results = _record(op, x, residual, weight, bias, out, stats, running, described)
+                if known is None:
+                    self._teach_forward(op, stats, True, (x, residual, weight, bias, out, *running), described[0])
+                return results
             results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
+            if known is None:
+                self._teach_forward(op, stats, False, (x, residual, weight, bias, out, *running), described[0])
         except _StandsForAnother:
             results = None
         if results is None:
@@ -243,6 +260,25 @@ class TorchAdapter(Adapter):
         if running and op.updates_running:
             _written(*running)
         return results
+
+    def _teach_forward(self, op: Op, stats: bool, recorded: bool, tensors: Sequence[Any], kind: _Kind) -> None:
+        find = functools.partial(execute.known_forward, self, op, stats or recorded, kind)
+        kept = host.Statistics.PAIRED if recorded else host.Statistics.NONE
+        padded = (*tensors, *(None,) * (7 - len(tensors)))
+        host.teach_forward(op, host.Statistics.APART if stats else kept, padded, find, _allocation)
+
+    def _teach_backward(
+        self,
+        op: Op,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+        paired: bool,
+        tensors: Sequence[Any],
+    ) -> None:
+        kind, _ = self.describe(tensors, BACKWARD_NAMES)
+        find = functools.partial(execute.known_backward, self, op, output_mask, bias_dtype, paired, kind)
+        dtype = None if bias_dtype is None else _DTYPES[bias_dtype]
+        host.teach_backward(op, output_mask, dtype, paired, tensors, find, _allocation)
 
     def backward(
         self,
@@ -260,19 +296,50 @@ class TorchAdapter(Adapter):
     ) -> Gradients:
         if not (_is_compiling() or _number_of_modes() or _is_transformed()):
             tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
+            native, known = host.native, False
+            if native is not None:
+                dtype = None if bias_dtype is None else _DTYPES[bias_dtype]
+                known = native.backward(op, output_mask, dtype, paired, *tensors)
+                if known:
+                    return known  # type: ignore[no-any-return]
             # Only the dispatcher can say, later on, that there are no second derivatives.
             if not (_is_grad_enabled() and _requires_grad(*tensors)):
                 try:
-                    return execute.backward(self, op, *tensors, output_mask, bias_dtype, paired)
+                    gradients = execute.backward(self, op, *tensors, output_mask, bias_dtype, paired)
                 except _StandsForAnother:
                     pass
+                else:
+                    if known is None:
+                        self._teach_backward(op, output_mask, bias_dtype, paired, tensors)
+                    return gradients
         if paired:
             mean, rstd = mean.unbind()
         return library.backward(op, output_mask, bias_dtype, dy, dresidual_out, x, weight, bias, mean, rstd)
 
 
+def _backward_of_kind_unknown(
+    op: Op,
+    dy: Any,
+    dresidual_out: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
+    output_mask: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    paired: bool,
+) -> Gradients:
+    """What the compiled code calls for gradients that it has not been taught."""
+    if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
+        mean = mean.contiguous()
+    name = None if bias_dtype is None else _NAMES[bias_dtype]
+    return ADAPTER.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, name, paired)
+
+
 ADAPTER = TorchAdapter()
 library.register(ADAPTER)
+host.load(_backward_of_kind_unknown)
 
 
 def _apply(*arguments: Any) -> Results:

@@ -60,6 +60,10 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 plots=options.plots,
                 sources=options.sources,
             )
+        elif options.command == "build-torch":
+            from cunorm.cli import build_torch
+
+            build_torch.run(remove=options.remove)
         elif options.command == "tune":
             from cunorm.cli import tune
 
@@ -174,6 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--from", dest="sources", type=Path, nargs="+", default=(), metavar="FILE", help="show saved results instead"
     )
+
+    build = commands.add_parser(
+        "build-torch",
+        help="compile what eager calls of PyTorch tensors cost the host (needs a C++ compiler)",
+        description="Compile the way of a PyTorch call from its tensors to the launch, once for each version of "
+        "PyTorch, Python and cunorm; later processes use it (see cunorm.adapters.torch.build).",
+        allow_abbrev=False,
+    )
+    build.add_argument("--remove", action="store_true", help="remove what was built, of all versions")
 
     tune = commands.add_parser(
         "tune",

@@ -1,0 +1,214 @@
+"""Eager calls without Python: ``host.cpp`` compiled, loaded, and taught the kinds of calls that Python has met.
+
+PyTorch's own calls are C++, and take a small tensor in less time than Python needs to launch a kernel and to have
+autograd record it. So what Python has once found out about a call can be done by compiled code the next time. It is
+compiled on the user's machine, if the user wants it and has a compiler, by `build`; later processes find and load it.
+Whatever it does not know, it leaves to `cunorm.adapters.torch.adapter`, which computes the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cunorm import execute, launch
+from cunorm.cache import cache_folder
+from cunorm.execute import Op, Output, Ready
+
+__all__ = ["Statistics", "build", "library", "load", "native", "remove", "teach_backward", "teach_forward"]
+
+# What is allocated for an output: shape, strides and dtype.
+_See = Callable[[Output], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+
+# The compiled module, where it was built: every call asks it first.
+native: Any = None
+
+_MODULE = "cunorm_torch_host"
+_SOURCE = Path(__file__).with_name("host.cpp")
+_FLAGS = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=hidden")
+_LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
+# What it calls for gradients that it was not taught to compute; and whether it has been told so.
+_backward: Any = None
+_has_begun = False
+
+
+class Statistics(IntEnum):
+    """Which a call returns or keeps, as ``host.cpp`` has it."""
+
+    NONE = 0
+    APART = 1
+    PAIRED = 2
+
+
+def library() -> Path:
+    """Where the module is, if it was built: of this text, for this PyTorch and Python."""
+    cache = cache_folder()
+    if cache is None:
+        raise RuntimeError("there is no home folder to keep compiled code in; set CUNORM_CACHE_DIR")
+    made_of = _SOURCE.read_text("utf-8"), torch.__version__, sys.implementation.cache_tag, _FLAGS
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    return cache.absolute() / "torch" / f"{_MODULE}-{key}.so"
+
+
+def build() -> Path:
+    """Compile what makes an eager call of PyTorch tensors cheap for the host, and use it from now on.
+
+    It takes half a minute, once for each version of PyTorch, Python and cunorm: later processes find it in cunorm's
+    cache folder. Results are the same with it as without, and so are errors. It needs a C++ compiler, ``$CXX`` or
+    ``c++``, and the headers of Python; those of PyTorch come with it.
+
+    Returns
+    -------
+    pathlib.Path
+        The file that was made, or that was there already.
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no compiler, or it fails: with its log.
+
+    Examples
+    --------
+    >>> import cunorm
+    >>> cunorm.adapters.torch.build()  # doctest: +SKIP
+    PosixPath('/home/me/.cache/cunorm/torch/cunorm_torch_host-0123456789abcdef.so')
+    """
+    target = library()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with Path(target.parent, "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes, as training has them, one compiles and the others wait
+        if not target.exists():
+            _compile(target)
+    _use(target)
+    return target
+
+
+def _compile(target: Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise RuntimeError("PyTorch's calls can only be compiled with a C++ compiler: install g++, or set CXX")
+    root = Path(torch.__file__).parent
+    include = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    command = [compiler, *_FLAGS, abi, *(f"-I{folder}" for folder in include), str(_SOURCE)]
+    # The finished file appears under its name at once: who loads it does not ask for the lock.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        output = Path(scratch, target.name)
+        command += ["-o", str(output), f"-L{root / 'lib'}", *_LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"PyTorch's calls do not compile:\n{' '.join(command)}\n{done.stderr}")
+        output.replace(target)
+
+
+def load(backward: Callable[..., Any]) -> None:
+    """Use what was built, if it was and ``$CUNORM_COMPILED_CALLS`` is not 0.
+
+    ``backward`` computes gradients that it was not taught to compute.
+    """
+    global _backward
+    _backward = backward
+    if os.environ.get("CUNORM_COMPILED_CALLS") == "0":
+        return
+    try:
+        target = library()
+        if target.exists():
+            _use(target)
+    except (ImportError, OSError, RuntimeError) as error:
+        message = f"cunorm's compiled calls of PyTorch are not used: {error}; remove and build them again"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def remove() -> int:
+    """Remove what was built, and say how many files that were. This process goes on with what it has loaded."""
+    found = list(library().parent.glob(f"{_MODULE}-*.so"))
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def _use(path: Path) -> None:
+    global native
+    if native is not None:
+        return
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    execute.also_forget(module.forget)
+    native = module
+
+
+def teach_forward(
+    op: Op, statistics: Statistics, tensors: Sequence[Any], find: Callable[[], Ready | None], see: _See
+) -> None:
+    """Let ``native.forward`` know a kind of call: that of ``tensors``, as ``find`` finds it among the prepared ones.
+
+    ``see`` says the shape, strides and dtype of a tensor to allocate.
+    """
+
+    def teach(ready: Ready) -> None:
+        outputs, pair_offset = list(ready.prepared.outputs), -1
+        if statistics == Statistics.PAIRED and ready.pair is not None:
+            outputs[2:], pair_offset = [ready.pair, None], ready.pair_offset
+        native.teach_forward(op, statistics, tensors, _given(ready, outputs, pair_offset, op.updates_running, see))
+
+    _teach(find, teach)
+
+
+def teach_backward(
+    op: Op,
+    mask: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    paired: bool,
+    tensors: Sequence[Any],
+    find: Callable[[], Ready | None],
+    see: _See,
+) -> None:
+    """The same of ``native.backward``."""
+
+    def teach(ready: Ready) -> None:
+        given = _given(ready, ready.prepared.outputs, ready.pair_offset if paired else -1, False, see)
+        native.teach_backward(op, mask, bias_dtype, paired, tensors, given)
+
+    _teach(find, teach)
+
+
+def _teach(find: Callable[[], Ready | None], teach: Callable[[Ready], None]) -> None:
+    ready = find()
+    if ready is None or not isinstance(ready.prepared.run, launch.Call):
+        return
+    global _has_begun
+    if not _has_begun:  # now there is a driver
+        native.begin(*launch.driver_addresses(), getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
+        _has_begun = True
+    teach(ready)
+    if find() is not ready:  # another thread has had prepared calls forgotten meanwhile
+        native.forget()
+
+
+def _given(
+    ready: Ready, outputs: Sequence[Output | None], pair_offset: int, updates_running: bool, see: _See
+) -> tuple[Any, ...]:
+    """What ``host.cpp`` keeps of a prepared call, in its order."""
+    call = ready.prepared.run
+    assert isinstance(call, launch.Call)
+    allocated = [None if output is None else see(output) for output in outputs]
+    workspace = ready.prepared.workspace_bytes, call.scratch_offsets
+    return allocated, *workspace, call.steps, call.context, pair_offset, updates_running
