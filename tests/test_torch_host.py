@@ -412,5 +412,7 @@ def test_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (tmp_path / "torch" / built.name).write_bytes(built.read_bytes())
     assert cli.run(["build-torch"]) == 0
     assert built.name in capsys.readouterr().out
+    assert cli.run(["info"]) == 0
+    assert f"built for {torch.__version__}-{sys.implementation.cache_tag}" in capsys.readouterr().out
     assert cli.run(["build-torch", "--remove"]) == 0
     assert capsys.readouterr().out.startswith("1 removed") and not list(tmp_path.glob("torch/*.so"))

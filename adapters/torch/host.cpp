@@ -1,5 +1,5 @@
-// Eager calls of PyTorch tensors that are like calls before them, without Python: what cunorm.adapters.torch.host builds,
-// if a user wants it to.
+// Eager calls of PyTorch tensors that are like calls before them, without Python: what cunorm.adapters.torch.host
+// builds, if a user wants it to.
 //
 // A call's kind is all that its preparation depended on: the op, what PyTorch would do with the tensors (their dispatch
 // keys and the thread's), their dtypes, devices, sizes, strides and alignments. Python meets each kind first: it checks
@@ -81,8 +81,11 @@ using Kind = std::vector<std::int64_t>;
 struct KindHash {
   std::size_t operator()(const Kind& kind) const {
     std::uint64_t hash = 0xcbf29ce484222325;
-    for (const std::int64_t part : kind) hash = ((hash ^ static_cast<std::uint64_t>(part)) * 0x9e3779b97f4a7c15) >> 1;
-    return hash ^ hash >> 32;
+    for (const std::int64_t part : kind) {
+      hash = (hash ^ static_cast<std::uint64_t>(part)) * 0x9e3779b97f4a7c15;
+      hash ^= hash >> 32;
+    }
+    return hash;
   }
 };
 
@@ -110,7 +113,12 @@ bool add_to(Kind& kind, const at::Tensor& tensor) {
   const at::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (tensor.is_nested() || impl->layout() != at::kStrided || impl->has_symbolic_sizes_strides()) return false;
   if (!impl->has_storage()) return false;
-  const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  std::uintptr_t address = 0;
+  try {
+    address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  } catch (const c10::Error&) {
+    return false;
+  }
   if (address == 0 && tensor.numel() > 0) return false;
   const at::Device device = tensor.device();
   kind.push_back(static_cast<std::int64_t>(tensor.key_set().raw_repr()));
@@ -178,7 +186,10 @@ at::Tensor allocated(const std::optional<Output>& output, at::Device device) {
 // The raw handle of the current stream. The GIL is held.
 void* current_stream(at::Device device) {
   if (!device.is_cuda()) return nullptr;
-  return PyLong_AsVoidPtr(pybind11::handle(stream_of)(static_cast<int>(device.index())).ptr());
+  const auto index = pybind11::reinterpret_steal<pybind11::object>(PyLong_FromLong(device.index()));
+  const auto stream = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(stream_of, index.ptr()));
+  if (!stream) throw pybind11::error_already_set();
+  return PyLong_AsVoidPtr(stream.ptr());
 }
 
 void launch(const Ready& ready, Pointers& pointers, at::Device device, void* stream) {
@@ -254,8 +265,9 @@ std::array<at::Tensor, 3> run_backward(const Ready& ready, const Tensors& tensor
 std::array<at::Tensor, 3> ask_python(PyObject* op, const Tensors& tensors, const std::array<bool, 3>& mask,
                                      std::optional<at::ScalarType> bias_dtype, bool paired) {
   const auto& [dy, dresidual_out, x, weight, bias, mean, rstd] = tensors;
+  const auto wanted = pybind11::make_tuple(mask[0], mask[1], mask[2]);
   const pybind11::object found = pybind11::handle(python_backward)(
-      pybind11::handle(op), dy, dresidual_out, x, weight, bias, mean, rstd, pybind11::make_tuple(mask[0], mask[1], mask[2]), bias_dtype, paired);
+      pybind11::handle(op), dy, dresidual_out, x, weight, bias, mean, rstd, wanted, bias_dtype, paired);
   std::array<at::Tensor, 3> gradients;
   for (std::size_t i = 0; i < 3; ++i) {
     const pybind11::object item = found[pybind11::int_(i)];
@@ -354,8 +366,8 @@ bool any_requires_grad(const Tensors& tensors, std::size_t begin, std::size_t en
   return false;
 }
 
-// forward(op, keeps_bias, stats, x, residual, weight, bias, out, running_mean, running_var): y, residual_out, mean, rstd;
-// else what `Found` says.
+// forward(op, keeps_bias, stats, x, residual, weight, bias, out, running_mean, running_var): y, residual_out, mean,
+// rstd; else what `Found` says.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 10, "forward takes 10 arguments");
@@ -374,6 +386,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 std::array<bool, 3> mask_of(PyObject* mask) {
+  TORCH_CHECK(PyTuple_Check(mask) && PyTuple_GET_SIZE(mask) == 3, "the mask is a tuple of three");
   const auto item = [&](int i) { return PyTuple_GET_ITEM(mask, i) == Py_True; };
   return {item(0), item(1), item(2)};
 }
@@ -386,7 +399,8 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Tensors tensors;
   if (!take(tensors, arguments + 4)) Py_RETURN_FALSE;
   if (at::GradMode::is_enabled() && any_requires_grad(tensors, 0, 7)) Py_RETURN_FALSE;
-  const std::int64_t options = backward_options(mask_of(arguments[1]), pybind11::handle(arguments[2]).cast<std::optional<at::ScalarType>>(), arguments[3] == Py_True);
+  const auto bias_dtype = pybind11::handle(arguments[2]).cast<std::optional<at::ScalarType>>();
+  const std::int64_t options = backward_options(mask_of(arguments[1]), bias_dtype, arguments[3] == Py_True);
   const auto [ready, otherwise] = find(kind_of(arguments[0], options, tensors));
   return ready ? as_tuple(run_backward(*ready, tensors)) : Py_NewRef(otherwise);
   END_HANDLE_TH_ERRORS

@@ -60,9 +60,9 @@ def library() -> Path:
     cache = cache_folder()
     if cache is None:
         raise RuntimeError("there is no home folder to keep compiled code in; set CUNORM_CACHE_DIR")
-    made_of = _SOURCE.read_text("utf-8"), torch.__version__, sys.implementation.cache_tag, _FLAGS
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
-    return cache.absolute() / "torch" / f"{_MODULE}-{key}.so"
+    versions = torch.__version__, sys.implementation.cache_tag
+    key = hashlib.sha256(repr((_SOURCE.read_text("utf-8"), *versions, _FLAGS)).encode()).hexdigest()[:16]
+    return cache.absolute() / "torch" / f"{'-'.join((_MODULE, *versions, key))}.so"
 
 
 def build() -> Path:
@@ -86,7 +86,7 @@ def build() -> Path:
     --------
     >>> import cunorm
     >>> cunorm.adapters.torch.build()  # doctest: +SKIP
-    PosixPath('/home/me/.cache/cunorm/torch/cunorm_torch_host-0123456789abcdef.so')
+    PosixPath('/home/me/.cache/cunorm/torch/cunorm_torch_host-2.11.0-cpython-312-0123456789abcdef.so')
     """
     target = library()
     target.parent.mkdir(parents=True, exist_ok=True)

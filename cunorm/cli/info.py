@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cunorm
 from cunorm import gpus, launch
+from cunorm.cache import cache_folder
 from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
@@ -43,9 +44,18 @@ def run() -> None:
         *_cuda(),
         ("tuned plans", _tuned()),
         *((f"extra {name}", _extra(distributions)) for name, distributions in _EXTRAS.items()),
+        ("compiled calls of PyTorch", _compiled_calls()),
         ("emulator of kernels", _compiler()),
     ]
     output.table(("what", "found"), rows)
+
+
+def _compiled_calls() -> str:
+    cache = cache_folder()
+    built = [] if cache is None else list((cache / "torch").glob("*.so"))
+    # Of the names that adapters/torch/host.py gives, what lies between the module's and the text's.
+    versions = sorted({path.stem.partition("-")[2].rpartition("-")[0] for path in built})
+    return f"built for {', '.join(versions)}" if versions else "not built (python -m cunorm build-torch)"
 
 
 def _version(distribution: str) -> str | None:
