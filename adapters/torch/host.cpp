@@ -132,7 +132,7 @@ bool add_to(Kind& kind, const at::Tensor& tensor) {
 
 // None for tensors of which there can be no kind.
 std::optional<Kind> kind_of(PyObject* op, std::int64_t options, const Tensors& tensors) {
-  const c10::impl::LocalDispatchKeySet of_thread = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::LocalDispatchKeySet of_thread = c10::impl::tls_local_dispatch_key_set();
   Kind kind;
   kind.reserve(64);
   kind.push_back(reinterpret_cast<std::intptr_t>(op));
