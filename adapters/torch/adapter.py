@@ -230,10 +230,10 @@ class TorchAdapter(Adapter):
             name = "running_mean" if _requires_grad(running[0]) else "running_var"
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
+        tensors = (x, residual, weight, bias, out, *running)
         native, known = host.native, False
-        if native is not None and out is None and not _is_compiling() and forward_ad._current_level < 0:
-            given = (x, residual, weight, bias, None, *(running or (None, None)))
-            known = native.forward(op, op.keeps_bias, stats, *given)
+        if native is not None and not _is_compiling() and forward_ad._current_level < 0:
+            known = native.forward(op, op.keeps_bias, stats, *tensors)
             if known:
                 return known  # type: ignore[no-any-return]
         traced = _is_compiling() or _is_tracing() or _number_of_modes()
@@ -242,15 +242,15 @@ class TorchAdapter(Adapter):
         if traced or _is_transformed() or forward_ad._current_level >= 0:
             return library.apply(op, x, residual, weight, bias, out, stats, running)
         try:
-            described = self.describe((x, residual, weight, bias, out, *running), FORWARD_NAMES)
+            described = self.describe(tensors, FORWARD_NAMES)
             if described[0].is_recorded:
                 results = _record(op, x, residual, weight, bias, out, stats, running, described)
                 if known is None:
-                    self._teach_forward(op, stats, True, (x, residual, weight, bias, out, *running), described[0])
+                    self._teach_forward(op, stats, True, tensors, described[0])
                 return results
             results = execute.forward(self, op, x, residual, weight, bias, out, stats, running, described)
             if known is None:
-                self._teach_forward(op, stats, False, (x, residual, weight, bias, out, *running), described[0])
+                self._teach_forward(op, stats, False, tensors, described[0])
         except _StandsForAnother:
             results = None
         if results is None:
@@ -264,8 +264,7 @@ class TorchAdapter(Adapter):
     def _teach_forward(self, op: Op, stats: bool, recorded: bool, tensors: Sequence[Any], kind: _Kind) -> None:
         find = functools.partial(execute.known_forward, self, op, stats or recorded, kind)
         kept = host.Statistics.PAIRED if recorded else host.Statistics.NONE
-        padded = (*tensors, *(None,) * (7 - len(tensors)))
-        host.teach_forward(op, host.Statistics.APART if stats else kept, padded, find, _allocation)
+        host.teach_forward(op, host.Statistics.APART if stats else kept, tensors, find, _allocation)
 
     def _teach_backward(
         self,
@@ -294,6 +293,8 @@ class TorchAdapter(Adapter):
         bias_dtype: str | None,
         paired: bool = False,
     ) -> Gradients:
+        if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
+            mean = mean.contiguous()
         if not (_is_compiling() or _number_of_modes() or _is_transformed()):
             tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
             native, known = host.native, False
@@ -317,24 +318,10 @@ class TorchAdapter(Adapter):
         return library.backward(op, output_mask, bias_dtype, dy, dresidual_out, x, weight, bias, mean, rstd)
 
 
-def _backward_of_kind_unknown(
-    op: Op,
-    dy: Any,
-    dresidual_out: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    rstd: Any,
-    output_mask: tuple[bool, bool, bool],
-    bias_dtype: torch.dtype | None,
-    paired: bool,
-) -> Gradients:
-    """What the compiled code calls for gradients that it has not been taught."""
-    if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
-        mean = mean.contiguous()
-    name = None if bias_dtype is None else _NAMES[bias_dtype]
-    return ADAPTER.backward(op, dy, dresidual_out, x, weight, bias, mean, rstd, output_mask, name, paired)
+def _backward_of_kind_unknown(*arguments: Any, **options: Any) -> Gradients:
+    """`TorchAdapter.backward`, for the compiled code, which knows dtypes as PyTorch has them."""
+    options["bias_dtype"] = _NAMES.get(options["bias_dtype"])  # None for None
+    return ADAPTER.backward(*arguments, **options)
 
 
 ADAPTER = TorchAdapter()
@@ -420,8 +407,6 @@ class _Recorded(torch.autograd.Function):
             op, bias_dtype = ctx.call
             x, weight, bias, mean, rstd = ctx.saved_tensors
             mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None and rstd is None
-            if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
-                mean = mean.contiguous()
             dx, dweight, dbias = ADAPTER.backward(
                 op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype, paired
             )

@@ -265,9 +265,11 @@ std::array<at::Tensor, 3> run_backward(const Ready& ready, const Tensors& tensor
 std::array<at::Tensor, 3> ask_python(PyObject* op, const Tensors& tensors, const std::array<bool, 3>& mask,
                                      std::optional<at::ScalarType> bias_dtype, bool paired) {
   const auto& [dy, dresidual_out, x, weight, bias, mean, rstd] = tensors;
+  using pybind11::literals::operator""_a;
   const auto wanted = pybind11::make_tuple(mask[0], mask[1], mask[2]);
   const pybind11::object found = pybind11::handle(python_backward)(
-      pybind11::handle(op), dy, dresidual_out, x, weight, bias, mean, rstd, wanted, bias_dtype, paired);
+      pybind11::handle(op), dy, dresidual_out, x, weight, bias, mean, rstd, "output_mask"_a = wanted,
+      "bias_dtype"_a = bias_dtype, "paired"_a = paired);
   std::array<at::Tensor, 3> gradients;
   for (std::size_t i = 0; i < 3; ++i) {
     const pybind11::object item = found[pybind11::int_(i)];
@@ -343,8 +345,9 @@ std::array<at::Tensor, 4> recorded_forward(PyObject* op, bool keeps_bias, const 
 // ---- What Python calls.
 
 // The tensors of a call; false where one is none, or of a subclass.
-bool take(Tensors& tensors, PyObject* const* given) {
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
+bool take(Tensors& tensors, PyObject* const* given, Py_ssize_t count) {
+  TORCH_CHECK(count <= static_cast<Py_ssize_t>(tensors.size()), "too many arguments");
+  for (Py_ssize_t i = 0; i < count; ++i) {
     if (Py_IsNone(given[i])) continue;
     if (!THPVariable_CheckExact(given[i])) return false;
     tensors[i] = THPVariable_Unpack(given[i]);
@@ -366,13 +369,13 @@ bool any_requires_grad(const Tensors& tensors, std::size_t begin, std::size_t en
   return false;
 }
 
-// forward(op, keeps_bias, stats, x, residual, weight, bias, out, running_mean, running_var): y, residual_out, mean,
+// forward(op, keeps_bias, stats, x, residual, weight, bias, out[, running_mean, running_var]): y, residual_out, mean,
 // rstd; else what `Found` says.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 10, "forward takes 10 arguments");
+  TORCH_CHECK(count == 8 || count == 10, "forward takes 8 or 10 arguments");
   Tensors tensors;
-  if (!take(tensors, arguments + 3) || tensors[4].defined() || any_requires_grad(tensors, 5, 7)) Py_RETURN_FALSE;
+  if (!take(tensors, arguments + 3, count - 3) || tensors[4].defined() || any_requires_grad(tensors, 5, 7)) Py_RETURN_FALSE;
   const bool stats = arguments[2] == Py_True;
   const bool recorded = at::GradMode::is_enabled() && any_requires_grad(tensors, 0, 4);
   const Statistics statistics = stats ? APART : recorded ? PAIRED : NONE;
@@ -397,7 +400,7 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 11, "backward takes 11 arguments");
   Tensors tensors;
-  if (!take(tensors, arguments + 4)) Py_RETURN_FALSE;
+  if (!take(tensors, arguments + 4, count - 4)) Py_RETURN_FALSE;
   if (at::GradMode::is_enabled() && any_requires_grad(tensors, 0, 7)) Py_RETURN_FALSE;
   const auto bias_dtype = pybind11::handle(arguments[2]).cast<std::optional<at::ScalarType>>();
   const std::int64_t options = backward_options(mask_of(arguments[1]), bias_dtype, arguments[3] == Py_True);
@@ -422,16 +425,10 @@ Launch launch_of(const GivenStep& step) {
   return {kernel, reinterpret_cast<void*>(function), config, std::move(attributes), arguments, places};
 }
 
-using GivenTensors = std::array<std::optional<at::Tensor>, 7>;
-
-Tensors taken(const GivenTensors& given) {
+void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tensors, const Given& given) {
   Tensors tensors;
-  for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i] = given[i].value_or(at::Tensor());
-  return tensors;
-}
-
-void teach(PyObject* op, std::int64_t options, const GivenTensors& given_tensors, const Given& given) {
-  std::optional<Kind> kind = kind_of(op, options, taken(given_tensors));
+  if (!take(tensors, &PyTuple_GET_ITEM(given_tensors.ptr(), 0), PyTuple_GET_SIZE(given_tensors.ptr()))) return;
+  std::optional<Kind> kind = kind_of(op, options, tensors);
   if (!kind) return;
   Py_INCREF(op);  // and never let go of: a kind has its address
   const auto& [outputs, workspace_bytes, scratch_offsets, steps, context, pair_offset, updates_running] = given;
@@ -454,7 +451,7 @@ PyMethodDef methods[] = {
 }  // namespace
 
 PYBIND11_MODULE(cunorm_torch_host, module) {
-  using pybind11::object;
+  using pybind11::object, pybind11::tuple;
   PyModule_AddFunctions(module.ptr(), methods);
   module.def("begin", [](std::uintptr_t launch, std::uintptr_t context, object stream, object python) {
     launch_kernel = reinterpret_cast<LaunchKernel>(launch);
@@ -462,11 +459,11 @@ PYBIND11_MODULE(cunorm_torch_host, module) {
     stream_of = stream.release().ptr();
     python_backward = python.release().ptr();
   });
-  module.def("teach_forward", [](object op, int statistics, const GivenTensors& tensors, const Given& ready) {
+  module.def("teach_forward", [](object op, int statistics, const tuple& tensors, const Given& ready) {
     teach(op.ptr(), forward_options(static_cast<Statistics>(statistics)), tensors, ready);
   });
   module.def("teach_backward", [](object op, std::array<bool, 3> mask, std::optional<at::ScalarType> bias_dtype,
-                                  bool paired, const GivenTensors& tensors, const Given& ready) {
+                                  bool paired, const tuple& tensors, const Given& ready) {
     teach(op.ptr(), backward_options(mask, bias_dtype, paired), tensors, ready);
   });
   module.def("forget", [] { known.clear(); });
