@@ -18,7 +18,7 @@ from cunorm.bench import models
 from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
 from cunorm.bench.inputs import SUMS, Comparison, Exact, Inputs, Tensors
 from cunorm.bench.peers import Provider, find
-from cunorm.bench.results import Measurement, Results, first_line
+from cunorm.bench.results import COMPILED, Measurement, Results, first_line
 from cunorm.bench.suites import Row
 from cunorm.bench.timing import Machine
 from cunorm.bench.work import Work
@@ -45,6 +45,8 @@ def run(
     begin = time.monotonic()
     if all(row.is_model for row in rows):  # the others would take memory that models need
         provider_names = [name for name in provider_names if name in models.PROVIDERS]
+    if all(row.clock == "device" for row in rows):  # where it is no other library
+        provider_names = [name for name in provider_names if name != COMPILED]
     providers, absent = find(provider_names, machine.device, machine.cache_bytes)
     results = Results(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

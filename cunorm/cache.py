@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder"]
+__all__ = ["cache_folder", "key_of"]
 
 
 def cache_folder() -> Path | None:
@@ -20,3 +21,8 @@ def cache_folder() -> Path | None:
         return Path.home() / ".cache" / "cunorm"
     except RuntimeError:
         return None
+
+
+def key_of(*parts: object) -> str:
+    """A name for what was made of ``parts``, which differ in their ``repr`` where they differ."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +22,13 @@ _GetContext = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 class Driver:
     """What stands in for the driver: its functions are numbers, for what computes results from pointers.
 
-    ``launches`` counts what compiled code launched. ``status`` is what a launch answers, 0 for success; ``context`` is
-    the current one.
+    ``functions`` are these, each with the number of its pointers. ``launches`` counts what compiled code launched.
+    ``status`` is what a launch answers, 0 for success; ``context`` is the current one.
     """
 
     def __init__(self) -> None:
         self.launches, self.status, self.context = 0, 0, _CONTEXT
-        self._functions: list[tuple[int, Callable[[Sequence[int]], None]]] = []
-        self._errors = threading.local()
+        self.functions: list[tuple[int, Callable[[Sequence[int]], None]]] = []
         self._kept = _LaunchKernel(self._launch), _GetContext(self._get_context)
 
     def addresses(self) -> tuple[int, int]:
@@ -38,13 +36,13 @@ class Driver:
         return launch_kernel, get_context
 
     def add(self, count: int, function: Callable[[Sequence[int]], None]) -> int:
-        self._functions.append((count, function))
-        return len(self._functions)  # 0 would be null
+        self.functions.append((count, function))
+        return len(self.functions)  # 0 would be null
 
     def _launch(self, config: int, number: int, parameters: Any, extra: Any) -> int:
         if self.status:
             return self.status
-        count, function = self._functions[number - 1]
+        count, function = self.functions[number - 1]
         function(list((ctypes.c_uint64 * count).from_address(parameters[0])))
         self.launches += 1
         return 0
@@ -85,6 +83,7 @@ def compiled_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dri
         return execute.Prepared(outputs, ("cpu", 0), 0, call)
 
     execute.forget_prepared()
+    monkeypatch.setenv("CUNORM_COMPILED_CALLS", "1")
     host.build()
     monkeypatch.setattr(execute, "prepare_on_cpu", prepare_on_cpu)
     if device == "cpu":

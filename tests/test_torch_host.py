@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import fcntl
+import gc
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import pytest
 import torch
 from host_cases import CallOnCpu, Driver, compiled_calls, step
 from test_torch import *  # noqa: F403  (all of its tests, once more with compiled calls)
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cases import CASES, DEVICES, EVERY, STATISTICS, Case, assert_same, data, gradients, objective
 
 import cunorm
@@ -286,6 +291,61 @@ def test_a_call_that_is_forgotten_meanwhile_is_not_kept(
     assert driver.launches == 1
 
 
+def test_kernels_stay_loaded_while_they_are_launched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another thread has had their call forgotten."""
+    calls: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    real = Ready.of
+
+    def of(adapter: Any, prepared: Prepared, *given: Any) -> Ready:
+        calls.append(weakref.ref(prepared.run))
+        return real(adapter, prepared, *given)
+
+    monkeypatch.setattr(Ready, "of", staticmethod(of))
+    x = data(4, 8)
+    cunorm.layer_norm(x)
+    count, function = driver.functions[-1]
+
+    def launched(pointers: Any) -> None:
+        execute.forget_compiled()
+        gc.collect()
+        alive.append(calls[0]() is not None)
+        function(pointers)
+
+    driver.functions[-1] = count, launched
+    cunorm.layer_norm(x)
+    gc.collect()
+    assert alive == [True] and calls[0]() is None
+
+
+def test_running_statistics_that_share_memory_until_they_are_written() -> None:
+    x = data(6, 3)
+    for _ in range(3):
+        original = torch.zeros(3)
+        mean, var = torch._lazy_clone(original), torch._lazy_clone(original)
+        cunorm.batch_norm(x, running_mean=mean, running_var=var, training=True)
+        assert original.count_nonzero() == 0 and mean.count_nonzero() == 3 and var.count_nonzero() == 3
+
+
+def test_a_mode_may_differentiate_the_node_that_it_sees() -> None:
+    x = data(4, 8).requires_grad_()
+    for _ in range(2):
+        y = cunorm.layer_norm(x)
+    seen: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "layer_norm_backward" in str(function) and not seen:
+                seen.append(function)
+                torch.autograd.grad(y, x, dy, retain_graph=True)
+            return function(*args, **(kwargs or {}))
+
+    dy = torch.ones_like(y)
+    with Mode():
+        torch.autograd.grad(y, x, dy)
+    assert len(seen) == 1
+
+
 def test_threads_share_what_is_known(driver: Driver) -> None:
     x, weight = data(4, 8).requires_grad_(), data(8).requires_grad_()
     expected = torch.autograd.grad(cunorm.layer_norm(x, weight).square().sum(), (x, weight))
@@ -371,6 +431,32 @@ def test_steps_are_what_python_launches() -> None:
 
 # ---- Building.
 
+_VARIABLE = "CUNORM_COMPILED_CALLS"
+
+
+def test_building_is_not_using_where_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "native", None)
+    monkeypatch.setenv(_VARIABLE, "0")
+    assert host.build() == host.library() and host.native is None
+    monkeypatch.setenv(_VARIABLE, "1")
+    host.build()
+    assert host.native is not None
+
+
+def test_what_was_built_may_lie_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "mkdir", None)
+    monkeypatch.setattr(fcntl, "flock", None)
+    assert host.build().exists()
+
+
+def test_without_a_home_there_is_nothing_to_load(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(host, "cache_folder", lambda: None)
+    host.load(host._backward)
+    assert not recwarn.list
+
+
 
 def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
@@ -380,11 +466,14 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", f"{compiler} -m64")
     with pytest.raises(RuntimeError, match=r"do not compile:\n.*host.cpp.*\nno such header"):
         host.build()
-    assert not list(tmp_path.glob("torch/*.so"))
     assert cli.run(["build-torch"]) == 2
+    monkeypatch.setenv("CXX", "true")  # which makes nothing, and says that all is well
+    with pytest.raises(RuntimeError, match="do not compile"):
+        host.build()
+    assert not list(tmp_path.glob("torch/*.so"))
     monkeypatch.delenv("CUNORM_CACHE_DIR")
     monkeypatch.setattr(host, "cache_folder", lambda: None)
     with pytest.raises(RuntimeError, match="set CUNORM_CACHE_DIR"):
@@ -394,8 +483,8 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_was_built_is_found_by_the_next_process(tmp_path: Path) -> None:
     built = host.library()
     found = "import torch, cunorm.adapters.torch as t; assert (t.host.native is not None) == {}, t.host.native"
-    environment = os.environ | {"CUNORM_COMPILED_CALLS": "1"}
-    for code, variables in ((found.format(True), environment), (found.format(False), os.environ)):
+    environment = os.environ | {_VARIABLE: "1"}
+    for code, variables in ((found.format(True), environment), (found.format(False), os.environ | {_VARIABLE: "0"})):
         subprocess.run([sys.executable, "-c", code], env=variables, check=True)
     damaged = environment | {"CUNORM_CACHE_DIR": str(tmp_path)}
     (tmp_path / "torch").mkdir()
@@ -413,6 +502,6 @@ def test_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert cli.run(["build-torch"]) == 0
     assert built.name in capsys.readouterr().out
     assert cli.run(["info"]) == 0
-    assert f"built for {torch.__version__}-{sys.implementation.cache_tag}" in capsys.readouterr().out
+    assert f"built for {torch.__version__}-{sysconfig.get_config_var('SOABI')}" in capsys.readouterr().out
     assert cli.run(["build-torch", "--remove"]) == 0
     assert capsys.readouterr().out.startswith("1 removed") and not list(tmp_path.glob("torch/*.so"))

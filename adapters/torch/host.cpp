@@ -75,6 +75,7 @@ struct Ready {
   std::uintptr_t context;    // that the kernels were loaded into
   std::int64_t pair_offset;  // where mean and rstd are one tensor: bytes between them; else -1
   bool updates_running;
+  pybind11::object call;  // which keeps the kernels loaded; let go of where the GIL is held, as all of this is
 };
 
 using Kind = std::vector<std::int64_t>;
@@ -89,13 +90,20 @@ struct KindHash {
   }
 };
 
-// Read and written where the GIL is held. A call goes on with what it found, also when another thread forgets.
-std::unordered_map<Kind, std::shared_ptr<const Ready>, KindHash> known;
+// Read and written where the GIL is held. A call goes on with what it found, also when another thread forgets. These
+// are never let go of, since the interpreter may end before what would do so.
+using Known = std::unordered_map<Kind, std::shared_ptr<const Ready>, KindHash>;
+Known& known = *new Known;
 constexpr std::size_t MOST_KNOWN = 4096;
-
-// Never let go of, since the interpreter may end before what would do so.
+std::int64_t generation = 0;          // how often everything was forgotten
 PyObject* stream_of = nullptr;        // torch._C._cuda_getCurrentRawStream
 PyObject* python_backward = nullptr;  // what computes gradients of a kind that nobody taught
+
+void forget() {
+  ++generation;
+  Known forgotten;  // letting go of calls may run Python, which may come back here
+  known.swap(forgotten);
+}
 
 // ---- Kinds.
 
@@ -226,8 +234,10 @@ std::array<at::Tensor, 4> run_forward(const Ready& ready, const Tensors& tensors
     Pointers pointers = {address_of(x), address_of(residual), address_of(weight), address_of(bias),
                          address_of(results[0])};
     if (running_mean.defined()) {
-      pointers.push_back(address_of(running_mean));
-      pointers.push_back(address_of(running_var));
+      for (const at::Tensor* const tensor : {&running_mean, &running_var}) {
+        if (ready.updates_running) tensor->mutable_data_ptr();  // a lazy clone gets memory of its own
+        pointers.push_back(address_of(*tensor));
+      }
     }
     pointers.push_back(address_of(results[1]));
     pointers.push_back(address_of(results[2]));
@@ -278,19 +288,20 @@ std::array<at::Tensor, 3> ask_python(PyObject* op, const Tensors& tensors, const
   return gradients;
 }
 
-// PyTorch counts the references to a node in one of two ways, by its version.
+// PyTorch counts the references to a node in one of two ways, by its version. Its deleteNode, which only versions of
+// the second way have, takes down long graphs without recursion.
 template <typename T>
 auto new_node() {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
     return c10::make_intrusive<T>();
   } else {
-    return std::make_shared<T>();
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
   }
 }
 
 // The node of any op in autograd's graph: of the gradients of y and residual_out those of x, residual, weight and bias.
 struct CunormBackward : torch::autograd::Node {
-  PyObject* op = nullptr;  // which lives as long as the process
+  PyObject* op = nullptr;  // which is one of cunorm.execute.OPS, and so lives as long as the process
   bool paired = false;     // whether mean and rstd are one tensor, in mean's place
   std::optional<at::ScalarType> bias_dtype;
   std::array<torch::autograd::SavedVariable, 5> saved;  // x or residual_out, weight, bias, mean, rstd
@@ -303,7 +314,6 @@ struct CunormBackward : torch::autograd::Node {
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
     const at::Tensor dy = gradients[0], dresidual_out = gradients.size() > 1 ? gradients[1] : at::Tensor();
     const bool needs_x = task_should_compute_output(0), needs_residual = task_should_compute_output(1);
     const std::array<bool, 3> mask = {needs_x || needs_residual, task_should_compute_output(2),
@@ -311,7 +321,10 @@ struct CunormBackward : torch::autograd::Node {
     std::array<at::Tensor, 3> found = {dresidual_out, {}, {}};
     if (dy.defined()) {
       Tensors tensors = {dy, dresidual_out};
-      for (std::size_t i = 0; i < saved.size(); ++i) tensors[2 + i] = saved[i].unpack(getptr());
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (std::size_t i = 0; i < saved.size(); ++i) tensors[2 + i] = saved[i].unpack(getptr());
+      }
       const pybind11::gil_scoped_acquire acquire;
       Found of_kind = {};
       // Only Python can record, or refuse, what is computed of gradients.
@@ -375,7 +388,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 8 || count == 10, "forward takes 8 or 10 arguments");
   Tensors tensors;
-  if (!take(tensors, arguments + 3, count - 3) || tensors[4].defined() || any_requires_grad(tensors, 5, 7)) Py_RETURN_FALSE;
+  if (!take(tensors, arguments + 3, count - 3)) Py_RETURN_FALSE;
+  if (tensors[4].defined() || any_requires_grad(tensors, 5, 7)) Py_RETURN_FALSE;
   const bool stats = arguments[2] == Py_True;
   const bool recorded = at::GradMode::is_enabled() && any_requires_grad(tensors, 0, 4);
   const Statistics statistics = stats ? APART : recorded ? PAIRED : NONE;
@@ -414,7 +428,7 @@ using GivenStep = std::tuple<std::string, std::uintptr_t, std::uint32_t, std::ar
                              std::vector<std::tuple<std::int32_t, std::uint32_t>>, std::string, std::vector<int>>;
 using GivenOutput = std::optional<std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, at::ScalarType>>;
 using Given = std::tuple<std::vector<GivenOutput>, std::int64_t, std::vector<std::int64_t>, std::vector<GivenStep>,
-                         std::uintptr_t, std::int64_t, bool>;
+                         std::uintptr_t, std::int64_t, bool, pybind11::object>;
 
 Launch launch_of(const GivenStep& step) {
   const auto& [kernel, function, grid, block, shared_bytes, given, arguments, places] = step;
@@ -425,20 +439,25 @@ Launch launch_of(const GivenStep& step) {
   return {kernel, reinterpret_cast<void*>(function), config, std::move(attributes), arguments, places};
 }
 
-void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tensors, const Given& given) {
+// Does nothing if everything was forgotten since the generation in which the preparation was found.
+void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tensors, const Given& given,
+           std::int64_t begun) {
   Tensors tensors;
   if (!take(tensors, &PyTuple_GET_ITEM(given_tensors.ptr(), 0), PyTuple_GET_SIZE(given_tensors.ptr()))) return;
   std::optional<Kind> kind = kind_of(op, options, tensors);
   if (!kind) return;
-  Py_INCREF(op);  // and never let go of: a kind has its address
-  const auto& [outputs, workspace_bytes, scratch_offsets, steps, context, pair_offset, updates_running] = given;
-  Ready ready = {{}, workspace_bytes, scratch_offsets, {}, context, pair_offset, updates_running};
+  const auto& [outputs, workspace_bytes, scratch_offsets, steps, context, pair_offset, updates_running, call] = given;
+  Ready ready = {{}, workspace_bytes, scratch_offsets, {}, context, pair_offset, updates_running, call};
   for (const GivenOutput& output : outputs) {
     ready.outputs.emplace_back();
     if (output) ready.outputs.back() = {std::get<0>(*output), std::get<1>(*output), std::get<2>(*output)};
   }
   for (const GivenStep& step : steps) ready.launches.push_back(launch_of(step));
-  if (known.size() >= MOST_KNOWN) known.clear();
+  if (begun != generation) return;
+  if (known.size() >= MOST_KNOWN) {
+    Known forgotten;
+    known.swap(forgotten);
+  }
   known[std::move(*kind)] = std::make_shared<const Ready>(std::move(ready));
 }
 
@@ -459,12 +478,14 @@ PYBIND11_MODULE(cunorm_torch_host, module) {
     stream_of = stream.release().ptr();
     python_backward = python.release().ptr();
   });
-  module.def("teach_forward", [](object op, int statistics, const tuple& tensors, const Given& ready) {
-    teach(op.ptr(), forward_options(static_cast<Statistics>(statistics)), tensors, ready);
-  });
+  module.def("teach_forward",
+             [](object op, int statistics, const tuple& tensors, const Given& ready, std::int64_t begun) {
+               teach(op.ptr(), forward_options(static_cast<Statistics>(statistics)), tensors, ready, begun);
+             });
   module.def("teach_backward", [](object op, std::array<bool, 3> mask, std::optional<at::ScalarType> bias_dtype,
-                                  bool paired, const tuple& tensors, const Given& ready) {
-    teach(op.ptr(), backward_options(mask, bias_dtype, paired), tensors, ready);
+                                  bool paired, const tuple& tensors, const Given& ready, std::int64_t begun) {
+    teach(op.ptr(), backward_options(mask, bias_dtype, paired), tensors, ready, begun);
   });
-  module.def("forget", [] { known.clear(); });
+  module.def("forget", forget);
+  module.def("generation", [] { return generation; });
 }

@@ -9,13 +9,12 @@ Whatever it does not know, it leaves to `cunorm.adapters.torch.adapter`, which c
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import warnings
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from cunorm import execute, launch
-from cunorm.cache import cache_folder
+from cunorm.cache import cache_folder, key_of
 from cunorm.execute import Op, Output, Ready
 
 __all__ = ["Statistics", "build", "library", "load", "native", "remove", "teach_backward", "teach_forward"]
@@ -60,9 +59,18 @@ def library() -> Path:
     cache = cache_folder()
     if cache is None:
         raise RuntimeError("there is no home folder to keep compiled code in; set CUNORM_CACHE_DIR")
-    versions = torch.__version__, sys.implementation.cache_tag
-    key = hashlib.sha256(repr((_SOURCE.read_text("utf-8"), *versions, _FLAGS)).encode()).hexdigest()[:16]
-    return cache.absolute() / "torch" / f"{'-'.join((_MODULE, *versions, key))}.so"
+    versions = torch.__version__, sysconfig.get_config_var("SOABI")
+    # A version of PyTorch may be built more than once.
+    keys = key_of(_SOURCE.read_text("utf-8")), key_of(_FLAGS, _abi(), torch.version.git_version)
+    return cache.absolute() / "torch" / f"{'-'.join((_MODULE, *versions, *keys))}.so"
+
+
+def _abi() -> str:
+    return f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+
+
+def _is_wanted() -> bool:
+    return os.environ.get("CUNORM_COMPILED_CALLS") != "0"
 
 
 def build() -> Path:
@@ -70,7 +78,8 @@ def build() -> Path:
 
     It takes half a minute, once for each version of PyTorch, Python and cunorm: later processes find it in cunorm's
     cache folder. Results are the same with it as without, and so are errors. It needs a C++ compiler, ``$CXX`` or
-    ``c++``, and the headers of Python; those of PyTorch come with it.
+    ``c++``, and the headers of Python; those of PyTorch come with it. Where ``$CUNORM_COMPILED_CALLS`` is 0, it is only
+    compiled, and this process goes on by Python.
 
     Returns
     -------
@@ -81,6 +90,8 @@ def build() -> Path:
     ------
     RuntimeError
         Where there is no compiler, or it fails: with its log.
+    OSError
+        Where it cannot be written.
 
     Examples
     --------
@@ -89,29 +100,30 @@ def build() -> Path:
     PosixPath('/home/me/.cache/cunorm/torch/cunorm_torch_host-2.11.0-cpython-312-0123456789abcdef.so')
     """
     target = library()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with Path(target.parent, "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes, as training has them, one compiles and the others wait
-        if not target.exists():
-            _compile(target)
-    _use(target)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Path(target.parent, "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes, as training has them, one compiles
+            if not target.exists():
+                _compile(target)
+    if _is_wanted():
+        _use(target)
     return target
 
 
 def _compile(target: Path) -> None:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(compiler[0]) is None:
         raise RuntimeError("PyTorch's calls can only be compiled with a C++ compiler: install g++, or set CXX")
     root = Path(torch.__file__).parent
     include = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    command = [compiler, *_FLAGS, abi, *(f"-I{folder}" for folder in include), str(_SOURCE)]
+    command = [*compiler, *_FLAGS, _abi(), *(f"-I{folder}" for folder in include), str(_SOURCE)]
     # The finished file appears under its name at once: who loads it does not ask for the lock.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch, target.name)
         command += ["-o", str(output), f"-L{root / 'lib'}", *_LIBRARIES]
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
+        if done.returncode != 0 or not output.exists():
             raise RuntimeError(f"PyTorch's calls do not compile:\n{' '.join(command)}\n{done.stderr}")
         output.replace(target)
 
@@ -123,13 +135,15 @@ def load(backward: Callable[..., Any]) -> None:
     """
     global _backward
     _backward = backward
-    if os.environ.get("CUNORM_COMPILED_CALLS") == "0":
-        return
     try:
         target = library()
-        if target.exists():
-            _use(target)
-    except (ImportError, OSError, RuntimeError) as error:
+        if not _is_wanted() or not target.exists():
+            return
+    except (OSError, RuntimeError):  # a folder that is none or cannot be read has nothing for us
+        return
+    try:
+        _use(target)
+    except ImportError as error:
         message = f"cunorm's compiled calls of PyTorch are not used: {error}; remove and build them again"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -162,14 +176,14 @@ def teach_forward(
 
     ``see`` says the shape, strides and dtype of a tensor to allocate.
     """
-
-    def teach(ready: Ready) -> None:
-        outputs, pair_offset = list(ready.prepared.outputs), -1
-        if statistics == Statistics.PAIRED and ready.pair is not None:
-            outputs[2:], pair_offset = [ready.pair, None], ready.pair_offset
-        native.teach_forward(op, statistics, tensors, _given(ready, outputs, pair_offset, op.updates_running, see))
-
-    _teach(find, teach)
+    begun, ready = native.generation(), find()
+    if ready is None or not isinstance(ready.prepared.run, launch.Call):
+        return
+    outputs, pair_offset = list(ready.prepared.outputs), -1
+    if statistics == Statistics.PAIRED and ready.pair is not None:
+        outputs[2:], pair_offset = [ready.pair, None], ready.pair_offset
+    given = _given(ready, ready.prepared.run, outputs, pair_offset, op.updates_running, see)
+    native.teach_forward(op, statistics, tensors, given, begun)
 
 
 def teach_backward(
@@ -182,33 +196,26 @@ def teach_backward(
     see: _See,
 ) -> None:
     """The same of ``native.backward``."""
-
-    def teach(ready: Ready) -> None:
-        given = _given(ready, ready.prepared.outputs, ready.pair_offset if paired else -1, False, see)
-        native.teach_backward(op, mask, bias_dtype, paired, tensors, given)
-
-    _teach(find, teach)
-
-
-def _teach(find: Callable[[], Ready | None], teach: Callable[[Ready], None]) -> None:
-    ready = find()
+    begun, ready = native.generation(), find()
     if ready is None or not isinstance(ready.prepared.run, launch.Call):
         return
+    given = _given(ready, ready.prepared.run, ready.prepared.outputs, ready.pair_offset if paired else -1, False, see)
+    native.teach_backward(op, mask, bias_dtype, paired, tensors, given, begun)
+
+
+def _given(
+    ready: Ready,
+    call: launch.Call,
+    outputs: Sequence[Output | None],
+    pair_offset: int,
+    updates_running: bool,
+    see: _See,
+) -> tuple[Any, ...]:
+    """What ``host.cpp`` keeps of a prepared call, in its order."""
     global _has_begun
     if not _has_begun:  # now there is a driver
         native.begin(*launch.driver_addresses(), getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
         _has_begun = True
-    teach(ready)
-    if find() is not ready:  # another thread has had prepared calls forgotten meanwhile
-        native.forget()
-
-
-def _given(
-    ready: Ready, outputs: Sequence[Output | None], pair_offset: int, updates_running: bool, see: _See
-) -> tuple[Any, ...]:
-    """What ``host.cpp`` keeps of a prepared call, in its order."""
-    call = ready.prepared.run
-    assert isinstance(call, launch.Call)
     allocated = [None if output is None else see(output) for output in outputs]
     workspace = ready.prepared.workspace_bytes, call.scratch_offsets
-    return allocated, *workspace, call.steps, call.context, pair_offset, updates_running
+    return allocated, *workspace, call.steps, call.context, pair_offset, updates_running, call

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import cunorm
-from cunorm import gpus, launch
-from cunorm.cache import cache_folder
+from cunorm import adapters, gpus, launch
+from cunorm.cache import cache_folder, key_of
 from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
@@ -51,10 +51,11 @@ def run() -> None:
 
 
 def _compiled_calls() -> str:
-    cache = cache_folder()
-    built = [] if cache is None else list((cache / "torch").glob("*.so"))
-    # Of the names that adapters/torch/host.py gives, what lies between the module's and the text's.
-    versions = sorted({path.stem.partition("-")[2].rpartition("-")[0] for path in built})
+    cache, text = cache_folder(), Path(adapters.__file__).parent / "torch" / "host.cpp"
+    # As adapters/torch/host.py names them: of this text, for any PyTorch.
+    names = f"cunorm_torch_host-*-{key_of(text.read_text('utf-8'))}-*.so"
+    built = [] if cache is None else [path.stem.split("-", 1)[1] for path in (cache / "torch").glob(names)]
+    versions = sorted({name.rsplit("-", 2)[0] for name in built})
     return f"built for {', '.join(versions)}" if versions else "not built (python -m cunorm build-torch)"
 
 
