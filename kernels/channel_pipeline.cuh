@@ -7,13 +7,13 @@
 // Until a slab is finished, LAG turns after it was summed, three kinds of warps that have no slots see to its sums.
 // Some tell what their block has of each set of channels. Of set s the block of rank s is the owner: one of its warps
 // collects what all blocks tell, and answers what follows from that. And a warp of each block reads the answers. What
-// is told are words that carry the number of the turn beside the bits, so that it takes neither fence nor barrier. They
-// must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other is handed
-// over in two places of shared memory in turns (see handover.cuh).
+// is told are parcels that carry the number of the turn (see grid_words.cuh), so that it takes neither fence nor
+// barrier. They must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other
+// is handed over in two places of shared memory in turns (see handover.cuh).
 static_assert(ALONG_CHANNELS && PLANE == 1 && HOLDERS == THREADS);
 static_assert(TILE_SETS * SET_LANES <= 32 * TELLING_WARPS);
 constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP + 1;
-// Turns whose words are kept. A block that tells of a turn has read the answers of so many turns before, so their
+// Turns whose parcels are kept. A block that tells of a turn has read the answers of so many turns before, so their
 // owners have read what was told then; and an owner that answers has seen all blocks tell of that turn, so all have
 // read the answers of so many turns before.
 constexpr int KEPT = LAG + 1;
@@ -103,61 +103,78 @@ struct PartialSums {
 __device__ __forceinline__ int told_set() { return (static_cast<int>(threadIdx.x) - THREADS) / SET_LANES; }
 __device__ __forceinline__ int set_lane() { return (static_cast<int>(threadIdx.x) - THREADS) % SET_LANES; }
 
+// `count` parcels, every 32nd to a lane, when all have the tag; in place of those that are not there zeros. All are
+// asked for together, until all have come.
+template <int SEVERAL>
+__device__ __forceinline__ void await_parcels(Parcel (&parcels)[SEVERAL], const Parcel* first, int count,
+                                              unsigned tag) {
+  const int lane = threadIdx.x % 32;
+  const Parcel* from = first + lane;
+  pin(from);
+  const auto there = [&](int i) { return lane + 32 * i < count; };
+#pragma unroll
+  for (int i = 0; i < SEVERAL; ++i) parcels[i] = {};
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      if (there(i) && !parcels[i].has_tag(tag)) parcels[i] = load_parcel(from + 32 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) all = all && (!there(i) || parcels[i].has_tag(tag));
+    if (!all) __nanosleep(REST_NS);
+  } while (!all);
+}
+
 // What the blocks of a group tell each other of each set: COUNT numbers; and as many that its owner answers.
 template <int COUNT>
-struct SetWords {
-  static constexpr int COUNT_WORDS = COUNT * WORDS;
+struct SetParcels {
   static constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
-  static constexpr int TOLD = TILE_SETS * COUNT_WORDS * COLLECTED_PITCH;  // words of a turn
-  static constexpr int ANSWERED = TILE_SETS * COUNT_WORDS;
+  static constexpr int TOLD = TILE_SETS * COLLECTED_PITCH;  // parcels of a turn
 
-  long long* told;     // of the group: [KEPT][TILE_SETS][COUNT_WORDS][COLLECTED_PITCH]
-  long long* answers;  // [KEPT][COUNT_WORDS][TILE_SETS]
+  Parcel* told;     // of the group: [KEPT][TILE_SETS][COLLECTED_PITCH]
+  Parcel* answers;  // [KEPT][TILE_SETS]
   int rank;
   int blocks;
 
-  __device__ __forceinline__ SetWords(long long* all, const Part& part)
-      : told(all + part.group * KEPT * (TOLD + ANSWERED)), answers(told + KEPT * TOLD), rank(part.rank),
-        blocks(part.blocks) {}
+  __device__ __forceinline__ SetParcels(long long* words, const Part& part)
+      : told(reinterpret_cast<Parcel*>(words) + part.group * KEPT * (TOLD + TILE_SETS)), answers(told + KEPT * TOLD),
+        rank(part.rank), blocks(part.blocks) {}
 
-  __device__ __forceinline__ static void put(long long* place, int pitch, const Compute (&numbers)[COUNT], int turn) {
-#pragma unroll
-    for (int i = 0; i < COUNT_WORDS; ++i) {
-      store_word(place + i * pitch, turn + 1, bits_of(numbers[i / WORDS], i % WORDS));
-    }
+  __device__ __forceinline__ Parcel* told_of(int set, int turn) const {
+    return told + turn % KEPT * TOLD + set * COLLECTED_PITCH;
   }
+  __device__ __forceinline__ Parcel* answers_of(int turn) const { return answers + turn % KEPT * TILE_SETS; }
+
   __device__ __forceinline__ void tell(int set, const Compute (&numbers)[COUNT], int turn) const {
-    put(told + turn % KEPT * TOLD + set * COUNT_WORDS * COLLECTED_PITCH + rank, COLLECTED_PITCH, numbers, turn);
+    store_parcel(told_of(set, turn) + rank, parcel_of(numbers, parcel_tag(turn)));
   }
   __device__ __forceinline__ void answer(int set, const Compute (&numbers)[COUNT], int turn) const {
-    put(answers + turn % KEPT * ANSWERED + set, TILE_SETS, numbers, turn);
+    store_parcel(answers_of(turn) + set, parcel_of(numbers, parcel_tag(turn)));
   }
 
-  // What the blocks have of a set (see await_parts).
+  // What the blocks have of a set, every 32nd block to a lane; of those that are not there zeros.
   __device__ __forceinline__ void await_told(Compute (&numbers)[PARTS_PER_LANE][COUNT], int set, int turn) const {
-    await_parts(numbers, told + turn % KEPT * TOLD + set * COUNT_WORDS * COLLECTED_PITCH, blocks, turn + 1);
+    Parcel parcels[PARTS_PER_LANE];
+    await_parcels(parcels, told_of(set, turn), blocks, parcel_tag(turn));
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) parcels[i].get(numbers[i]);
   }
 
-  // Calls use(set, numbers) for every 32nd set.
-  template <typename Use>
-  __device__ __forceinline__ void await_answers(int turn, const Use& use) const {
+  // When all have come, calls begin(), then use(set, numbers) for every 32nd set. What must be waited for to use them
+  // belongs there: waited for before, it would keep the warp from asking meanwhile.
+  template <typename Begin, typename Use>
+  __device__ __forceinline__ void await_answers(int turn, const Begin& begin, const Use& use) const {
     const int lane = threadIdx.x % 32;
-    const long long* from = answers + turn % KEPT * ANSWERED + lane;
-    const auto there = [&](int i) { return lane + 32 * (i / COUNT_WORDS) < TILE_SETS; };
-    long long seen[SETS_PER_LANE * COUNT_WORDS];
-    await_words(seen, turn + 1, there,
-                [&](int i) { return from + i % COUNT_WORDS * TILE_SETS + 32 * (i / COUNT_WORDS); });
+    Parcel parcels[SETS_PER_LANE];
+    await_parcels(parcels, answers_of(turn), TILE_SETS, parcel_tag(turn));
+    begin();
 #pragma unroll
     for (int i = 0; i < SETS_PER_LANE; ++i) {
       Compute numbers[COUNT];
-#pragma unroll
-      for (int j = 0; j < COUNT; ++j) {
-        unsigned bits[WORDS];
-#pragma unroll
-        for (int k = 0; k < WORDS; ++k) bits[k] = bits_of_word(seen[i * COUNT_WORDS + j * WORDS + k]);
-        numbers[j] = number_of(bits);
-      }
-      if (there(i * COUNT_WORDS)) use(lane + 32 * i, numbers);
+      parcels[i].get(numbers);
+      if (lane + 32 * i < TILE_SETS) use(lane + 32 * i, numbers);
     }
   }
 };

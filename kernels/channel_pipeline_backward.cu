@@ -31,7 +31,7 @@ struct Arguments {
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [blocks][channels]: parts of them
   DBIAS_TYPE* dbias;
-  long long* words;     // zeros; see SetWords
+  long long* words;     // zeros; see SetParcels
   long long slabs;      // of all samples; fewer than 2^32
   long long channels;   // TILES * TILE_CHANNELS
   long long points;
@@ -85,18 +85,19 @@ __device__ __forceinline__ Own own_of(const Compute* weights, const Compute* bia
 
 // What the owning warp does: of every slab in turn it tells all blocks the means of the set whose number is the block's
 // rank, if there is one.
-__device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slabs& slabs, const SetWords<2>& words) {
+__device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slabs& slabs,
+                                          const SetParcels<2>& parcels) {
   const Compute share = 1 / static_cast<Compute>(arguments.points * CHANNELS_PER_SET);
-  for (int turn = 0; words.rank < TILE_SETS && slabs[turn].there; ++turn) {
+  for (int turn = 0; parcels.rank < TILE_SETS && slabs[turn].there; ++turn) {
     Compute parts[PARTS_PER_LANE][2], sums[2] = {0, 0};
-    words.await_told(parts, words.rank, turn);
+    parcels.await_told(parts, parcels.rank, turn);
 #pragma unroll
     for (int i = 0; i < PARTS_PER_LANE; ++i) {
       sums[0] += parts[i][0];
       sums[1] += parts[i][1];
     }
     warp_sum<32, 1>(sums);
-    if (threadIdx.x % 32 == 0) words.answer(words.rank, {sums[0] * share, sums[1] * share}, turn);
+    if (threadIdx.x % 32 == 0) parcels.answer(parcels.rank, {sums[0] * share, sums[1] * share}, turn);
   }
 }
 
@@ -198,11 +199,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   }
   wait_for_earlier_launches();
   __syncthreads();
-  const SetWords<2> words(arguments.words, part);
+  const SetParcels<2> parcels(arguments.words, part);
   Compute columns[2 * VECTOR] = {};  // of the thread's channels, if it keeps them
 
   if (warp == OWNING_WARP) {
-    own_a_set(arguments, slabs, words);
+    own_a_set(arguments, slabs, parcels);
   } else if (warp == READING_WARP) {
     constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -211,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       Given of_lane[SETS_PER_LANE];
 #pragma unroll
       for (int i = 0; i < SETS_PER_LANE; ++i) of_lane[i] = load_given(given_turn, lane + 32 * i);
-      of_sets.wait_empty(turn);
-      words.await_answers(turn, [&](int set, const Compute (&numbers)[2]) {
+      const auto wait_empty = [&]() { of_sets.wait_empty(turn); };
+      parcels.await_answers(turn, wait_empty, [&](int set, const Compute (&numbers)[2]) {
         sets[turn % 2][set] = {numbers[0], numbers[1]};
       });
 #pragma unroll
@@ -228,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       of_sums.wait_full(turn);
       sum_rows(sums_of(turn), set, slabs[turn], weights, kept_columns, sums);
       of_sums.emptied(turn);
-      if (set_lane() == 0 && told_set() == set) words.tell(set, sums, turn);
+      if (set_lane() == 0 && told_set() == set) parcels.tell(set, sums, turn);
     }
   } else {
     for (int turn = 0; turn < LAG || slabs[turn - LAG].there; ++turn) {

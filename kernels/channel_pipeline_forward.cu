@@ -32,7 +32,7 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long* words;     // zeros; see SetWords
+  long long* words;     // zeros; see SetParcels
   long long slabs;      // of all samples; fewer than 2^32
   long long channels;   // TILES * TILE_CHANNELS
   long long points;
@@ -118,8 +118,9 @@ __device__ __forceinline__ Statistics merged_rows(const Sums& rows, const RowCou
 
 // What the owning warp does: of every slab in turn it tells all blocks the statistics of the set whose number is the
 // block's rank, if there is one, and stores them where they are asked for.
-__device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slabs& slabs, const SetWords<3>& words) {
-  const int lane = threadIdx.x % 32, set = words.rank, blocks = words.blocks;
+__device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slabs& slabs,
+                                          const SetParcels<3>& parcels) {
+  const int lane = threadIdx.x % 32, set = parcels.rank, blocks = parcels.blocks;
   if (set >= TILE_SETS) return;
   const Shares of_blocks = shares_of_blocks(arguments.points, arguments.points_per_block, blocks);
   Compute shares[PARTS_PER_LANE];
@@ -128,11 +129,11 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
   for (int turn = 0; slabs[turn].there; ++turn) {
     const Slab slab = slabs[turn];
     Compute parts[PARTS_PER_LANE][3];
-    words.await_told(parts, set, turn);
+    parcels.await_told(parts, set, turn);
     const Statistics whole = merged_of_lanes(parts, shares);
     const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
     if (lane > 0) continue;
-    words.answer(set, {whole.mean, whole.remainder, rstd}, turn);
+    parcels.answer(set, {whole.mean, whole.remainder, rstd}, turn);
     const long long first_channel = slab.sample * arguments.channels + slab.tile * TILE_CHANNELS;
     const long long place = first_channel / CHANNELS_PER_SET + set;
     if (arguments.rstd != nullptr) {
@@ -204,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   }
   wait_for_earlier_launches();
   __syncthreads();
-  const SetWords<3> words(arguments.words, part);
+  const SetParcels<3> parcels(arguments.words, part);
 
   if (warp == OWNING_WARP) {
-    own_a_set(arguments, slabs, words);
+    own_a_set(arguments, slabs, parcels);
   } else if (warp == READING_WARP) {
     for (int turn = 0; slabs[turn].there; ++turn) {
-      of_sets.wait_empty(turn);
-      words.await_answers(turn, [&](int set, const Compute (&numbers)[3]) {
+      const auto wait_empty = [&]() { of_sets.wait_empty(turn); };
+      parcels.await_answers(turn, wait_empty, [&](int set, const Compute (&numbers)[3]) {
         sets[turn % 2][set] = {numbers[0], numbers[1], numbers[2]};
       });
       of_sets.filled(turn);
@@ -223,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       of_sums.wait_full(turn);
       const Statistics own = merged_rows(sums_of(turn), row_counts, set, part_share);
       of_sums.emptied(turn);
-      if (set_lane() == 0 && told_set() == set) words.tell(set, {own.mean, own.remainder, own.variance}, turn);
+      if (set_lane() == 0 && told_set() == set) parcels.tell(set, {own.mean, own.remainder, own.variance}, turn);
     }
   } else {
     for (int turn = 0; turn < LAG || slabs[turn - LAG].there; ++turn) {

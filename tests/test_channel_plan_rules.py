@@ -358,11 +358,11 @@ def _scratch_of_exchange(problem: ChannelProblem, item: Launch, chosen: Plan) ->
     sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
     constants, arguments, size = dict(item.constants), dict(item.arguments), compute_bytes(problem)
     blocks: Any = arguments["blocks_per_slab"]
-    turns, places = 2, item.grid
+    turns, places, numbers = 2, item.grid, _numbers(item) * size // 4
     if item.kernel.startswith("channel_pipeline"):
         lag, per_lane = (int(constants[name]) for name in ("LAG", "PARTS_PER_LANE"))
-        turns, places = lag + 1, item.grid // blocks * 32 * per_lane
-    words = turns * (places + item.grid // blocks) * _numbers(item) * _sets(constants) * size // 4
+        turns, places, numbers = lag + 1, item.grid // blocks * 32 * per_lane, 2  # words of a parcel
+    words = turns * (places + item.grid // blocks) * numbers * _sets(constants)
     assert sizes[str(arguments["words"])] == -(-words // 2) * 16
     clearing, following = chosen.launches[:2]
     assert clearing.kernel == "zeros" and following is item

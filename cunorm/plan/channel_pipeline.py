@@ -92,12 +92,11 @@ class ChannelPipeline:
         return min(32, 1 << (32 * _TELLING_WARPS // self.sets(problem)).bit_length() - 1)
 
     def words(self, problem: ChannelProblem) -> int:
-        """Words of 8 bytes for the turns that are kept: the numbers of each set, of each block and of its owner.
+        """Words of 8 bytes for the turns that are kept: two for each set, of each block and of its owner.
 
         There are places for as many blocks as lanes can collect.
         """
-        numbers = _numbers(problem) * compute_itemsize(problem) // 4
-        return self.groups * (self.lag + 1) * self.sets(problem) * numbers * (32 * self.parts_per_lane + 1)
+        return self.groups * (self.lag + 1) * self.sets(problem) * 2 * (32 * self.parts_per_lane + 1)
 
     def whole(self, problem: ChannelProblem) -> bool:
         """Whether slabs are whole samples."""
