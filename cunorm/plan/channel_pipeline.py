@@ -29,10 +29,11 @@ __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "pla
 # 1.39 in such of 64; 8 x 320 x 64^2 1.48 in parts of 40 KB and over 1.59 in such of 20: for what blocks tell each other
 # takes 6 to 9 microseconds, however short the parts.
 _LEAST_PART_BYTES = 30 << 10
-# Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: two of five,
-# and of six under an activation; else one. With six, of which four wait or five, 8 x 256 x 32^3 float16 numbers take
-# 1.57 and 1.52, 8 x 512 x 64^2 in 32 groups 1.43 and 1.36, under silu 1.54 and 1.57; with five, of which three wait or
-# four, 8 x 320 x 64^2 backward 1.71 and 1.74.
+# Parts that lie in shared memory. Some wait for what blocks tell each other, the others are on their way: two of five
+# and of six, else one. With six, of which four wait or five, 8 x 256 x 32^3 float16 numbers take 1.37 and 1.47,
+# 8 x 512 x 64^2 in 32 groups 1.26 and 1.28, under silu 1.43 and 1.48, and 1.48 if three wait. With five, of which two
+# wait, three or four, 8 x 320 x 64^2 backward takes 1.87, 1.69 and 1.67, and 8 x 256 x 32^3 1.95, 1.70 and 1.75; with
+# four, of which two wait or three, 8 x 320 x 64^2 forward 1.45 and 1.42.
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
@@ -192,7 +193,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
                 continue  # as many turns as with fewer groups
             per_block = -(-problem.points // (device.multiprocessors // groups))
             blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
-            pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, _MOST_AHEAD - 1)
+            pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, _MOST_AHEAD - 2)
             part_bytes = _tensors(problem) * pipeline.part_bytes
             if blocks < max(2, sets) or resident > _MOST_RESIDENT or part_bytes < _LEAST_PART_BYTES:
                 continue
@@ -201,8 +202,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
             static = pipeline.static_bytes(problem)
             ahead = min((device.shared_bytes - static - pipeline.shared_bytes(problem)) // part_bytes, _MOST_AHEAD)
             if ahead >= _LEAST_AHEAD and static <= _MOST_STATIC_BYTES:
-                two = ahead == 5 or (ahead > 5 and problem.activation is not None)
-                yield replace(pipeline, ahead=ahead, lag=ahead - (2 if two else 1))
+                yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
 
 
 def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: ChannelTensor) -> dict[str, Value]:
