@@ -51,6 +51,13 @@ __device__ __forceinline__ Shares shares_of_blocks(long long columns, long long 
   return {columns_per_block * scale, (columns - (blocks - 1) * columns_per_block) * scale, blocks};
 }
 
+// The sum of two numbers: as much as fits into one, and the rest (Knuth).
+__device__ __forceinline__ void add_apart(Compute a, Compute b, Compute& sum, Compute& rest) {
+  sum = a + b;
+  const Compute taken = sum - a;
+  rest = a - (sum - taken) + (b - taken);
+}
+
 // Those of a whole, in all lanes of a warp: each calls use(share, statistics) for its parts, in a fixed order. `first`
 // is the mean of one of them.
 template <typename ForEachPart>
@@ -62,11 +69,8 @@ __device__ __forceinline__ Statistics merged_in_warp(Compute first, const ForEac
       sum[0] += share * (part.mean - first + part.remainder);
     });
     warp_sum<32, 1>(sum);
-    // As much as fits into the mean, and the rest: Knuth's sum of two numbers. The first part's pivot may be far from
-    // the whole's mean, and differences from it would be rounded more.
-    whole.mean = first + sum[0];
-    const Compute taken = whole.mean - first;
-    whole.remainder = first - (whole.mean - taken) + (sum[0] - taken);
+    // The first part's pivot may be far from the whole's mean, and differences from it would be rounded more.
+    add_apart(first, sum[0], whole.mean, whole.remainder);
   }
   Compute sum[1] = {0};
   for_each_part([&](Compute share, const Statistics& part) {

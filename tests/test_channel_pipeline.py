@@ -137,6 +137,14 @@ def _channels_last(rows: Array, channels: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(rows.reshape(2, channels, -1), 1, 2))
 
 
+def test_means_where_the_first_numbers_lie_far_from_all_others() -> None:
+    """The first block's first pivot is of these alone."""
+    x = data(0, (4, 63, 256))
+    x[:, 0].reshape(4, 4, 64)[..., :4] += 150
+    case = Case("group_norm", x, data(1, (256,), shift=1.0), data(2, (256,)), data_format="NWC", num_groups=4)
+    check(case, lanes=64, blocks=7, threads=128)
+
+
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("kind", FAR)
 def test_numbers_far_from_zero_or_from_the_pivot(kind: str, groups: int | None) -> None:
