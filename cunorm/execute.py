@@ -347,7 +347,7 @@ generation = 0
 
 
 def also_forget(forget: Callable[[], None], *, compiled: bool = False) -> None:
-    """Name a cache that lies behind prepared calls, by what empties it.
+    """Name a cache of what prepared calls are made of, or of what is made of them, by what empties it.
 
     One of ``compiled`` functions may go on with the plan that it has, but not with a kernel that has another text now.
     """
@@ -364,6 +364,7 @@ def forget_compiled() -> None:
 def forget_prepared() -> None:
     """Let every kind of call be prepared anew when it comes again, since another plan may be better now."""
     global generation
+    # First, since compiled code is taught what is found here; what was prepared before goes by the generation.
     with _calls_lock:
         _calls.clear()
         generation += 1

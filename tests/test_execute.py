@@ -40,7 +40,7 @@ def test_threads_remember_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_forgetting_empties_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared calls after what they are prepared from, so that none comes back from there."""
+    """Prepared calls before what compiled code keeps of them, which is taught from there."""
     emptied: list[str] = []
 
     class Calls(dict[Any, Prepared]):
@@ -49,7 +49,7 @@ def test_forgetting_empties_every_cache(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(execute, "_calls", Calls())
     monkeypatch.setattr(execute, "_forgetters", [])
-    execute.also_forget(lambda: emptied.append("behind them"))
+    execute.also_forget(lambda: emptied.append("the others"))
     generation = execute.generation
     execute.forget_prepared()
-    assert emptied == ["behind them", "calls"] and execute.generation == generation + 1
+    assert emptied == ["calls", "the others"] and execute.generation == generation + 1
