@@ -250,6 +250,17 @@ def test_another_current_context_is_pythons_to_change(driver: Driver, monkeypatc
     assert driver.launches == 1
 
 
+def test_kinds_that_launch_nothing_are_taught_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of CPU tensors, which go by Python."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(host, "_given", lambda *given: prepared.append(given))
+    x = data(4, 8).requires_grad_()
+    for _ in range(3):
+        y = cunorm.layer_norm(x)
+        torch.autograd.grad(y.sum(), x)
+    assert len(prepared) == 2 and driver.launches == 0
+
+
 def test_what_is_forgotten_is_prepared_anew(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     x = data(4, 8)
     cunorm.layer_norm(x)

@@ -161,7 +161,8 @@ std::int64_t backward_options(const std::array<bool, 3>& mask, std::optional<at:
 }
 
 // What was taught of a kind; and what a caller in Python is told where nothing can be run: None if Python may teach the
-// kind, False if it is to go on without, since the thread's current context is not the one that the kernels are in.
+// kind, False if it is to go on without: for a kind that launches nothing, as those of the CPU, and where the thread's
+// current context is not the one that the kernels are in.
 struct Found {
   std::shared_ptr<const Ready> ready;
   PyObject* otherwise;
@@ -171,6 +172,7 @@ Found find(const std::optional<Kind>& kind) {
   if (!kind) return {nullptr, Py_False};
   const auto found = known.find(*kind);
   if (found == known.end()) return {nullptr, Py_None};
+  if (!found->second) return {nullptr, Py_False};
   void* context = nullptr;
   if (get_context(&context) != 0 || reinterpret_cast<std::uintptr_t>(context) != found->second->context) {
     return {nullptr, Py_False};
@@ -439,13 +441,7 @@ Launch launch_of(const GivenStep& step) {
   return {kernel, reinterpret_cast<void*>(function), config, std::move(attributes), arguments, places};
 }
 
-// Does nothing if everything was forgotten since the generation in which the preparation was found.
-void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tensors, const Given& given,
-           std::int64_t begun) {
-  Tensors tensors;
-  if (!take(tensors, &PyTuple_GET_ITEM(given_tensors.ptr(), 0), PyTuple_GET_SIZE(given_tensors.ptr()))) return;
-  std::optional<Kind> kind = kind_of(op, options, tensors);
-  if (!kind) return;
+Ready ready_of(const Given& given) {
   const auto& [outputs, workspace_bytes, scratch_offsets, steps, context, pair_offset, updates_running, call] = given;
   Ready ready = {{}, workspace_bytes, scratch_offsets, {}, context, pair_offset, updates_running, call};
   for (const GivenOutput& output : outputs) {
@@ -453,12 +449,22 @@ void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tens
     if (output) ready.outputs.back() = {std::get<0>(*output), std::get<1>(*output), std::get<2>(*output)};
   }
   for (const GivenStep& step : steps) ready.launches.push_back(launch_of(step));
-  if (begun != generation) return;
+  return ready;
+}
+
+// Nothing is given of a kind that launches nothing. Does nothing if everything was forgotten since the generation in
+// which the preparation was found.
+void teach(PyObject* op, std::int64_t options, const pybind11::tuple& given_tensors, const std::optional<Given>& given,
+           std::int64_t begun) {
+  Tensors tensors;
+  if (!take(tensors, &PyTuple_GET_ITEM(given_tensors.ptr(), 0), PyTuple_GET_SIZE(given_tensors.ptr()))) return;
+  std::optional<Kind> kind = kind_of(op, options, tensors);
+  if (!kind || begun != generation) return;
   if (known.size() >= MOST_KNOWN) {
     Known forgotten;
     known.swap(forgotten);
   }
-  known[std::move(*kind)] = std::make_shared<const Ready>(std::move(ready));
+  known[std::move(*kind)] = given ? std::make_shared<const Ready>(ready_of(*given)) : nullptr;
 }
 
 PyMethodDef methods[] = {
@@ -479,11 +485,13 @@ PYBIND11_MODULE(cunorm_torch_host, module) {
     python_backward = python.release().ptr();
   });
   module.def("teach_forward",
-             [](object op, int statistics, const tuple& tensors, const Given& ready, std::int64_t begun) {
+             [](object op, int statistics, const tuple& tensors, const std::optional<Given>& ready,
+                std::int64_t begun) {
                teach(op.ptr(), forward_options(static_cast<Statistics>(statistics)), tensors, ready, begun);
              });
   module.def("teach_backward", [](object op, std::array<bool, 3> mask, std::optional<at::ScalarType> bias_dtype,
-                                  bool paired, const tuple& tensors, const Given& ready, std::int64_t begun) {
+                                  bool paired, const tuple& tensors, const std::optional<Given>& ready,
+                                  std::int64_t begun) {
     teach(op.ptr(), backward_options(mask, bias_dtype, paired), tensors, ready, begun);
   });
   module.def("forget", forget);

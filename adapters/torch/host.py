@@ -177,12 +177,12 @@ def teach_forward(
     ``see`` says the shape, strides and dtype of a tensor to allocate.
     """
     begun, ready = native.generation(), find()
-    if ready is None or not isinstance(ready.prepared.run, launch.Call):
+    if ready is None:
         return
     outputs, pair_offset = list(ready.prepared.outputs), -1
     if statistics == Statistics.PAIRED and ready.pair is not None:
         outputs[2:], pair_offset = [ready.pair, None], ready.pair_offset
-    given = _given(ready, ready.prepared.run, outputs, pair_offset, op.updates_running, see)
+    given = _given(ready, outputs, pair_offset, op.updates_running, see)
     native.teach_forward(op, statistics, tensors, given, begun)
 
 
@@ -197,22 +197,20 @@ def teach_backward(
 ) -> None:
     """The same of ``native.backward``."""
     begun, ready = native.generation(), find()
-    if ready is None or not isinstance(ready.prepared.run, launch.Call):
+    if ready is None:
         return
-    given = _given(ready, ready.prepared.run, ready.prepared.outputs, ready.pair_offset if paired else -1, False, see)
+    given = _given(ready, ready.prepared.outputs, ready.pair_offset if paired else -1, False, see)
     native.teach_backward(op, mask, bias_dtype, paired, tensors, given, begun)
 
 
 def _given(
-    ready: Ready,
-    call: launch.Call,
-    outputs: Sequence[Output | None],
-    pair_offset: int,
-    updates_running: bool,
-    see: _See,
-) -> tuple[Any, ...]:
-    """What ``host.cpp`` keeps of a prepared call, in its order."""
+    ready: Ready, outputs: Sequence[Output | None], pair_offset: int, updates_running: bool, see: _See
+) -> tuple[Any, ...] | None:
+    """What ``host.cpp`` keeps of a prepared call, in its order; None for one that launches nothing."""
     global _has_begun
+    call = ready.prepared.run
+    if not isinstance(call, launch.Call):
+        return None
     if not _has_begun:  # now there is a driver
         native.begin(*launch.driver_addresses(), getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
         _has_begun = True
