@@ -71,6 +71,7 @@ class Provider:
 class _Cunorm(Provider):
     name = OURS
     distribution = "cunorm"
+    _native: Any = None  # the compiled code that makes PyTorch's calls where they are timed
 
     @property
     def version(self) -> str:
@@ -121,7 +122,7 @@ class _Cunorm(Provider):
         work = super().work(row, inputs)
         if work is None or row.clock != "host":
             return work
-        return dataclasses.replace(work, call=by_host_code(None, work.call))
+        return dataclasses.replace(work, call=by_host_code(self._native, work.call))
 
 
 class _CunormCompiled(_Cunorm):
@@ -136,10 +137,7 @@ class _CunormCompiled(_Cunorm):
         self._native = host.native
 
     def work(self, row: Row, inputs: Tensors) -> Work | None:
-        if row.clock != "host" or row.framework != "torch":
-            return None
-        work = Provider.work(self, row, inputs)
-        return work and dataclasses.replace(work, call=by_host_code(self._native, work.call))
+        return super().work(row, inputs) if row.clock == "host" and row.framework == "torch" else None
 
 
 class _Torch(Provider):

@@ -54,8 +54,11 @@ def by_host_code(native: Any, call: Callable[[], Any]) -> Callable[[], Any]:
     """``call`` with PyTorch's calls made by this compiled code, or by Python where it is None."""
 
     def run() -> Any:
-        host.native = native
-        return call()
+        before, host.native = host.native, native
+        try:
+            return call()
+        finally:
+            host.native = before
 
     return run
 

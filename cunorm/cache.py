@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder", "key_of"]
+__all__ = ["cache_folder", "digest"]
 
 
 def cache_folder() -> Path | None:
@@ -23,6 +23,6 @@ def cache_folder() -> Path | None:
         return None
 
 
-def key_of(*parts: object) -> str:
-    """A name for what was made of ``parts``, which differ in their ``repr`` where they differ."""
+def digest(*parts: object) -> str:
+    """A part of the name of a file that was made of ``parts``, which differ in their ``repr`` where they differ."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -51,7 +51,7 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return forbid
 
 
-def poisoned(case: Case, device: str) -> dict[str, torch.Tensor]:
+def constants(case: Case, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device, copy=True) for name, tensor in case.constants.items()}
 
 
@@ -62,15 +62,16 @@ def test_a_call_like_one_before_does_not_come_to_python(
 ) -> None:
     """And has the same results and gradients, bit for bit."""
     monkeypatch.setattr(host, "native", None)
-    expected = case(*case.fresh(device), **poisoned(case, device))
-    expected_gradients = gradients(lambda *given: case(*given, **poisoned(case, device)), case.fresh(device, grad=True))
+    expected = case(*case.fresh(device), **constants(case, device))
+    leaves = case.fresh(device, grad=True)
+    expected_gradients = gradients(lambda *given: case(*given, **constants(case, device)), leaves)
     monkeypatch.undo()
     with compiled_calls(device, monkeypatch):
         for round_number in range(2):
             if round_number:
                 no_python()
-            assert_same(case(*case.fresh(device), **poisoned(case, device)), expected)
-            found = gradients(lambda *given: case(*given, **poisoned(case, device)), case.fresh(device, grad=True))
+            assert_same(case(*case.fresh(device), **constants(case, device)), expected)
+            found = gradients(lambda *given: case(*given, **constants(case, device)), case.fresh(device, grad=True))
             assert_same(found, expected_gradients)
 
 

@@ -231,6 +231,7 @@ class TorchAdapter(Adapter):
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")
         tensors = (x, residual, weight, bias, out, *running)
+        # The results, if compiled code knows such calls; None if it may be taught them, False if not.
         native, known = host.native, False
         if native is not None and not _is_compiling() and forward_ad._current_level < 0:
             known = native.forward(op, op.keeps_bias, stats, *tensors)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from cunorm import execute, launch
-from cunorm.cache import cache_folder, key_of
+from cunorm.cache import cache_folder, digest
 from cunorm.execute import Op, Output, Ready
 
 __all__ = ["Statistics", "build", "library", "load", "native", "remove", "teach_backward", "teach_forward"]
@@ -61,7 +61,7 @@ def library() -> Path:
         raise RuntimeError("there is no home folder to keep compiled code in; set CUNORM_CACHE_DIR")
     versions = torch.__version__, sysconfig.get_config_var("SOABI")
     # A version of PyTorch may be built more than once.
-    keys = key_of(_SOURCE.read_text("utf-8")), key_of(_FLAGS, _abi(), torch.version.git_version)
+    keys = digest(_SOURCE.read_text("utf-8")), digest(_FLAGS, _abi(), torch.version.git_version)
     return cache.absolute() / "torch" / f"{'-'.join((_MODULE, *versions, *keys))}.so"
 
 
@@ -77,9 +77,9 @@ def build() -> Path:
     """Compile what makes an eager call of PyTorch tensors cheap for the host, and use it from now on.
 
     It takes half a minute, once for each version of PyTorch, Python and cunorm: later processes find it in cunorm's
-    cache folder. Results are the same with it as without, and so are errors. It needs a C++ compiler, ``$CXX`` or
-    ``c++``, and the headers of Python; those of PyTorch come with it. Where ``$CUNORM_COMPILED_CALLS`` is 0, it is only
-    compiled, and this process goes on by Python.
+    cache folder. Results are the same with it as without, and so are the errors of wrong arguments. It needs a C++
+    compiler, ``$CXX`` or ``c++``, and the headers of Python; those of PyTorch come with it. Where
+    ``$CUNORM_COMPILED_CALLS`` is 0, it is only compiled, and this process goes on by Python.
 
     Returns
     -------
@@ -96,8 +96,8 @@ def build() -> Path:
     Examples
     --------
     >>> import cunorm
-    >>> cunorm.adapters.torch.build()  # doctest: +SKIP
-    PosixPath('/home/me/.cache/cunorm/torch/cunorm_torch_host-2.11.0-cpython-312-0123456789abcdef.so')
+    >>> cunorm.adapters.torch.build().name  # doctest: +SKIP
+    'cunorm_torch_host-2.13.0+cpu-cpython-311-x86_64-linux-gnu-2d1f0c3b5a697887-8a7b6c5d4e3f2011.so'
     """
     target = library()
     if not target.exists():

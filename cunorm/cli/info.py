@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cunorm
 from cunorm import adapters, gpus, launch
-from cunorm.cache import cache_folder, key_of
+from cunorm.cache import cache_folder, digest
 from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
@@ -53,7 +53,7 @@ def run() -> None:
 def _compiled_calls() -> str:
     cache, text = cache_folder(), Path(adapters.__file__).parent / "torch" / "host.cpp"
     # As adapters/torch/host.py names them: of this text, for any PyTorch.
-    names = f"cunorm_torch_host-*-{key_of(text.read_text('utf-8'))}-*.so"
+    names = f"cunorm_torch_host-*-{digest(text.read_text('utf-8'))}-*.so"
     built = [] if cache is None else [path.stem.split("-", 1)[1] for path in (cache / "torch").glob(names)]
     versions = sorted({name.rsplit("-", 2)[0] for name in built})
     return f"built for {', '.join(versions)}" if versions else "not built (python -m cunorm build-torch)"
