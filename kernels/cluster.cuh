@@ -28,15 +28,28 @@ struct Exchange {
   unsigned long long arrived[TURNS];
 };
 
-__device__ __forceinline__ void cluster_barrier() {
+// What comes before the first of these is seen after the second, by all threads of the cluster.
+__device__ __forceinline__ void cluster_arrive() {
 #if BLOCKS_PER_ROW == 1
 #elif defined(CUNORM_EMULATOR)
   cunorm_emulator::cluster_arrive(cunorm_emulator::Site::here());
-  cunorm_emulator::cluster_wait(cunorm_emulator::Site::here());
 #else
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if BLOCKS_PER_ROW == 1
+#elif defined(CUNORM_EMULATOR)
+  cunorm_emulator::cluster_wait(cunorm_emulator::Site::here());
+#else
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* shared) {

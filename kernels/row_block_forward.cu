@@ -9,7 +9,7 @@
 // the differences, zero in exact arithmetic) and taken out again, so that rows far from zero come out right. For that
 // the threads of a row wait for each other twice; with statistics of each warp, merged after waiting once, 34 problems
 // took 0.97 to 1.07 of the time, most more than 1. A block takes one group of ROWS_PER_BLOCK rows or, where it
-// TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th.
+// TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th, or those that it CLAIMS.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
@@ -22,6 +22,9 @@
 constexpr bool FORWARD = true;
 #include "row_affine.cuh"
 #include "statistics.cuh"
+#include "dependent_launch.cuh"
+
+static_assert(!CLAIMS || (TAKES_TURNS && ROWS_PER_BLOCK == 1 && THREADS_PER_ROW > 32 && ROWS_AHEAD == 1));
 
 struct Arguments {
   const X_TYPE* x;
@@ -32,6 +35,7 @@ struct Arguments {
   X_TYPE* residual_out;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
+  unsigned* claimed;  // claim_period counters of rows, where these are claimed; else null
   long long rows;
   long long columns;            // a multiple of VECTOR
   long long columns_per_block;  // likewise; columns, where a row is one block's
@@ -39,18 +43,95 @@ struct Arguments {
   long long residual_stride;
   long long y_stride;
   long long residual_out_stride;
+  long long claim_period;
   double eps;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
 #endif
 };
 
+// Which row a block, or a cluster, takes next where rows are claimed.
+//
+// A fixed share, every so-many-th row, waits for the slowest multiprocessors. A copy has many more blocks than these,
+// and whoever is done gets the next. So it is here: the first two rows of each are fixed, and a counter names the
+// others. Who computes a row makes no difference to its results. Where rows are PEELED, those of a block begin in the
+// same way, as every period-th does; there is a counter for each of these ways.
+//
+// A thread asks for a row two turns ahead of its use, so that nobody waits for the answer, and tells the others beside
+// the sums of its row: those of its block through `told`, those of its cluster in what its blocks exchange.
+struct Claims {
+  unsigned* counter;
+  long long step;  // from a block's first row to its second
+  long long period;
+  Compute* told;        // [2] in shared memory
+  long long first;      // of the rows that are claimed
+  long long following;  // the row of the next turn
+  long long second;     // of the turn after that
+  unsigned asked;       // in the thread that asks: the answer that was not told yet
+
+  __device__ __forceinline__ void ask() {
+    if (threadIdx.x == 0 && rank_in_row() == 0) asked = atomicAdd(counter, 1u);
+  }
+
+  // To be called when the first row is on its way: an earlier launch sets the counters.
+  __device__ __forceinline__ void begin(long long first_row) {
+    if constexpr (!CLAIMS) return;
+    const long long way = PEELED ? first_row % period : 0;
+    counter += way;
+    first = way + 2 * step;
+    following = first_row + step;
+    asked = 0;
+    wait_for_earlier_launches();
+    ask();
+  }
+
+  // What goes where numbers do: an integer's bits, with which nothing is computed.
+  __device__ __forceinline__ static Compute as_number(unsigned count) {
+    if constexpr (sizeof(Compute) == sizeof(float)) return __uint_as_float(count);
+    return count;
+  }
+  __device__ __forceinline__ static unsigned as_count(Compute number) {
+    if constexpr (sizeof(Compute) == sizeof(float)) return __float_as_uint(static_cast<float>(number));
+    return static_cast<unsigned>(number);
+  }
+
+  // To be called in every turn, before the last __syncthreads() that comes before `take`.
+  __device__ __forceinline__ void tell_block(int turn) const {
+    if constexpr (CLAIMS && BLOCKS_PER_ROW == 1) {
+      if (threadIdx.x == 0) told[turn % 2] = as_number(asked);
+    }
+  }
+
+  // What the first warp of a block tells its cluster, to which the first block's is of use.
+  __device__ __forceinline__ Compute to_tell() const { return as_number(__shfl_sync(0xffffffffu, asked, 0)); }
+
+  // To be called in every turn, with what was told.
+  __device__ __forceinline__ void take(Compute number) {
+    if constexpr (!CLAIMS) return;
+    second = first + period * as_count(number);
+    ask();
+  }
+
+  // The row that comes after `row`, at the end of its turn.
+  __device__ __forceinline__ long long after(long long row) {
+    if constexpr (!CLAIMS) return row + step;
+    row = following;
+    following = second;
+    return row;
+  }
+};
+
+// What the blocks of a row tell each other: their statistics, and what the first has claimed.
+constexpr int TOLD = 3 + (CLAIMS && BLOCKS_PER_ROW > 1);
+
 // The statistics of a row from those of its blocks' parts, in the same order in every block.
 __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, const Part& part,
                                                         long long columns_per_block,
-                                                        Exchange<3>& exchange, int turn) {
-  const Compute numbers[3] = {own.mean, own.remainder, own.variance};
-  const Compute(&everyones)[BLOCKS_PER_ROW][3] = exchange_in_row(exchange, turn, numbers);
+                                                        Exchange<TOLD>& exchange, int turn, Claims& claims) {
+  Compute numbers[TOLD] = {own.mean, own.remainder, own.variance};
+  if constexpr (TOLD > 3) numbers[TOLD - 1] = claims.to_tell();
+  const Compute(&everyones)[BLOCKS_PER_ROW][TOLD] = exchange_in_row(exchange, turn, numbers);
+  claims.take(everyones[0][TOLD - 1]);
   const Shares shares = shares_of_blocks(part.row_columns, columns_per_block, BLOCKS_PER_ROW);
   Statistics row = {everyones[0][0], 0, 0};
 #pragma unroll 4
@@ -69,7 +150,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     row_block_forward(const Arguments arguments) {
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
-  __shared__ Exchange<3> exchange;
+  __shared__ Exchange<TOLD> exchange;
   // x, residual; y, residual_out where they are runs; weight, bias, or those of channels
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
@@ -124,9 +205,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   AffineEdges affine_edges;
   if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
   start_mbarriers(exchange);
-  cluster_barrier();
+  cluster_arrive();
+  __shared__ Compute told[CLAIMS ? 2 : 1];
+  Claims claims = {arguments.claimed, step, arguments.claim_period, told};
+  claims.begin(first_row);
   int slot = 0;
-  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
+  for (int turn = 0; first_row < arguments.rows; first_row = claims.after(first_row), ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
     affine.go_to(place);
     if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
@@ -155,8 +239,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       }
     }
     release_rows();
-    fetch_rows(first_row + ROWS_AHEAD * step, slot);
-    if constexpr (stage == Stage::ahead) fetch_edges(place_at(first_row + step));
+    fetch_rows(CLAIMS ? claims.following : first_row + ROWS_AHEAD * step, slot);
+    if constexpr (stage == Stage::ahead) fetch_edges(place_at(CLAIMS ? claims.following : first_row + step));
     affine.fetch_early(place);
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
 
@@ -187,11 +271,15 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     for (int i = 0; i < EDGES; ++i) {
       if (place.has_edge(i)) add_differences(edges.x[i], statistics.mean, sums);
     }
+    claims.tell_block(turn);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = mean_of(sums[0]);
     statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
     if constexpr (BLOCKS_PER_ROW > 1) {
-      statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn);
+      if (turn == 0) cluster_wait();  // another block of the row may not have started
+      statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn, claims);
+    } else if constexpr (CLAIMS) {
+      claims.take(told[turn % 2]);
     }
 
     // Finish and store.

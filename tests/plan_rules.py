@@ -115,6 +115,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
     "column sums": lambda a, groups, size: a["columns"] * size,
     "so many times 16 bytes": lambda a, groups, size: a["count"] * 16,
+    "four bytes for each way that rows begin, in pieces of 16": lambda a, groups, size: -(-a["claim_period"] // 4) * 16,
     "a row a group of blocks": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
     ),
@@ -137,6 +138,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
 _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
     "zeros": {"target": "so many times 16 bytes"},
+    "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
@@ -286,6 +288,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
+        step = arguments["claim_period"] if constants.get("CLAIMS") else step
         assert len(begins) == 1 or not constants.get("ALIKE")
         if row + step < problem.rows and item.kernel.startswith("row_block"):
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
@@ -428,6 +431,10 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
     if item.kernel == "row_block_backward" or groups != all_groups:
         together = device.groups(item.cluster) * max(1, device.threads_per_multiprocessor // (threads * rows))
         assert 1 <= groups <= min(all_groups, max(together, width if constants["PEELED"] else 1))
+    if constants.get("CLAIMS"):
+        # The first two rows of a group are fixed. 32 bits count the others, and some more that are asked for at the end.
+        assert rows == 1 and 2 * groups < arguments["rows"] <= 2**31
+        assert groups % arguments["claim_period"] == 0
 
 
 def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:

@@ -24,15 +24,26 @@ import cupy
 sys.path.insert(0, str(Path(__file__).parent))
 
 import channel_cases
-from cases import ACTIVATED_NORMS, LAYER_NORM, RMS_NORM, Array, Case, CupyRunner, columns_shape, data, poisoned
+from cases import (
+    ACTIVATED_NORMS,
+    LAYER_NORM,
+    RMS_NORM,
+    Array,
+    Case,
+    CupyRunner,
+    EmulatorRunner,
+    columns_shape,
+    data,
+    poisoned,
+)
 from channel_cases import Shape
 from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_of
 
 import cunorm
 from cunorm import launch
-from cunorm.plan import Plan
+from cunorm.plan import Device, Plan, RowBlock, plan_with
 from cunorm.plan.rows_of_channels import plan_rows
-from cunorm.problem import ACTIVATIONS
+from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -83,7 +94,7 @@ ROWS_OF_CHANNELS = [
 ]
 
 
-def launch_rows_of_channels(chosen: Plan | None, operands: dict[str, Array | None]) -> None:
+def launch_plan(chosen: Plan | None, operands: dict[str, Array | None]) -> None:
     if chosen is None:
         return
     arrays = {name: None if array is None else cupy.asarray(array) for name, array in operands.items()}
@@ -100,9 +111,34 @@ def run_rows_of_channels(norm: Norm) -> None:
     dweight, dbias = (poisoned(norm.x.shape[1:2], dtype) for _ in range(2))
     given: dict[str, Array | None] = {"x": norm.x, "weight": norm.weight, "bias": norm.bias}
     given |= {"mean": mean, "rstd": rstd, "residual": None, "residual_out": None, "dresidual_out": None}
-    launch_rows_of_channels(plan_rows(forward_problem(norm, y), launch.device(0)), given | {"y": y})
+    launch_plan(plan_rows(forward_problem(norm, y), launch.device(0)), given | {"y": y})
     gradients = {"dy": norm.x, "dx": y, "dweight": dweight, "dbias": dbias}
-    launch_rows_of_channels(plan_rows(backward_problem(norm, norm.x), launch.device(0)), given | gradients)
+    launch_plan(plan_rows(backward_problem(norm, norm.x), launch.device(0)), given | gradients)
+
+
+# Rows that are claimed (see kernels/row_block_forward.cu), as a GPU of few multiprocessors would get them.
+FEW = Device("sm_90", multiprocessors=8, clusters=(3, 2, 0, 0))
+CLAIMED = [
+    ((26, 1016), "bfloat16", RowBlock(8, 1, 64, 1, 2, "ahead", weights="staged", blocks_per_multiprocessor=1)),
+    ((26, 1024), "float32", RowBlock(4, 1, 64, 1, 4, "ahead", weights="late", blocks_per_multiprocessor=1)),
+    ((70, 500), "float32", RowBlock(4, 2, 64, 1, 1, "ahead", weights="staged", blocks_per_multiprocessor=1)),
+    ((75, 1003), "bfloat16", RowBlock(8, 2, 64, 1, 1, "ahead", True, "staged", 1)),
+    ((75, 1003), "float16", RowBlock(8, 2, 64, 1, 1, "direct", True, "staged", 1)),
+    ((139, 1003), "bfloat16", RowBlock(8, 1, 64, 1, 2, "ahead", True, "staged", 1)),
+]
+
+
+def run_claimed(shape: tuple[int, int], dtype: str, geometry: RowBlock) -> None:
+    """Forward, by a counter that says who takes which row."""
+
+    class OnGpu(EmulatorRunner):
+        def run(self, problem: ForwardProblem, operands: dict[str, Array | None]) -> None:
+            chosen = plan_with(problem, FEW, geometry)
+            assert chosen.launches[0].kernel == "zeros", "nothing is claimed"
+            launch_plan(chosen, operands)
+
+    weight, bias = (data(seed, shape[1:], dtype) for seed in (2, 3))
+    OnGpu(FEW).forward(Case(data(0, shape, dtype), weight, bias, residual=data(1, shape, dtype)))
 
 
 CHANNEL_PROBLEMS = [
@@ -166,13 +202,16 @@ def main() -> None:
             approximate = ("none", "tanh")[place % 2]
             runner.run(cunorm.gelu, {"x": array, "bias": vector}, approximate=approximate)
             runner.run(cunorm.gelu_backward, {"dy": dy, "x": array, "bias": vector}, approximate=approximate)
+    for claimed in CLAIMED:
+        run_claimed(*claimed)
     for sizes in ROWS_OF_CHANNELS:
         for activation in (None, "gelu"):
             run_rows_of_channels(norm_of(*sizes, activation))
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    print(f"{len(PROBLEMS) + len(ROWS_OF_CHANNELS) + len(CHANNEL_PROBLEMS)} problems done")
+    every = PROBLEMS, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    print(f"{sum(map(len, every))} problems done")
 
 
 if __name__ == "__main__":

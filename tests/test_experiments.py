@@ -139,8 +139,8 @@ def test_resources_side_by_side() -> None:
     experiment = edited(
         ROWS,
         (
-            "__shared__ Exchange<3> exchange;",
-            "__shared__ Exchange<3> exchange;\n  __shared__ volatile int more[999];\n  more[threadIdx.x] = clock();",
+            "__shared__ Exchange<TOLD> exchange;",
+            "__shared__ Exchange<TOLD> exchange;\n  __shared__ volatile int more[999];\n  more[threadIdx.x] = clock();",
         ),
     )
     frame = experiment.resources("sm_80", shape=(64, 4096), dtype="float32").frame

@@ -49,15 +49,41 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
         if geometry is not None:
             return geometry
     threads, vectors = spread(vectors_per_row, _vectors_wanted(problem, device, vectors_per_row))
-    # 12 vectors are 48 registers. Rows of 65536 bfloat16 numbers in one block (16 vectors) take 1.66, in two 1.12; of
-    # 32768 with a residual 1.04 and 1.10.
-    most = 8 if problem.residual is not None and problem.norm.centered and device.groups(2) else 12
-    if vectors > most and threads == MOST_THREADS:
-        return shared_row(problem, device, width)
+    if threads == MOST_THREADS and vectors > _most_vectors(problem, device):
+        return _long_row(problem, device, width) or shared_row(problem, device, width)
     # Two warps are enough for a block, but where a thread has a single vector of sixteen-bit numbers.
     block_threads = 128 if vectors == 1 and piece == 8 else 64
     geometry = RowBlock(width, vectors, threads, max(1, block_threads // threads))
     return with_weights(crowded(geometry, problem, device), problem, device)
+
+
+def _most_vectors(problem: ForwardProblem, device: Device) -> int:
+    """Of a thread, where one block has a row that clusters could share.
+
+    12 are 48 registers: 49,152 columns of RMS norm, whose weights are as many bytes as a row, take 1.02, 40,960 with a
+    residual 1.02 and 1.03. The weights and biases of layer norm are twice as many, which the cache does not keep: 40,960
+    columns take 1.21 in one block, in two 1.04; 49,152 1.30 and 1.03; 24,576 of float32 1.25 and 1.02; and with a
+    residual 32,768 1.03, 40,960 1.33.
+    """
+    much = problem.norm.centered and (problem.residual is not None or len(problem.parameters) > 1)
+    return 8 if much and device.groups(2) else 12
+
+
+def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """One block for a row that fills its registers; None where that is slower than to share it.
+
+    RMS norm of 8192 rows of 65,536 bfloat16 numbers takes 1.02 so, by clusters of two 1.04, of 53,248 1.02 and 1.08; but
+    1024 rows 1.09 and 1.07, and under silu 1.10 and 1.03. Norms without weights 1.02, fetched ahead 1.08.
+    """
+    light = not problem.parameters or (not problem.norm.centered and len(problem.parameters) == 1)
+    light = light and problem.norm.activation is None and problem.residual is None and problem.channels is None
+    if not light or device.capability != 90 or problem.rows < 16 * device.multiprocessors:
+        return None
+    vectors = -(-problem.columns // width // MOST_THREADS)
+    weights = "staged" if problem.parameters else "late"
+    geometry = RowBlock(width, vectors, MOST_THREADS, weights=weights)
+    in_registers = vectors <= 16 and fits_registers(problem, device, width, vectors, MOST_THREADS, direct=True)
+    return geometry if in_registers and fits(geometry, problem, device) else None
 
 
 def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: int) -> float:
