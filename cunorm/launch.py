@@ -225,7 +225,8 @@ def argument_values(launch: Launch) -> list[tuple[str, Any]]:
     for name, kind, length in kernels.argument_fields(launch.kernel):
         value = given[name]
         if kind == "pointer":
-            values.append(("P", value if isinstance(value, str) else None))
+            if length is None or constants[length]:
+                values.append(("P", value if isinstance(value, str) else None))
         elif length is None:
             values.append(("d" if kind == "double" else "q", value))
         else:

@@ -21,7 +21,8 @@ _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([\w.]+)"\s*(?://.*)?$')
 _DIRECTIVE = re.compile(r'^#line (\d+) "kernels/([\w.]+)"$')
 _ARGUMENTS = re.compile(r"^struct Arguments \{\n(.*?)^\};", re.DOTALL | re.MULTILINE)
-_FIELD = re.compile(r"^\s*(?:const )?(\w+(?: \w+)?)(\*?) (\w+)(?:\[(\w+)\])?;", re.MULTILINE)
+_FIELD = re.compile(r"^\s*(?:const )?(\w+(?: \w+)?)(\*?) (\w+)(?:\[(\w+)\])?;")
+_CONDITION = re.compile(r"^#if (\w+) > 0$|^#endif$")
 
 
 def kernel_names() -> list[str]:
@@ -114,14 +115,19 @@ def argument_fields(name: str) -> tuple[tuple[str, str, str | None], ...]:
 def fields_of(name: str, text: str) -> tuple[tuple[str, str, str | None], ...]:
     """The fields of ``struct Arguments`` in a kernel's text: (name, type, array length or None).
 
-    The type is "pointer", "long long" or "double", each 8 bytes, so that the struct has no padding on any compiler.
+    The type is "pointer", "long long" or "double", each 8 bytes, so that the struct has no padding on any compiler. In
+    place of a length a pointer has the constant that must be more than 0 for it to be there.
     """
     match = _ARGUMENTS.search(text)
     if match is None:
         raise ValueError(f"kernels/{name}.cu has no struct Arguments")
-    fields = []
-    for kind, star, field, length in _FIELD.findall(match[1]):
-        if not star and kind not in ("long long", "double"):
-            raise ValueError(f"kernels/{name}.cu: field {field} is {kind}; every field must be 8 bytes")
-        fields.append((field, "pointer" if star else kind, length or None))
+    fields, constant = [], None
+    for line in match[1].splitlines():
+        if condition := _CONDITION.match(line):
+            constant = condition[1]
+        elif found := _FIELD.match(line):
+            kind, star, field, length = found.groups()
+            if not star and kind not in ("long long", "double"):
+                raise ValueError(f"kernels/{name}.cu: field {field} is {kind}; every field must be 8 bytes")
+            fields.append((field, "pointer", constant) if star else (field, kind, length))
     return tuple(fields)

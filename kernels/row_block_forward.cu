@@ -9,7 +9,7 @@
 // the differences, zero in exact arithmetic) and taken out again, so that rows far from zero come out right. For that
 // the threads of a row wait for each other twice; with statistics of each warp, merged after waiting once, 34 problems
 // took 0.97 to 1.07 of the time, most more than 1. A block takes one group of ROWS_PER_BLOCK rows or, where it
-// TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th, or those that it CLAIMS.
+// TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th or, with CLAIMS, those that it claims.
 #include "types.cuh"
 #include "reduce.cuh"
 #include "cluster.cuh"
@@ -35,7 +35,9 @@ struct Arguments {
   X_TYPE* residual_out;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
-  unsigned* claimed;  // claim_period counters of rows, where these are claimed; else null
+#if CLAIMS > 0
+  unsigned* claimed;  // counters of rows
+#endif
   long long rows;
   long long columns;            // a multiple of VECTOR
   long long columns_per_block;  // likewise; columns, where a row is one block's
@@ -43,7 +45,6 @@ struct Arguments {
   long long residual_stride;
   long long y_stride;
   long long residual_out_stride;
-  long long claim_period;
   double eps;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
@@ -55,14 +56,13 @@ struct Arguments {
 // A fixed share, every so-many-th row, waits for the slowest multiprocessors. A copy has many more blocks than these,
 // and whoever is done gets the next. So it is here: the first two rows of each are fixed, and a counter names the
 // others. Who computes a row makes no difference to its results. Where rows are PEELED, those of a block begin in the
-// same way, as every period-th does; there is a counter for each of these ways.
+// same way, as every CLAIMS-th does, and there is a counter for each of these ways.
 //
 // A thread asks for a row two turns ahead of its use, so that nobody waits for the answer, and tells the others beside
 // the sums of its row: those of its block through `told`, those of its cluster in what its blocks exchange.
 struct Claims {
   unsigned* counter;
-  long long step;  // from a block's first row to its second
-  long long period;
+  long long step;       // from a block's first row to its second
   Compute* told;        // [2] in shared memory
   long long first;      // of the rows that are claimed
   long long following;  // the row of the next turn
@@ -76,7 +76,7 @@ struct Claims {
   // To be called when the first row is on its way: an earlier launch sets the counters.
   __device__ __forceinline__ void begin(long long first_row) {
     if constexpr (!CLAIMS) return;
-    const long long way = PEELED ? first_row % period : 0;
+    const long long way = first_row % (CLAIMS > 0 ? CLAIMS : 1);
     counter += way;
     first = way + 2 * step;
     following = first_row + step;
@@ -108,7 +108,7 @@ struct Claims {
   // To be called in every turn, with what was told.
   __device__ __forceinline__ void take(Compute number) {
     if constexpr (!CLAIMS) return;
-    second = first + period * as_count(number);
+    second = first + static_cast<long long>(CLAIMS) * as_count(number);
     ask();
   }
 
@@ -122,7 +122,7 @@ struct Claims {
 };
 
 // What the blocks of a row tell each other: their statistics, and what the first has claimed.
-constexpr int TOLD = 3 + (CLAIMS && BLOCKS_PER_ROW > 1);
+constexpr int TOLD = CLAIMS && BLOCKS_PER_ROW > 1 ? 4 : 3;
 
 // The statistics of a row from those of its blocks' parts, in the same order in every block.
 __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, const Part& part,
@@ -207,7 +207,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   start_mbarriers(exchange);
   cluster_arrive();
   __shared__ Compute told[CLAIMS ? 2 : 1];
-  Claims claims = {arguments.claimed, step, arguments.claim_period, told};
+#if CLAIMS > 0
+  Claims claims = {arguments.claimed, step, told};
+#else
+  Claims claims = {nullptr, step, told};
+#endif
   claims.begin(first_row);
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row = claims.after(first_row), ++turn, slot = slot_after(slot)) {

@@ -115,7 +115,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "second partials": lambda a, groups, size: a["rows"] * a["second_columns"] * size,
     "column sums": lambda a, groups, size: a["columns"] * size,
     "so many times 16 bytes": lambda a, groups, size: a["count"] * 16,
-    "four bytes for each way that rows begin, in pieces of 16": lambda a, groups, size: -(-a["claim_period"] // 4) * 16,
+    "four bytes for each way that rows begin, in pieces of 16": lambda a, groups, size: -(-a["CLAIMS"] // 4) * 16,
     "a row a group of blocks": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
     ),
@@ -288,7 +288,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
-        step = arguments["claim_period"] if constants.get("CLAIMS") else step
+        step = constants.get("CLAIMS") or step
         assert len(begins) == 1 or not constants.get("ALIKE")
         if row + step < problem.rows and item.kernel.startswith("row_block"):
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
@@ -434,7 +434,7 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
     if constants.get("CLAIMS"):
         # The first two rows of a group are fixed. 32 bits count the others, and some more that are asked for at the end.
         assert rows == 1 and 2 * groups < arguments["rows"] <= 2**31
-        assert groups % arguments["claim_period"] == 0
+        assert groups % constants["CLAIMS"] == 0
 
 
 def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:

@@ -169,13 +169,15 @@ def test_arguments_that_cannot_be_packed(
 
 def test_fields_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = (
-        "  const X_TYPE* x;  // [rows]\n  double* sums;\n  long long rows;\n  double eps;\n  long long sizes[DIMS];\n"
+        "  const X_TYPE* x;  // [rows]\n  double* sums;\n#if COUNTS > 0\n  unsigned* counts;\n#endif\n"
+        "  long long rows;\n  double eps;\n  long long sizes[DIMS];\n"
     )
     (tmp_path / "example_of_fields.cu").write_text(f"struct Arguments {{\n{fields}}};\n", encoding="utf-8")
     monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
     assert kernels.argument_fields("example_of_fields") == (
         ("x", "pointer", None),
         ("sums", "pointer", None),
+        ("counts", "pointer", "COUNTS"),
         ("rows", "long long", None),
         ("eps", "double", None),
         ("sizes", "long long", "DIMS"),

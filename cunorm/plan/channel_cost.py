@@ -3,7 +3,7 @@
 What counts is which way comes out first. The constants were fitted, and some then rounded or changed by hand, to times
 on an H200 of some fifty problems of the three norms, forward and backward, by up to a hundred ways each. Of the ways
 that were timed, those that come out first took 1 % more than the best on average, of grids that stream and of slabs
-along the channels; 8 % of the other slabs. Those of pipelines are of ten problems, and some twenty ways each.
+along the channels; 8 % of the other slabs. Those of pipelines are of sixteen problems, and some twelve ways each.
 """
 
 from __future__ import annotations
@@ -164,18 +164,20 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     itemsize = DTYPES[problem.x.dtype].itemsize
     run = way.tiles.channels * itemsize
     if way.whole(problem):
-        waste = (1.22 if way.ahead < 5 else 1.15) * _activation(problem, 1.0, 1.25)
+        waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, 1.0, 1.12)
     elif run * way.groups >= 512:  # groups work on tiles that lie behind each other
-        waste = (1.2 if run % 128 == 0 else 1.24) * _activation(problem, 1.0, 1.2)
+        waste = (1.15 if run % 128 == 0 else 1.24) * _activation(problem, 1.0, 1.2)
+    elif run >= 128 and itemsize == 2:
+        waste = 1.35 * _activation(problem, 1.0, 1.12)
     else:
         waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
-    if not way.whole(problem) and run % 64:
-        waste *= max(1.3, 96 / run)
+    if run < 64 or run % 32:
+        waste *= max(1.1, 36 / run)
     waste *= _activation(problem, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
     # What waits for what blocks tell each other should take as long as that.
     waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
     stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste * left_over
-    return 15.0 + stream + 0.15 * way.turns(problem)
+    return 14.0 + stream + 0.15 * way.turns(problem)
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:

@@ -197,15 +197,14 @@ class RowBlock:
 
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
-    claims = geometry.claims(problem, device)
-    period = geometry.period(problem) if claims else 0
-    claimed: Value = reserve_words(builder, -(-period // 2)) if claims else 0  # a word is two counters
+    claims = geometry.period(problem) if geometry.claims(problem, device) else 0
+    claimed: Value = reserve_words(builder, -(-claims // 2)) if claims else 0  # a word is two counters
     builder.launch(
         "row_block_forward",
         dtype_constants(problem)
         | geometry.constants(problem)
         | {"HAS_RESIDUAL": int(problem.residual is not None)}
-        | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": int(claims)}
+        | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": claims}
         | affine_constants(problem, geometry.width),
         geometry.groups(problem, device) * geometry.blocks_per_row,
         (geometry.threads_per_row, geometry.rows_per_block),
@@ -214,7 +213,6 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
             "claimed": claimed,
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
-            "claim_period": period,
             "eps": problem.eps,
             "channels": channel_numbers(problem),
         },
