@@ -1,4 +1,5 @@
-// Writes zeros: the words by which blocks of the next launch tell each other numbers (see grid_words.cuh).
+// Writes zeros: the words by which blocks of the next launch tell each other numbers (see grid_words.cuh), or the
+// counters of rows that they claim (see row_block_forward.cu).
 //
 // A few blocks do, so that those of the next launch, which have their tensors on the way before they need the words,
 // find room on the multiprocessors at once.

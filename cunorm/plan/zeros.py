@@ -1,4 +1,4 @@
-"""Words by which blocks tell each other numbers: scratch that is zero when the kernel begins that uses it."""
+"""Words by which blocks tell each other numbers, or count: scratch that is zero when the kernel begins that uses it."""
 
 from __future__ import annotations
 
