@@ -432,7 +432,7 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
         together = device.groups(item.cluster) * max(1, device.threads_per_multiprocessor // (threads * rows))
         assert 1 <= groups <= min(all_groups, max(together, width if constants["PEELED"] else 1))
     if constants.get("CLAIMS"):
-        # The first two rows of a group are fixed. 32 bits count the others, and some more that are asked for at the end.
+        # The first two rows of a group are fixed. 32 bits count the others, and those asked for in vain at the end.
         assert rows == 1 and 2 * groups < arguments["rows"] <= 2**31
         assert groups % constants["CLAIMS"] == 0
 

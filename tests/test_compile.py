@@ -18,8 +18,8 @@ which one takes from a tenth of a second to two. Covered is:
    and sm_120.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
-for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_* and row_weight_gradients, which may read what
-the plan was given.
+for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_*, row_weight_gradients and, where rows are
+claimed, row_block_forward, which may read what the plan was given.
 
 The kernels are not listed here but asked of ``plan``.
 """
@@ -35,7 +35,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from plan_cases import GPUS, Problem, plain_channel_backward, plain_channel_forward, plain_channel_norm, plan_of
+from plan_cases import (
+    GPUS,
+    Problem,
+    plain_channel_backward,
+    plain_channel_forward,
+    plain_channel_norm,
+    plain_forward,
+    plan_of,
+)
 
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
@@ -585,6 +593,23 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
             # it (test_channel_plan_rules.py, plan_rules.py).
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_rows_are_claimed_when_their_counters_are_set(dtype: str) -> None:
+    """And nothing is written before; but rows and weights are on their way."""
+    itemsize, claiming = DTYPES[dtype].itemsize, 0
+    for size in (131_072, 131_056, 8194, 31_746, 100_514):
+        columns = size // itemsize
+        for problem in (plain_forward(70_000, columns, dtype), plain_forward(70_000, columns, dtype, residual=True)):
+            *cleared, item = plan(problem, GPUS["sm_90"]).launches
+            if not cleared:
+                continue
+            ptx = ptx_of(item)
+            assert item.kernel == "row_block_forward" and any("atom" in line for line in ptx)
+            assert all(map(reads_memory, filter(touches_memory, before(WAIT, ptx))))
+            claiming += 1
+    assert claiming >= 6
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

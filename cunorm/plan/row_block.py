@@ -138,15 +138,17 @@ class RowBlock:
     def claims(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether those who take turns get each row from a counter (see kernels/row_block_forward.cu).
 
-        Then they need not wait for the slowest multiprocessors: 8192 rows of 65,536 bfloat16 numbers, shared by clusters
-        of two blocks, take 1.04, in fixed shares 1.11; 4096 of 131,072 1.02 and 1.09; 65,536 of 4097, a block each, 1.10
-        and 1.14. But 8192 of 50,257 float32 numbers in clusters 1.20 and 1.14. With 64 registers a thread some would
-        spill.
+        Then they need not wait for the slowest multiprocessors: 8192 rows of 65,536 bfloat16 numbers, shared by
+        clusters of two blocks, take 1.04, in fixed shares 1.11; 4096 of 131,072 1.02 and 1.09; 65,536 of 4097, a block
+        each, 1.10 and 1.14. But 8192 of 50,257 float32 numbers in clusters 1.20 and 1.14. With 64 registers a thread
+        some would spill.
         """
         possible = self.rows_per_block == 1 and self.threads_per_row > 32 and self.stage != "run"
         possible = possible and (self.stage == "direct" or self.rows_ahead == 1)
         possible = possible and not (self.peeled and self.blocks_per_row > 1 and self.width < 8)
-        if not self.blocks_per_multiprocessor or not possible or 65536 // self.threads < 80 * self.compiled_for(problem):
+        possible = possible and 65536 // self.threads >= 80 * self.compiled_for(problem)
+        # Before sm_90 launches do not overlap, and nothing was measured.
+        if not self.blocks_per_multiprocessor or not possible or device.capability < 90:
             return False
         return _LEAST_CLAIMED * self.groups(problem, device) <= problem.rows <= _MOST_CLAIMED
 

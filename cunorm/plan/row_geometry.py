@@ -60,10 +60,10 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
 def _most_vectors(problem: ForwardProblem, device: Device) -> int:
     """Of a thread, where one block has a row that clusters could share.
 
-    12 are 48 registers: 49,152 columns of RMS norm, whose weights are as many bytes as a row, take 1.02, 40,960 with a
-    residual 1.02 and 1.03. The weights and biases of layer norm are twice as many, which the cache does not keep: 40,960
-    columns take 1.21 in one block, in two 1.04; 49,152 1.30 and 1.03; 24,576 of float32 1.25 and 1.02; and with a
-    residual 32,768 1.03, 40,960 1.33.
+    12 are 48 registers: 49,152 columns of RMS norm, whose weights are as many bytes as a row, take 1.02, and as many
+    with a residual. The weights and biases of layer norm are twice that, which the cache does not keep: 40,960 columns
+    take 1.21 in one block, in two 1.04; 49,152 1.30 and 1.03; 24,576 of float32 1.25 and 1.02. With a residual 40,960
+    take 1.05 in one block, in two 1.03.
     """
     much = problem.norm.centered and (problem.residual is not None or len(problem.parameters) > 1)
     return 8 if much and device.groups(2) else 12
@@ -72,8 +72,9 @@ def _most_vectors(problem: ForwardProblem, device: Device) -> int:
 def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """One block for a row that fills its registers; None where that is slower than to share it.
 
-    RMS norm of 8192 rows of 65,536 bfloat16 numbers takes 1.02 so, by clusters of two 1.04, of 53,248 1.02 and 1.08; but
-    1024 rows 1.09 and 1.07, and under silu 1.10 and 1.03. Norms without weights 1.02, fetched ahead 1.08.
+    RMS norm of 8192 rows of 65,536 bfloat16 numbers takes 1.02 so, by clusters of two 1.04; of 53,248 1.02, fetched
+    ahead 1.08; but of 1024 rows 1.09 and by clusters 1.07, and under silu 1.10 and 1.03. Norms without weights take
+    1.02, fetched ahead 1.08.
     """
     light = not problem.parameters or (not problem.norm.centered and len(problem.parameters) == 1)
     light = light and problem.norm.activation is None and problem.residual is None and problem.channels is None
