@@ -125,9 +125,13 @@ def fields_of(name: str, text: str) -> tuple[tuple[str, str, str | None], ...]:
     for line in match[1].splitlines():
         if condition := _CONDITION.match(line):
             constant = condition[1]
+        elif line.lstrip().startswith("#"):
+            raise ValueError(f"kernels/{name}.cu: struct Arguments has {line.strip()}, and may have #if NAME > 0 alone")
         elif found := _FIELD.match(line):
             kind, star, field, length = found.groups()
             if not star and kind not in ("long long", "double"):
                 raise ValueError(f"kernels/{name}.cu: field {field} is {kind}; every field must be 8 bytes")
+            if constant and not star and length != constant:
+                raise ValueError(f"kernels/{name}.cu: field {field} may not depend on {constant}")
             fields.append((field, "pointer", constant) if star else (field, kind, length))
     return tuple(fields)

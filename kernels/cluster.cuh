@@ -60,7 +60,8 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 #endif
 }
 
-// To be called once; a cluster_barrier comes before the first exchange, as another block may not have started.
+// To be called once; all threads arrive at the cluster's barrier after it, and wait there before the first exchange, as
+// another block may not have started.
 //
 // At the start of a kernel ptxas sees that the address is the same for all threads. Later, as in channel_slab_forward
 // once, it may hand it over to SYNCS.EXCH in a loop, where compute-sanitizer 2025.3.1 takes it for another: racecheck

@@ -10,8 +10,8 @@
 //
 // What a plan is given is therefore complete before any of its launches begins: a kernel may read it before it waits,
 // but write nothing, where no launch before it in the plan writes it. channel_grid_*, channel_pipeline_*,
-// row_grid_forward, row_pipeline_* and, where rows are claimed, row_block_forward do, to have their slabs or rows on the
-// way early: each is the second launch of its plan, and the first only clears the words between its blocks, or the
+// row_grid_forward, row_pipeline_* and, where rows are claimed, row_block_forward do, to have their slabs or rows on
+// the way early: each is the second launch of its plan, and the first only clears the words between its blocks, or the
 // counters of rows. So does row_weight_gradients, before which only dx is written.
 
 // The next launch may begin; what this one writes, before or after, it will see when it has waited.

@@ -61,9 +61,9 @@ struct Arguments {
 // A thread asks for a row two turns ahead of its use, so that nobody waits for the answer, and tells the others beside
 // the sums of its row: those of its block through `told`, those of its cluster in what its blocks exchange.
 struct Claims {
-  unsigned* counter;
   long long step;       // from a block's first row to its second
   Compute* told;        // [2] in shared memory
+  unsigned* counter;
   long long first;      // of the rows that are claimed
   long long following;  // the row of the next turn
   long long second;     // of the turn after that
@@ -74,15 +74,15 @@ struct Claims {
   }
 
   // To be called when the first row is on its way: an earlier launch sets the counters.
-  __device__ __forceinline__ void begin(long long first_row) {
-    if constexpr (!CLAIMS) return;
-    const long long way = first_row % (CLAIMS > 0 ? CLAIMS : 1);
-    counter += way;
-    first = way + 2 * step;
+  __device__ __forceinline__ void begin(const Arguments& arguments, long long first_row) {
+#if CLAIMS > 0
+    counter = arguments.claimed + first_row % CLAIMS;
+    first = first_row % CLAIMS + 2 * step;
     following = first_row + step;
     asked = 0;
     wait_for_earlier_launches();
     ask();
+#endif
   }
 
   // What goes where numbers do: an integer's bits, with which nothing is computed.
@@ -107,7 +107,6 @@ struct Claims {
 
   // To be called in every turn, with what was told.
   __device__ __forceinline__ void take(Compute number) {
-    if constexpr (!CLAIMS) return;
     second = first + static_cast<long long>(CLAIMS) * as_count(number);
     ask();
   }
@@ -131,7 +130,7 @@ __device__ __forceinline__ Statistics merge_over_blocks(const Statistics& own, c
   Compute numbers[TOLD] = {own.mean, own.remainder, own.variance};
   if constexpr (TOLD > 3) numbers[TOLD - 1] = claims.to_tell();
   const Compute(&everyones)[BLOCKS_PER_ROW][TOLD] = exchange_in_row(exchange, turn, numbers);
-  claims.take(everyones[0][TOLD - 1]);
+  if constexpr (TOLD > 3) claims.take(everyones[0][TOLD - 1]);
   const Shares shares = shares_of_blocks(part.row_columns, columns_per_block, BLOCKS_PER_ROW);
   Statistics row = {everyones[0][0], 0, 0};
 #pragma unroll 4
@@ -151,6 +150,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   constexpr int SCRATCH = 2 * ((THREADS_PER_ROW + 31) / 32) * ROWS_PER_BLOCK;
   __shared__ Compute scratch[2][SCRATCH];
   __shared__ Exchange<TOLD> exchange;
+  __shared__ Compute told[CLAIMS ? 2 : 1];
   // x, residual; y, residual_out where they are runs; weight, bias, or those of channels
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
@@ -206,13 +206,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
   start_mbarriers(exchange);
   cluster_arrive();
-  __shared__ Compute told[CLAIMS ? 2 : 1];
-#if CLAIMS > 0
-  Claims claims = {arguments.claimed, step, told};
-#else
-  Claims claims = {nullptr, step, told};
-#endif
-  claims.begin(first_row);
+  Claims claims = {step, told};
+  claims.begin(arguments, first_row);
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row = claims.after(first_row), ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);

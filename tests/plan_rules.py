@@ -83,8 +83,9 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
         assert item.shared_bytes == 0
         return 0
     scratch = 2 * 2 * -(-constants["THREADS_PER_ROW"] // 32) * constants["ROWS_PER_BLOCK"] * size
-    exchange = 2 * item.cluster * 3 * size + 2 * 8
-    return int(scratch + exchange)
+    claims = constants.get("CLAIMS", 0) > 0  # what is claimed is told beside the statistics, or in a block by itself
+    exchange = 2 * item.cluster * (4 if claims and item.cluster > 1 else 3) * size + 2 * 8
+    return int(scratch + exchange + 2 * size * claims)
 
 
 def every_field_of_the_kernel(problem: AnyProblem, device: Device, chosen: Plan) -> None:

@@ -155,6 +155,8 @@ def test_arguments_are_parsed_whole(kernel: str) -> None:
             "field eps is float; every field must be 8 bytes",
         ),
         ("struct Other {\n  long long rows;\n};\n", "has no struct Arguments"),
+        ("struct Arguments {\n#ifdef A\n  double eps;\n#endif\n};\n", "has #ifdef A, and may have #if NAME > 0 alone"),
+        ("struct Arguments {\n#if A > 0\n  double eps;\n#endif\n};\n", "field eps may not depend on A"),
     ],
 )
 def test_arguments_that_cannot_be_packed(

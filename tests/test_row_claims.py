@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 from cases import LAYER_NORM, RMS_NORM, Case, EmulatorRunner, Norm, check, data
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_forward
+from test_rows_of_channels import check_forward, forward, norm_of
 
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with
-from cunorm.problem import ForwardProblem
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_block
+from cunorm.plan.launches import Builder
+from cunorm.plan.rows_of_channels import as_rows
+from cunorm.problem import ChannelProblem, ForwardProblem
 
 DEVICE = Device("sm_90", multiprocessors=8, threads_per_multiprocessor=512, clusters=(3, 2, 0, 0))
 TWO = RowBlock(4, 1, 64, 1, 2, "ahead", weights="staged", blocks_per_multiprocessor=1)
@@ -79,6 +83,36 @@ def test_rows_of_a_block_and_rows_that_begin_anywhere(norm: Norm, kind: str) -> 
     weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
     case = Case(data(0, shape, dtype), weight, bias if norm.centered else None, norm=norm)
     check(runner(geometry, 1), case)
+
+
+def of_channels(geometry: RowBlock) -> Callable[[ChannelProblem], Plan]:
+    def choose(problem: ChannelProblem) -> Plan:
+        rows, builder = as_rows(problem), Builder()
+        assert isinstance(rows, ForwardProblem)
+        chosen = builder.finished(row_block.plan_forward(rows, geometry, DEVICE, builder))
+        assert claims(chosen)
+        return chosen
+
+    return choose
+
+
+@NEEDS_COMPILER
+def test_channels_of_rows_that_are_claimed() -> None:
+    """Their weights are staged for each row; and where they begin within vectors, found for each number."""
+    norm = norm_of(17, 16, 4, 64, "float32", activation="silu")
+    check_forward(norm, of_channels(replace(TWO, vectors=1, threads_per_row=64, blocks_per_row=1, weights="staged")))
+    check_forward(norm, of_channels(replace(TWO, threads_per_row=64, blocks_per_row=2, weights="late")))
+    check_forward(norm_of(24, 12, 4, 63, "bfloat16"), of_channels(replace(OTHERS["peeled"][2], weights="late")))
+
+
+@NEEDS_COMPILER
+def test_y_may_be_written_over_x() -> None:
+    norm = norm_of(17, 16, 4, 64, "float32", activation="silu")
+    choose = of_channels(replace(TWO, blocks_per_row=1))
+    expected, *_ = forward(norm, choose)
+    x = norm.x.copy()
+    y, *_ = forward(replace(norm, x=x), choose, y=x)
+    assert y.tobytes() == expected.tobytes()
 
 
 H200 = Device()

@@ -323,4 +323,6 @@ def _checked(kernel: str, text: Any) -> str:
 
 def _field(item: tuple[str, str, str | None]) -> str:
     name, kind, length = item
+    if kind == "pointer":
+        return f"pointer {name}{f' (if {length} > 0)' if length else ''}"
     return f"{kind} {name}{f'[{length}]' if length else ''}"

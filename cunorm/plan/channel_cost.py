@@ -166,9 +166,9 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     if way.whole(problem):
         waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, 1.0, 1.12)
     elif run * way.groups >= 512:  # groups work on tiles that lie behind each other
-        waste = (1.15 if run % 128 == 0 else 1.24) * _activation(problem, 1.0, 1.2)
+        waste = (1.15 if run % 128 == 0 else 1.24 if run > 256 else 1.3) * _activation(problem, 1.0, 1.2)
     elif run >= 128 and itemsize == 2:
-        waste = 1.35 * _activation(problem, 1.0, 1.12)
+        waste = (1.35 if way.ahead >= 5 else 1.4) * _activation(problem, 1.0, 1.12)
     else:
         waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
     if run < 64 or run % 32:

@@ -1,4 +1,4 @@
-"""Rows that fit in the registers of a block, or of the blocks of a cluster: one launch, every number moved once."""
+"""Rows that fit in the registers of a block, or of the blocks of a cluster: every number is moved once."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class RowBlock:
         narrow = self.width * DTYPES[problem.x.dtype].itemsize < 16
         return narrow and self.capacity != problem.columns and self.weights == "late"
 
-    def claims(self, problem: ForwardProblem, device: Device) -> bool:
+    def claims_rows(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether those who take turns get each row from a counter (see kernels/row_block_forward.cu).
 
         Then they need not wait for the slowest multiprocessors: 8192 rows of 65,536 bfloat16 numbers, shared by
@@ -199,14 +199,14 @@ class RowBlock:
 
 
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
-    claims = geometry.period(problem) if geometry.claims(problem, device) else 0
-    claimed: Value = reserve_words(builder, -(-claims // 2)) if claims else 0  # a word is two counters
+    counters = geometry.period(problem) if geometry.claims_rows(problem, device) else 0
+    claimed: Value = reserve_words(builder, -(-counters // 2)) if counters else 0  # a word is two of them
     builder.launch(
         "row_block_forward",
         dtype_constants(problem)
         | geometry.constants(problem)
         | {"HAS_RESIDUAL": int(problem.residual is not None)}
-        | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": claims}
+        | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": counters}
         | affine_constants(problem, geometry.width),
         geometry.groups(problem, device) * geometry.blocks_per_row,
         (geometry.threads_per_row, geometry.rows_per_block),

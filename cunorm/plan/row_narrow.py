@@ -105,11 +105,12 @@ def _peeled_directly(problem: ForwardProblem, device: Device, width: int) -> Row
     """Rows that are read directly, as other rows are; None for those with a residual, and longer than was measured so.
 
     A block for every group of rows lets the multiprocessors, some of which are slower, share them better than blocks
-    that take turns: 4096 columns take 1.03 so, in turns 1.11. But where rows begin in different ways, each reads its
-    weights across two pieces. Sixteen-bit numbers can mostly not afford that twice: layer norm of 4097 columns of
-    bfloat16 takes 1.13 in turns and 1.15 without, 1025 of them 1.17 and 1.08; RMS norm of 4097 1.03 without, 1.14
-    fetched ahead. float32: 129 columns take 1.08, 513 0.99, 1023 1.01, 4097 1.01, 8191 1.05; in turns 1.12, 1.06, 1.08,
-    1.08, 1.11.
+    that take turns in fixed shares: 4096 columns take 1.03 so, in turns 1.11. But where rows begin in different ways,
+    each reads its weights across two pieces. Sixteen-bit numbers can mostly not afford that twice: layer norm of 4097
+    columns of bfloat16 takes 1.13 in turns and 1.15 without, 1025 of them 1.17 and 1.08; RMS norm of 4097 1.03 without,
+    1.14 fetched ahead. float32: 129 columns take 1.08, 513 0.99, 1023 1.01, 4097 1.01, 8191 1.05; in turns 1.12, 1.06,
+    1.08, 1.08, 1.11. These turns were in fixed shares. A block that has one row at a time claims them now: layer norm
+    of 4097 columns of bfloat16 takes 1.10.
     """
     vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
     if problem.residual is not None or itemsize == 8 or vectors_per_row > (1024 if itemsize == 2 else 2048):

@@ -44,7 +44,7 @@ def shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fals
                 threads = -(-(columns // width) // geometry.vectors // 32) * 32
                 geometry = replace(geometry, threads_per_row=threads)
             if (
-                geometry.vectors <= way.vectors
+                geometry.vectors <= way.vectors  # of which as many threads as the way has must have the registers
                 and fits_registers(problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct")
                 and (way.weights != "early" or fits_early(geometry, problem, device))
                 and fits(geometry, problem, device)
