@@ -111,8 +111,8 @@ SIZES = {
     "float16": [1, 64, 120, 1024, 4097, 16_384, 36_898, 65_536],
     "bfloat16": [3, 10, 64, 256, 257, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 10_240, 11_000, 12_288, 16_384, 16_385,
                  20_000,
-                 32_768, 50_257, 65_536, 100_000, 262_144],
-    "float32": [1, 10, 100, 257, 1000, 1024, 4096, 4097, 5120, 10_000, 12_288, 20_000, 50_257, 65_536, 100_000,
+                 32_768, 36_000, 50_257, 60_000, 65_536, 100_000, 262_144],
+    "float32": [1, 10, 100, 257, 1000, 1024, 4096, 4097, 5120, 10_000, 12_288, 17_000, 20_000, 50_257, 65_536, 100_000,
                 131_072, 295_121, 298_112],
     "float64": [7, 100, 257, 1024, 1025, 2048, 4096, 4097, 5120, 8192, 20_001, 65_536, 147_565, 262_144],
 }  # fmt: skip
@@ -578,6 +578,8 @@ def launches_at(places: slice, dtype: str) -> list[Launch]:
 def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = launches_at(slice(1, None), dtype)
     pipelines = {f"{of}_pipeline_{way}" for of in ("row", "channel") for way in ("forward", "backward")}
+    # Beside pipelines there is a kernel of rows that are claimed, which has a test of its own.
+    later = [item for item in later if item.kernel != "row_block_forward"]
     pipelines = set() if dtype == "float64" else pipelines
     assert {item.kernel for item in later} == pipelines | {
         "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",

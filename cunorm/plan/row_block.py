@@ -141,12 +141,13 @@ class RowBlock:
         Then they need not wait for the slowest multiprocessors: 8192 rows of 65,536 bfloat16 numbers, shared by
         clusters of two blocks, take 1.04, in fixed shares 1.11; 4096 of 131,072 1.02 and 1.09; 65,536 of 4097, a block
         each, 1.10 and 1.14. But 8192 of 50,257 float32 numbers in clusters 1.20 and 1.14. With 64 registers a thread
-        some would spill.
+        some would spill, and so would 16 vectors of a thread under the exact gelu.
         """
         possible = self.rows_per_block == 1 and self.threads_per_row > 32 and self.stage != "run"
         possible = possible and (self.stage == "direct" or self.rows_ahead == 1)
         possible = possible and not (self.peeled and self.blocks_per_row > 1 and self.width < 8)
         possible = possible and 65536 // self.threads >= 80 * self.compiled_for(problem)
+        possible = possible and (problem.norm.activation is None or self.vectors <= 8)
         # Before sm_90 launches do not overlap, and nothing was measured.
         if not self.blocks_per_multiprocessor or not possible or device.capability < 90:
             return False

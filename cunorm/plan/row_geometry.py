@@ -63,10 +63,10 @@ def _most_vectors(problem: ForwardProblem, device: Device) -> int:
     12 are 48 registers: 49,152 columns of RMS norm, whose weights are as many bytes as a row, take 1.02, and as many
     with a residual. The weights and biases of layer norm are twice that, which the cache does not keep: 40,960 columns
     take 1.21 in one block, in two 1.04; 49,152 1.30 and 1.03; 24,576 of float32 1.25 and 1.02. With a residual 40,960
-    take 1.05 in one block, in two 1.03. On other GPUs with clusters none of this was measured.
+    take 1.05 in one block, in two 1.03. On other GPUs with clusters none of this was measured, nor of float64.
     """
     much = problem.norm.centered and (problem.residual is not None or len(problem.parameters) > 1)
-    return 8 if much and device.groups(2) else 12
+    return 8 if much and device.groups(2) and problem.x.dtype != "float64" else 12
 
 
 def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
