@@ -37,7 +37,9 @@ class KnownGpu:
 
 
 def _known(name: str, arch: str, multiprocessors: int, threads: int, rate: float, rate_is: str = "") -> KnownGpu:
-    return KnownGpu(name, Device(arch, multiprocessors, threads), rate, rate_is or "the datasheet's memory rate")
+    copied = rate if rate_is else launch.COPIED_SHARE * rate
+    device = Device(arch, multiprocessors, threads, memory_rate=copied * 1e-6 / multiprocessors)
+    return KnownGpu(name, device, rate, rate_is or "the datasheet's memory rate")
 
 
 KNOWN_GPUS = {

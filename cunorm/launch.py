@@ -21,6 +21,7 @@ from cunorm.plan import Device, Launch, Plan
 
 __all__ = [
     "COMPILE_OPTIONS",
+    "COPIED_SHARE",
     "Call",
     "Step",
     "argument_values",
@@ -42,6 +43,9 @@ _COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 # since CUDA 12.3.
 _FIRST_OVERLAPPING_CAPABILITY, _FIRST_OVERLAPPING_DRIVER = 90, 12030
 COMPILE_OPTIONS = ("-std=c++17",)
+# What a copy reaches of the rate that the memory's clock and width give: 0.86 of 4.9 TB/s on an H200, 0.89 of 3.35 on
+# an H100.
+COPIED_SHARE = 0.86
 _asking = threading.Lock()
 
 
@@ -74,7 +78,15 @@ def device(index: int) -> Device:
         multiprocessors=properties["multiProcessorCount"],
         threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
         clusters=_clusters(index) if properties["major"] >= 9 else (0, 0, 0, 0),
+        memory_rate=_memory_rate(index) / properties["multiProcessorCount"] or Device.memory_rate,
     )
+
+
+def _memory_rate(index: int) -> float:
+    """The bytes that a copy moves in a microsecond on CUDA device ``index``; 0 where the driver does not tell."""
+    attributes = cupy().cuda.Device(index).attributes
+    kilohertz, bits = (attributes.get(name, 0) for name in ("MemoryClockRate", "GlobalMemoryBusWidth"))
+    return COPIED_SHARE * 2 * kilohertz * 1e-3 * bits / 8
 
 
 @functools.cache

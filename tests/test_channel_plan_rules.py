@@ -600,6 +600,46 @@ def test_groups_lie_over_blocks_as_was_timed(
         assert constants["WEIGHTS"] == "staged"
 
 
+@pytest.mark.parametrize(
+    ("shape", "activation", "expected"),
+    [
+        ((2, 640, 64**2), "silu", [(2, 10, "direct", "staged"), (2, 10, "direct", "late")]),
+        ((2, 640, 64**2), None, [(4, 10, "direct", "staged"), (2, 10, "direct", "late")]),
+        ((2, 960, 64**2), "silu", [(2, 15, "direct", "staged"), (8, 8, "ahead", "staged")]),
+        ((2, 960, 64**2), None, [(8, 8, "ahead", "staged"), (8, 8, "ahead", "staged")]),
+        ((1, 512, 128**2), None, [(8, 16, "ahead", "late"), (8, 8, "ahead", "staged")]),
+        ((1, 512, 128**2), "silu", [(8, 8, "ahead", "staged"), (8, 8, "ahead", "staged")]),
+    ],
+)
+def test_few_long_groups_run_all_at_once_where_they_can(
+    shape: tuple[int, int, int], activation: str | None, expected: list[tuple[int, int, str, str]]
+) -> None:
+    """Blocks of a group, vectors of a thread, how these come and how the weights."""
+    problems = plain_channel_norm(shape, "float16", shape[1] // 32, activation=activation)
+    for problem, way in zip(problems, expected, strict=True):
+        launch = plan(problem, Device()).launches[0]
+        constants = dict(launch.constants)
+        assert (launch.cluster, constants["VECTORS"], constants["STAGE"], constants["WEIGHTS"]) == way
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels_per_set", "expected"),
+    [
+        ((64, 64, 56**2), "float16", None, "channel_grid"),
+        ((8, 64, 128**2), "float16", None, "channel_grid"),
+        ((64, 144, 56**2), "float16", None, "channel_grid"),
+        ((1, 64, 256**2), "float16", 1, "channel_grid"),
+        ((2, 512, 128**2), "float16", 16, "channel_pipeline"),
+    ],
+)
+def test_slower_memory_makes_reading_twice_worse(
+    shape: tuple[int, int, int], dtype: str, channels_per_set: int | None, expected: str
+) -> None:
+    """Backward, as was timed on an H100."""
+    _, backward = plain_channel_norm(shape, dtype, channels_per_set, last=True)
+    assert plan(backward, Device(memory_rate=21.8e3)).strategy == expected
+
+
 def test_many_groups_under_an_activation_are_slabs_backward() -> None:
     assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "channel_slab"]
 

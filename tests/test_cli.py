@@ -96,6 +96,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
                 pass
 
             mem_info = property(lambda self: refusing())
+            attributes = property(lambda self: {})
 
         runtime = SimpleNamespace(
             getDeviceCount=lambda: len(capabilities), getDeviceProperties=properties, CUDARuntimeError=RuntimeError
@@ -356,7 +357,7 @@ def test_info_imports_no_framework() -> None:
 def test_info_on_gpus_that_cannot_be_used(capsys: pytest.CaptureFixture[str], gpus_here: GpusHere) -> None:
     cupy = gpus_here((7, 0), (8, 0), (8, 6))
     busy = cupy.cuda.Device
-    cupy.cuda.Device = lambda index: SimpleNamespace(mem_info=(0, 48e9)) if index == 2 else busy(index)
+    cupy.cuda.Device = lambda index: SimpleNamespace(mem_info=(0, 48e9), attributes={}) if index == 2 else busy(index)
     text = run(capsys, "info")
     assert table_row(text, "CUDA device 0")[1].startswith("GPU 7.0, CUDA device 0 has compute capability 7.0")
     assert table_row(text, "CUDA device 1")[1] == "GPU 8.0, cudaErrorDevicesUnavailable"

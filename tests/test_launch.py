@@ -287,20 +287,35 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("major", "minor", "fine"), [(7, 0, False), (6, 1, False), (7, 5, True), (12, 0, True)])
 def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: int, minor: int, fine: bool) -> None:
     properties = {"major": major, "minor": minor, "multiProcessorCount": 10, "maxThreadsPerMultiProcessor": 1024}
+    look_like(monkeypatch, properties)
+    if fine:
+        clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
+        assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
+    else:
+        message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
+        with pytest.raises(RuntimeError, match=message):
+            launch.device(0)
+
+
+def look_like(monkeypatch: pytest.MonkeyPatch, properties: dict[str, int], **attributes: int) -> None:
+    """Makes CUDA device 0 one of which the driver says this."""
     runtime = SimpleNamespace(getDeviceProperties=lambda index: properties, CUDARuntimeError=RuntimeError)
-    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    device = SimpleNamespace(attributes=attributes)
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda index: device)
+    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(launch, "_clusters", lambda index: (5, 2, 1, 0))
-    launch.device.cache_clear()
-    try:
-        if fine:
-            clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
-            assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
-        else:
-            message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
-            with pytest.raises(RuntimeError, match=message):
-                launch.device(0)
-    finally:
-        launch.device.cache_clear()
+    monkeypatch.setattr(launch, "device", functools.cache(launch.device.__wrapped__))
+
+
+@pytest.mark.parametrize(
+    ("kilohertz", "bits", "rate"),
+    [(3_201_000, 6144, 32.0e3), (2_619_000, 5120, 21.8e3), (0, 5120, Device.memory_rate)],
+    ids=["H200", "H100", "not told"],
+)
+def test_how_fast_the_memory_is(monkeypatch: pytest.MonkeyPatch, kilohertz: int, bits: int, rate: float) -> None:
+    properties = {"major": 9, "minor": 0, "multiProcessorCount": 132, "maxThreadsPerMultiProcessor": 2048}
+    look_like(monkeypatch, properties, MemoryClockRate=kilohertz, GlobalMemoryBusWidth=bits)
+    assert launch.device(0).memory_rate == pytest.approx(rate, rel=0.005)
 
 
 def test_no_launch_takes_shared_memory_from_another_of_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:

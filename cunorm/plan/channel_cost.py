@@ -20,10 +20,23 @@ from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProbl
 
 __all__ = ["grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
 
-# What a multiprocessor moves in a microsecond while all do.
-_BYTES = 32e3
+# The memory rate (see `Device`) that the constants were fitted for.
+_FITTED_RATE = 32e3
+# What a multiprocessor could move in a microsecond if the others had nothing to move.
+_ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
+
+
+def _time_to_move(nbytes: float, device: Device) -> float:
+    """While all multiprocessors do."""
+    return nbytes / (device.memory_rate * device.multiprocessors)
+
+
+def _time_in_pipeline(nbytes: float, device: Device, waste: float, waiting: float) -> float:
+    """The time to move numbers and to compute with them, of which multiprocessors wait a share for the memory."""
+    memory, fitted = _time_to_move(nbytes, device), nbytes / (_FITTED_RATE * device.multiprocessors)
+    return max(memory, waste * (waiting * memory + (1 - waiting) * fitted))
 
 
 def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
@@ -51,11 +64,12 @@ def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float,
     return elements * each * (1 if isinstance(problem, ChannelForward) else 1.6)
 
 
-def _activation(problem: ChannelProblem, forward: float, backward: float) -> float:
-    """How much longer the numbers take under an activation."""
+def _activation(problem: ChannelProblem, device: Device, forward: float, backward: float) -> float:
+    """How much longer the numbers take under an activation; less where they take longer to come."""
     if problem.activation is None:
         return 1.0
-    return forward if isinstance(problem, ChannelForward) else backward
+    longer = forward if isinstance(problem, ChannelForward) else backward
+    return 1 + (longer - 1) * min(1.0, device.memory_rate / _FITTED_RATE)
 
 
 def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
@@ -65,7 +79,7 @@ def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     at_once = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab * resident
     grid = slab.grid(problem)
     waves = -(-grid // at_once)
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * _waste(problem, slab.tiles)
+    stream = _time_to_move(problem.bytes_moved, device) * _waste(problem, slab.tiles)
     stream /= min(1.0, 2.2 * grid / device.multiprocessors)
     if waves > 1:
         stream *= 1 + 0.6 * (waves * at_once / grid - 1)
@@ -73,7 +87,7 @@ def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     latency = 1.8 + (0.95 + 0.06 * math.log2(slab.blocks_per_slab)) * (slab.blocks_per_slab > 1)
     latency += work * max(0.66, slab.tiles.threads * resident / 512)
     cost = 4.2 + stream + latency * (1 + (waves - 1) / float(resident**0.6))
-    return cost * _activation(problem, 1.05, 1.15)
+    return cost * _activation(problem, device, 1.05, 1.15)
 
 
 def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) -> float:
@@ -88,11 +102,11 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
 
     # Of small tensors the cache puts together what blocks have of a line.
     waste = _waste(problem, slab.tiles)
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors)
+    stream = _time_to_move(problem.bytes_moved, device)
     stream *= 1 + (waste - 1) * min(1.0, problem.bytes_moved / 95e6)
-    # What the busiest multiprocessor moves, which it could do faster if the others had nothing to move.
+    # What the busiest multiprocessor moves.
     own = waves * per_multiprocessor * slab.shared_bytes(problem) * (2 if forward else 1.5)
-    own *= math.sqrt(waste) / (3.5 * _BYTES)
+    own *= math.sqrt(waste) / _ALONE_BYTES
     memory = math.sqrt(math.hypot(stream**2, own**2))
     if waves > 1:
         memory *= 1 + 0.54 * (waves * at_once / grid - 1)
@@ -105,7 +119,7 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
         sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab  # by a block to the others
         latency += 0.5 + 0.18 * math.log2(slab.blocks_per_slab) + 1.4e-4 * sent * per_multiprocessor
     cost = (6.3 if forward else 5.4) + memory + latency * (1 + (waves - 1) / float(resident**0.6))
-    return cost * _activation(problem, 1.1, 1.35)
+    return cost * _activation(problem, device, 1.1, 1.35)
 
 
 def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
@@ -115,15 +129,15 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     slabs = grid.tiles.count(problem)
     waste *= turns * grid.groups / slabs
     waste *= slabs * grid.tiles.channels / (problem.samples * problem.channels)  # the last may have fewer channels
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
+    stream = _time_to_move(problem.bytes_moved, device) * waste
     if grid.rereads:
         return _streaming_cost(grid, problem, device, stream, waste)
-    stream *= _activation(problem, 1.08, 1.4)
+    stream *= _activation(problem, device, 1.08, 1.4)
     if isinstance(problem, ChannelForward):
         stream *= 1.08 if grid.tiles.along_channels else 1.0
     elif grid.groups <= 2:
-        stream *= 1.3  # all blocks sum, wait, and store at the same time
-    exchange = (3.2 if grid.tiles.along_channels else 1.2) + 6e-4 * grid.sets(problem) * grid.blocks_per_slab
+        stream *= 1.15  # all blocks sum, wait, and store at the same time
+    exchange = (3.2 if grid.tiles.along_channels else 1.2) + 4e-4 * grid.sets(problem) * grid.blocks_per_slab
     exposed = exchange + _work(problem, grid.vectors, grid.tiles, 0.012, 0.014)
     # What is on its way meanwhile.
     exposed *= 1 - 0.15 * min(1.0, (grid.slots - grid.vectors) / grid.vectors)
@@ -137,13 +151,13 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
     # What the slabs that are worked on at a time read again.
     slab = problem.points * min(grid.tiles.channels, problem.channels) * itemsize * (1 if forward else 2)
     again = grid.groups * slab * grid.rereads / grid.vectors
-    missed = turns * max(0.0, again - _CACHED_BYTES) / (_BYTES * device.multiprocessors) * waste
-    stream *= _activation(problem, 1.06, 1.17)
+    missed = turns * _time_to_move(max(0.0, again - _CACHED_BYTES), device) * waste
+    stream *= _activation(problem, device, 1.06, 1.17)
     words = turns * 1e-3 * grid.sets(problem) * grid.blocks_per_slab
     held = turns * min(grid.vectors, grid.slots) * 16 / itemsize
     if forward:
         return 12.7 + 1.14 * stream + 1.09 * missed + 0.14 * words + 0.044 * held
-    return 17.8 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
+    return 12.0 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
 
 
 def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
@@ -151,33 +165,32 @@ def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device)
     left_over = way.turns(problem) * way.groups / way.tiles.count(problem) / busy
     if isinstance(problem, ChannelBackward):
         return _pipeline_cost_backward(way, problem, device, left_over)
-    waste = _waste(problem, way.tiles) * left_over
+    waste = _waste(problem, way.tiles)
     # Whole samples lie behind each other in memory, tiles of them in pieces.
-    waste *= 1.15 * _activation(problem, 1.2, 1.0) if way.whole(problem) else 1.26 * _activation(problem, 1.15, 1.0)
+    in_memory, activated = (1.15, 1.2) if way.whole(problem) else (1.26, 1.15)
+    waste *= in_memory * _activation(problem, device, activated, 1.0)
     # Eight sums to a vector instead of four or fewer.
     waste *= 1.2 if units(problem, way.tiles.direction) == 8 else 1.0
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste
-    return 9.6 + stream + 3e-5 * way.part_bytes
+    return 9.6 + _time_in_pipeline(problem.bytes_moved * left_over, device, waste, 0.3) + 3e-5 * way.part_bytes
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
     itemsize = DTYPES[problem.x.dtype].itemsize
     run = way.tiles.channels * itemsize
     if way.whole(problem):
-        waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, 1.0, 1.12)
+        waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, device, 1.0, 1.12)
     elif run * way.groups >= 512:  # groups work on tiles that lie behind each other
-        waste = (1.15 if run % 128 == 0 else 1.24 if run > 256 else 1.3) * _activation(problem, 1.0, 1.2)
+        waste = (1.15 if run % 128 == 0 else 1.24 if run > 256 else 1.3) * _activation(problem, device, 1.0, 1.2)
     elif run >= 128 and itemsize == 2:
-        waste = (1.35 if way.ahead >= 5 else 1.4) * _activation(problem, 1.0, 1.12)
+        waste = (1.35 if way.ahead >= 5 else 1.4) * _activation(problem, device, 1.0, 1.12)
     else:
         waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
     if run < 64 or run % 32:
         waste *= max(1.1, 36 / run)
-    waste *= _activation(problem, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
+    waste *= _activation(problem, device, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
     # What waits for what blocks tell each other should take as long as that.
     waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * waste * left_over
-    return 14.0 + stream + 0.15 * way.turns(problem)
+    return 14.0 + _time_in_pipeline(problem.bytes_moved * left_over, device, waste, 0.7) + 0.15 * way.turns(problem)
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
@@ -185,6 +198,6 @@ def split_cost(problem: ChannelProblem, device: Device) -> float:
     itemsize = DTYPES[problem.x.dtype].itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03
-    stream = problem.bytes_moved / (_BYTES * device.multiprocessors) * passes * unpacked
-    stream *= _activation(problem, 1.0, 1.1) if itemsize > 2 else _activation(problem, 1.18, 1.4)
+    stream = _time_to_move(problem.bytes_moved, device) * passes * unpacked
+    stream *= _activation(problem, device, 1.0, 1.1) if itemsize > 2 else _activation(problem, device, 1.18, 1.4)
     return 14.0 + stream * _narrow(problem, width)

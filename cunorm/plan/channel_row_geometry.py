@@ -23,6 +23,10 @@ _MOST_THREADS = 512
 _MOST_SHARED = 4096
 _MOST_FORWARD = 2560
 _MOST_BLOCKS = 8
+# Of few rows under an activation, 15 of each of 512 threads: 16 would spill.
+_MOST_ACTIVATED = 7680
+# Backward, vectors of a thread: more of sixteen-bit numbers spill, but for those of few rows that are read directly.
+_MOST_VECTORS, _MOST_OF_FEW = 8, 10
 
 
 def with_channels(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
@@ -33,6 +37,8 @@ def with_channels(geometry: RowBlock, problem: Problem, device: Device) -> RowBl
     float32 numbers take 1.06 late, staged 1.10. But where channels begin within vectors, 1.49 and 1.37.
     """
     late, staged = (replace(geometry, weights=weights) for weights in ("late", "staged"))
+    if isinstance(problem, BackwardProblem) and geometry.stage == "direct" and geometry.vectors > _MOST_VECTORS:
+        return late
     if isinstance(problem, ForwardProblem):
         hidden = geometry.stage == "direct" and problem.rows > 4 * device.multiprocessors
         # Ahead, so many vectors would spill 8 bytes.
@@ -46,35 +52,58 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     """How rows of several channels lie over threads; None where they are spread as others are.
 
     A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of 256 with up to 10 each, and
-    few rows from 5 vectors on. Under an activation few take more threads: 64 of 65,536 1.43 by two blocks of 512, by
-    four of 256 1.50. Where all rows run at once, they are read directly, with so few registers that they can: 256
-    rows of 20,480 take 1.14, with registers for half as many blocks 1.39; 64 of 65,536 1.26 by four blocks, by two
+    few rows from 5 vectors on. Where all rows run at once, they are read directly, with so few registers that they can:
+    256 rows of 20,480 take 1.14, with registers for half as many blocks 1.39; 64 of 65,536 1.26 by four blocks, by two
     1.31. More come ahead: 256 rows of 40,960 take 1.10 and 1.26, directly 1.15 and 1.27, 512 of 16,384 0.99 and 1.15,
-    directly 1.06 and 1.23; 256 of 40,960 float32 numbers 1.05 by four blocks, by two of 512 threads 1.14.
+    directly 1.06 and 1.23; 256 of 40,960 float32 numbers 1.05 by four blocks, by two of 512 threads 1.14. Few of the
+    longest are shared by as few blocks as can: 32 of 262,144 take 1.28 by eight of 256 threads on an H100, by four of
+    512 1.59.
     """
     width = _width(problem, device)
     vectors_per_row = problem.columns // width if width else 0
     if vectors_per_row < _FEWEST_VECTORS:
         return None
     few = problem.rows <= device.groups(2)
-    activated = few and problem.norm.activation is not None
-    blocks = _power_of_two(vectors_per_row, _MOST_SHARED if activated else _MOST_FORWARD)
+    if few and problem.norm.activation is not None:
+        return _few_activated(problem, device, width, vectors_per_row)
+    blocks = _power_of_two(vectors_per_row, _MOST_FORWARD)
+    if few and blocks > _MOST_BLOCKS:
+        blocks = _power_of_two(vectors_per_row, _MOST_SHARED)
     if few and blocks == 1 and vectors_per_row > _MOST_SHARED // 2:
         blocks = 2
-    if blocks > _MOST_BLOCKS or not device.groups(blocks) or not can_be_shared(problem, blocks, width):
+    if not _can_share(problem, device, blocks, width):
         return None
     if blocks == 1 and problem.rows > 4 * device.multiprocessors:
         return None  # so many hide each other's waiting
-    geometry = _spread(problem, width, blocks, _MOST_THREADS if blocks == 1 or activated else 256)
-    crowd = max(1, min(blocks_with(geometry, 64), device.threads_per_multiprocessor // geometry.threads))
+    geometry = _spread(problem, width, blocks, _MOST_THREADS if blocks == 1 else 256)
+    registers = 64 if geometry.vectors <= _MOST_FORWARD // 256 else 128
+    crowd = max(1, min(blocks_with(geometry, registers), device.threads_per_multiprocessor // geometry.threads))
     at_once = device.groups(blocks) * crowd
     if problem.rows <= (at_once if blocks == 1 else at_once * 3 // 5):
         # 9 and 10 vectors would spill with 64 registers.
         return replace(geometry, min_blocks=min(crowd, blocks_with(geometry, 64 if geometry.vectors <= 8 else 80)))
     while crowd > 1 and problem.rows <= device.groups(blocks) * crowd:
         crowd //= 2
-    geometry = with_channels(replace(geometry, stage="ahead", blocks_per_multiprocessor=crowd), problem, device)
-    return geometry if _has_room(geometry, problem, device) else None
+    return _ahead(geometry, crowd, problem, device)
+
+
+def _few_activated(problem: ForwardProblem, device: Device, width: int, vectors_per_row: int) -> RowBlock | None:
+    """Few rows under an activation: all at once, if they can be, with as many vectors as that takes; else ahead.
+
+    64 rows of 65,536 take 1.43 by two blocks of 512 threads, by four of 256 1.50. On an H100 64 of 81,920 take 1.32 and
+    of 122,880 1.26 by two blocks, ahead by four 1.50 and 1.51; and 32 of 262,144 1.44 ahead by eight, with two of them
+    on a multiprocessor 1.45.
+    """
+    blocks = _power_of_two(vectors_per_row, _MOST_ACTIVATED)
+    if blocks == 1 and vectors_per_row > _MOST_SHARED // 2:
+        blocks = 2
+    if _can_share(problem, device, blocks, width) and problem.rows <= device.groups(blocks):
+        geometry = _spread(problem, width, blocks, _MOST_THREADS)
+        return replace(geometry, min_blocks=2 if geometry.vectors <= 8 else 1)
+    blocks = _power_of_two(vectors_per_row, _MOST_SHARED)
+    if not _can_share(problem, device, blocks, width):
+        return None
+    return _ahead(_spread(problem, width, blocks, _MOST_THREADS), 1, problem, device)
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -84,30 +113,44 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     take 1.48 and 1.64, fetched ahead 1.56 and 1.81; 64 of 20,480 1.55 and 1.72 by two blocks, by one 1.61 and 1.90.
     Others come ahead, in blocks of 512 threads, but where these would have 8 vectors each, in twice as many of 256:
     256 rows of 65,536 take 1.22 and 1.56 so, else 1.26 and more. All blocks have as many channels: 256 rows of ten
-    channels, 40,960 float32 numbers, take 1.20 and 1.44 by two blocks, by four 1.25 and 1.77.
+    channels, 40,960 float32 numbers, take 1.20 and 1.44 by two blocks, by four 1.25 and 1.77. On an H100 64 rows of
+    81,920 take 1.32 and 1.42 by two blocks, which all run at once, by four 1.49 and 1.64; and 64 of thirty channels,
+    122,880, 1.35 by eight blocks of four channels or two, 1.67 with one block on a multiprocessor, 1.78 with two, and
+    by four blocks 1.57 and 2.06.
     """
     width = _width(problem, device)
     vectors_per_row = problem.columns // width if width else 0
     if vectors_per_row < _FEWEST_VECTORS:
         return None
-    blocks = _power_of_two(vectors_per_row, _MOST_SHARED)
-    if 2 * blocks > _MOST_BLOCKS:
+    few, least = problem.rows <= device.groups(2), _power_of_two(vectors_per_row, _MOST_SHARED)
+    if 2 * least > _MOST_BLOCKS:
         return None
-    if blocks == 1 and problem.rows <= device.groups(2) and vectors_per_row > _MOST_SHARED // 2:
-        blocks = 2
+    blocks = 2 if least == 1 and few and vectors_per_row > _MOST_SHARED // 2 else least
     while blocks > 1 and not _are_alike(problem, device, blocks, width):
         blocks //= 2
+    if few and problem.rows > device.groups(blocks) and _are_alike(problem, device, 2, width):
+        pair = _spread(problem, width, 2, _MOST_THREADS)
+        if pair.vectors <= _MOST_OF_FEW:
+            return pair
     threads = 256 if blocks > 1 and vectors_per_row <= 1280 * blocks else _MOST_THREADS
-    geometry = _spread(problem, width, blocks, threads)
-    if geometry.vectors > (8 if width == 8 else 10):  # more would spill
+    geometry, crowd = _spread(problem, width, blocks, threads), _MOST_THREADS // threads
+    if geometry.vectors <= (_MOST_VECTORS if width == 8 else _MOST_OF_FEW):
+        if problem.rows <= device.groups(blocks):
+            return geometry
+        if width == 8 and blocks > 1 and geometry.vectors == 8 and _are_alike(problem, device, 2 * blocks, width):
+            geometry, crowd = _spread(problem, width, 2 * blocks, 256), 2
+    elif few and width == 8 and _can_share(problem, device, 2 * least, width):
+        geometry, crowd = _spread(problem, width, 2 * least, 256), 1 if problem.norm.activation else 2
+    else:
         return None
-    if problem.rows <= device.groups(blocks):
-        return geometry
-    if width == 8 and blocks > 1 and geometry.vectors >= 8 and _are_alike(problem, device, 2 * blocks, width):
-        geometry = _spread(problem, width, 2 * blocks, 256)
-    ahead = replace(geometry, stage="ahead", blocks_per_multiprocessor=_MOST_THREADS // geometry.threads)
-    ahead = with_channels(ahead, problem, device)
-    return ahead if _has_room(ahead, problem, device) else None
+    return _ahead(geometry, crowd, problem, device)
+
+
+def _ahead(geometry: RowBlock, crowd: int, problem: Problem, device: Device) -> RowBlock | None:
+    """The geometry, in turns, with as many blocks on a multiprocessor; None where these have no room."""
+    ahead = with_channels(replace(geometry, stage="ahead", blocks_per_multiprocessor=crowd), problem, device)
+    taken = ahead.shared_bytes(problem) + 4 * 1024  # with what a kernel declares, and what the runtime keeps
+    return ahead if crowd * taken <= device.shared_bytes + 1024 else None
 
 
 def _width(problem: Problem, device: Device) -> int:
@@ -127,14 +170,13 @@ def _spread(problem: Problem, width: int, blocks: int, threads: int) -> RowBlock
     return RowBlock(width, -(-vectors // threads), threads, blocks_per_row=blocks)
 
 
+def _can_share(problem: Problem, device: Device, blocks: int, width: int) -> bool:
+    """Whether so many blocks can share a row."""
+    return blocks <= _MOST_BLOCKS and device.groups(blocks) > 0 and can_be_shared(problem, blocks, width)
+
+
 def _are_alike(problem: Problem, device: Device, blocks: int, width: int) -> bool:
     """Whether so many blocks can share a row, with as many columns each."""
-    if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
+    if not _can_share(problem, device, blocks, width):
         return False
     return columns_per_block(problem, blocks, width) * blocks == problem.columns
-
-
-def _has_room(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    """Whether as many of its blocks as take turns have the shared memory."""
-    taken = geometry.shared_bytes(problem) + 4 * 1024  # with what a kernel declares, and what the runtime keeps
-    return geometry.blocks_per_multiprocessor * taken <= device.shared_bytes + 1024

@@ -22,6 +22,8 @@ class Device:
     # How many clusters of 2, 4, 8 and 16 blocks, each filling a multiprocessor, run at the same time. They lie within
     # groups of multiprocessors, so some of these stay idle; how many differs even between two chips of a model.
     clusters: tuple[int, int, int, int] = (66, 30, 15, 7)
+    # Bytes that a copy moves in a microsecond for each multiprocessor, those read and those written.
+    memory_rate: float = 32e3
 
     @property
     def capability(self) -> int:

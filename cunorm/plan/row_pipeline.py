@@ -75,8 +75,8 @@ _MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED = 9 * 32, 7 * 32
 # ---- The time of ways where threads keep nothing, in microseconds, fitted to 764 of 31 instance and batch norms. Those
 # that come out first take 1.6 % more than the best on average, backward 1.1 %, and at most 6 %.
 
-# What a multiprocessor moves in one while all do, and what a turn takes however short it is.
-_BYTES, _TURN = 33e3, 0.5
+# How much faster than a copy they move what a turn needs, and what a turn takes however short it is.
+_FASTER, _TURN = 1.03, 0.5
 # How much longer they take whose parts are neither whole segments nor in one; and where no more than three rows lie in
 # shared memory, by the blocks of a multiprocessor.
 _CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
@@ -169,7 +169,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
 
     if _keeps_nothing(problem):
-        return min(_geometries(problem, device), key=lambda way: cost(way, problem), default=None)
+        return min(_geometries(problem, device), key=lambda way: cost(way, problem, device), default=None)
 
     def enough(way: RowPipeline) -> float:
         wanted = _ENOUGH_FORWARD if isinstance(problem, ForwardProblem) else _ENOUGH_BACKWARD
@@ -235,11 +235,11 @@ def _keeps_nothing(problem: Problem) -> bool:
     return _registers(problem) == 0 and len(problem.matrices) == (2 if isinstance(problem, ForwardProblem) else 3)
 
 
-def cost(way: RowPipeline, problem: Problem) -> float:
+def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     """The expected time in microseconds, where threads keep nothing of every column."""
     forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * DTYPES[problem.x.dtype].itemsize
-    turns = way.turns(problem) * (bytes_of_turn / _BYTES + _TURN)
+    turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     if len(problem.column_sizes) > 1 and part % problem.column_sizes[1] and problem.column_sizes[1] % part:
         turns *= _CUT_SEGMENTS
     if way.rows_ahead == _LEAST_ROWS_AHEAD:

@@ -49,7 +49,7 @@ def plan_batch(problem: ChannelProblem, device: Device) -> tuple[float, Plan] | 
         strategy = row_pipeline.plan_forward(as_row_problem, way, builder)
     else:
         strategy = row_pipeline.plan_backward(as_row_problem, way, builder)
-    return row_pipeline.cost(way, as_row_problem), builder.finished(strategy)
+    return row_pipeline.cost(way, as_row_problem, device), builder.finished(strategy)
 
 
 def _is_of_a_batch(problem: Problem) -> bool:
