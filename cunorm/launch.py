@@ -86,7 +86,7 @@ def _memory_rate(index: int) -> float:
     """The bytes that a copy moves in a microsecond on CUDA device ``index``; 0 where the driver does not tell."""
     attributes = cupy().cuda.Device(index).attributes
     kilohertz, bits = (attributes.get(name, 0) for name in ("MemoryClockRate", "GlobalMemoryBusWidth"))
-    return COPIED_SHARE * 2 * kilohertz * 1e-3 * bits / 8
+    return float(COPIED_SHARE * 2 * kilohertz * 1e-3 * bits / 8)
 
 
 @functools.cache

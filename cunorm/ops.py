@@ -20,7 +20,15 @@ from cunorm.checks import (
 )
 from cunorm.execute import Output, Prepared
 from cunorm.plan import Plan, plan
-from cunorm.problem import AnyProblem, BackwardProblem, ForwardProblem, Norm, View
+from cunorm.problem import (
+    AnyProblem,
+    BackwardProblem,
+    ForwardProblem,
+    Norm,
+    PointwiseBackward,
+    PointwiseForward,
+    View,
+)
 from cunorm.tuning_file import Entry, entry_for
 
 __all__ = [
@@ -558,5 +566,7 @@ def prepare_launches(
 
 def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | None]:
     """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was; and that."""
-    tuned = entry_for(problem, device_index) if isinstance(problem, ForwardProblem | BackwardProblem) else None
+    if isinstance(problem, (PointwiseForward, PointwiseBackward)):
+        return plan(problem, launch.device(device_index)), None
+    tuned = entry_for(problem, device_index)
     return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned

@@ -27,9 +27,14 @@ from typing import Any, NamedTuple
 
 from cunorm import __version__, launch
 from cunorm.cache import cache_folder
-from cunorm.plan import RowBlock
+from cunorm.plan import RowBlock, Way
+from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_split import Split
+from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
 from cunorm.plan.constants import vector_width
-from cunorm.problem import DTYPES, ForwardProblem, Problem
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem
 
 __all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of"]
 
@@ -47,7 +52,7 @@ class Entry:
     and how many plans were compared.
     """
 
-    geometry: RowBlock | None
+    geometry: Way | None
     shape: tuple[int, ...]
     seconds: float
     built_in_seconds: float
@@ -72,28 +77,50 @@ def default_path() -> Path | None:
     return None if folder is None else folder / _NAME
 
 
-def key_of(problem: Problem) -> str:
+def key_of(problem: Problem | ChannelProblem) -> str:
     """The problems that share an entry: those for which the same is probably the best.
 
     The same op, direction, dtypes, residual and activation, the same results; rows and columns up to the same powers
     of two; and as many bytes in which the columns can be moved at once, since odd rows take other ways than even ones.
+    Of norms of channels the same sizes, since what is found for them is for these alone, lying in memory likewise.
     """
+    if isinstance(problem, (ChannelForward, ChannelBackward)):
+        return " ".join([*_of_channels(problem), *_wanted(problem), *_sizes_of_channels(problem)])
     itemsize = DTYPES[problem.x.dtype].itemsize
-    parts = ["layer_norm" if problem.norm.centered else "rms_norm"]
-    if isinstance(problem, ForwardProblem):
-        parts += ["forward", problem.x.dtype]
-        residual = problem.residual
-    else:
-        parts += ["backward", problem.x.dtype]
-        parts += ["dx"] if problem.dx else []
-        parts += [f"{name}={dtype}" for name in ("dweight", "dbias") if (dtype := getattr(problem, name))]
-        residual = problem.dresidual_out
-    parts += [f"{name}={vector.dtype}" for name in ("weight", "bias") if (vector := getattr(problem, name))]
+    residual = problem.residual if isinstance(problem, ForwardProblem) else problem.dresidual_out
+    parts = ["layer_norm" if problem.norm.centered else "rms_norm", *_wanted(problem)]
     parts += ["residual"] if residual else []
     parts += [problem.norm.activation] if problem.norm.activation else []
     parts += [f"vector={vector_width(problem) * itemsize}"]
     parts += [f"rows<={_bucket(problem.rows)}", f"columns<={_bucket(problem.columns)}"]
     return " ".join(parts)
+
+
+def _wanted(problem: Problem | ChannelProblem) -> list[str]:
+    """The direction, and the dtypes of what is given and wanted."""
+    if isinstance(problem, (ForwardProblem, ChannelForward)):
+        parts = ["forward", problem.x.dtype]
+    else:
+        parts = ["backward", problem.x.dtype]
+        parts += ["dx"] if problem.dx else []
+        parts += [f"{name}={dtype}" for name in ("dweight", "dbias") if (dtype := getattr(problem, name))]
+    return parts + [f"{name}={vector.dtype}" for name in ("weight", "bias") if (vector := getattr(problem, name))]
+
+
+def _of_channels(problem: ChannelProblem) -> list[str]:
+    given = problem.given if isinstance(problem, ChannelBackward) else problem.running and problem.running.given
+    moving = isinstance(problem, ChannelForward) and problem.running and not given
+    parts = ["channel_norm"] + ["given"] * bool(given) + ["moving"] * bool(moving)
+    return parts + ["statistics"] * (isinstance(problem, ChannelForward) and problem.y is None)
+
+
+def _sizes_of_channels(problem: ChannelProblem) -> list[str]:
+    way, planes = direction(problem), along_planes(problem)
+    parts = [problem.activation] if problem.activation else []
+    parts += [f"{'channels' if way.along_channels else 'points'}={way.width}"]
+    parts += [f"planes={planes.width}"] if planes else []
+    parts += [f"{name}={getattr(problem, name)}" for name in ("samples", "channels", "channels_per_set")]
+    return [*parts, f"points={'x'.join(map(str, problem.point_sizes))}"]
 
 
 def _bucket(size: int) -> int:
@@ -280,15 +307,28 @@ def _entry(value: Any) -> Entry:
     return Entry(**(fields | {"geometry": geometry, "shape": tuple(shape)}))
 
 
-def _geometry(value: Any) -> RowBlock:
+def _geometry(value: Any) -> Way:
     """A geometry that some problem may have. Whether it is one for the problem at hand is for the plan to say."""
-    fields = _fields(value, RowBlock)
-    for field in dataclasses.fields(RowBlock):
-        given = fields[field.name]
-        fine = _is_count(given) if field.type == "int" else type(given).__name__ == field.type
-        if not fine:
+    for kind in (RowBlock, Slab, Grid, ChannelPipeline, Split):
+        if isinstance(value, dict) and set(value) == {field.name for field in dataclasses.fields(kind)}:
+            return _made(kind, value)  # type: ignore[no-any-return]
+    raise ValueError
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """A dataclass of counts, texts, booleans, and others like it."""
+    if kind is Direction:
+        if not isinstance(value, list) or [type(item) for item in value] != [bool, int, int]:
             raise ValueError
-    return RowBlock(**fields)
+        return Direction(*value)
+    fields = _fields(value, kind)
+    for field in dataclasses.fields(kind):
+        given, others = fields[field.name], {"Tiles": Tiles, "Direction": Direction}
+        if field.type in others:
+            fields = fields | {field.name: _made(others[str(field.type)], given)}
+        elif not (_is_count(given) if field.type == "int" else type(given).__name__ == field.type):
+            raise ValueError
+    return kind(**fields)
 
 
 def _fields(value: Any, kind: type) -> dict[str, Any]:
@@ -305,10 +345,10 @@ def _is_count(value: Any) -> bool:
 # ---- What a call sees.
 
 
-def entry_for(problem: Problem, device_index: int) -> Entry | None:
-    """What the user's file has for a problem on a CUDA device: nothing where weights are by channel."""
+def entry_for(problem: Problem | ChannelProblem, device_index: int) -> Entry | None:
+    """What the user's file has for a problem on a CUDA device."""
     entries = _entries()
-    if not entries or problem.channels is not None:
+    if not entries:
         return None
     return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
 

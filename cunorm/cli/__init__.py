@@ -75,6 +75,8 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
                 affine_dtype=options.affine_dtype,
                 activation=options.activation,
                 residual=options.residual,
+                num_groups=options.num_groups,
+                data_format=options.data_format,
                 max_seconds=options.max_seconds,
                 file=options.file,
                 clear=options.clear,
@@ -143,8 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
     _add_problem(explain, "the dtype of x, weight and bias (default: float16)", OPS)
     explain.add_argument("--axis", type=int, nargs="+", default=-1, help="axes to normalize (default: last)")
-    explain.add_argument("--num-groups", type=int, metavar="N", help="with --op group_norm")
-    explain.add_argument("--data-format", default="NC...", metavar="NHWC", help="of a channel norm (default: NC...)")
     explain.add_argument("--evaluation", action="store_true", help="with --op batch_norm: by its running statistics")
     explain.add_argument("--bias", action="store_true", default=None, help="also where there mostly is none")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="4096x8192", help="the shape of x; may be repeated"
     )
-    _add_problem(tune, "the dtype of x (default: float16)", ("layer_norm", "rms_norm", "gelu"))
+    _add_problem(tune, "the dtype of x (default: float16)", OPS)
     tune.add_argument("--affine-dtype", choices=list(DTYPES), help="the dtype of weight and bias (default: that of x)")
     direction = tune.add_mutually_exclusive_group()
     for name, what in (("backward", "the gradient instead"), ("both", "the norm and the gradient")):
@@ -223,6 +223,8 @@ def _add_problem(command: argparse.ArgumentParser, dtype_help: str, ops: Sequenc
     )
     command.add_argument("--activation", choices=ACTIVATIONS, help="after the norm; for gelu: itself or gelu_tanh")
     command.add_argument("--residual", action="store_true", help="added before the norm")
+    command.add_argument("--num-groups", type=int, metavar="N", help="with --op group_norm")
+    command.add_argument("--data-format", default="NC...", metavar="NHWC", help="of a channel norm (default: NC...)")
 
 
 def _words(text: str) -> list[str]:

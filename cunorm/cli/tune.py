@@ -9,13 +9,18 @@ from typing import Any
 
 from cunorm import gpus
 from cunorm.cli import UsageError, output
-from cunorm.plan import RowBlock
+from cunorm.plan import RowBlock, Way
+from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_split import Split
 from cunorm.tuning import TuneResult, checked_problems, tune_problem
 from cunorm.tuning_file import TuningFile, default_path
 
 __all__ = ["described", "run"]
 
-_COLUMNS = ("problem", "direction", "built in", "best", "faster", "plans timed", "how rows lie over threads")
+_COLUMNS = ("problem", "direction", "built in", "best", "faster", "plans timed", "how numbers lie over threads")
+_FAMILIES = {Slab: "slabs", Grid: "slabs for all blocks", ChannelPipeline: "slabs in a pipeline"}
 _NUMBERS = ("built in", "best", "faster", "plans timed")
 
 
@@ -28,6 +33,8 @@ def run(
     affine_dtype: str | None = None,
     activation: str | None = None,
     residual: bool = False,
+    num_groups: int | None = None,
+    data_format: str = "NC...",
     max_seconds: float = 30.0,
     file: Path | None = None,
     clear: bool = False,
@@ -41,14 +48,15 @@ def run(
     if path is None:
         raise UsageError("there is no home folder to store the result in; set CUNORM_CACHE_DIR, or use --file")
     vector = affine_dtype or True
-    options = {"weight": vector, "bias": vector if op == "layer_norm" else False, "residual": residual}
+    options: dict[str, Any] = {"weight": vector, "bias": False if op == "rms_norm" else vector, "residual": residual}
+    options |= {"num_groups": num_groups, "data_format": data_format}
     work = []
     for shape in shapes:
         try:
             problems = checked_problems(op, shape, dtype, direction, activation=activation, **options)
         except (TypeError, ValueError) as error:
             raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
-        work += [(shape, problem) for problem in problems]
+        work += [(op, shape, problem) for problem in problems]
     if work:
         names, reason = gpus.cuda_devices()
         if not names:
@@ -67,15 +75,15 @@ def _clear(path: Path) -> None:
     output.line(f"{done}: {path}" if done else f"nothing to remove: there is no {path}")
 
 
-def _tune(work: Sequence[tuple[tuple[int, ...], Any]], max_seconds: float, path: Path) -> None:
+def _tune(work: Sequence[tuple[str, tuple[int, ...], Any]], max_seconds: float, path: Path) -> None:
     end = time.monotonic() + max_seconds
     on_terminal = output.console().is_terminal
     results = []
     with output.progress() as report:
-        for place, (shape, problem) in enumerate(work):
+        for place, (op, shape, problem) in enumerate(work):
             seconds = max(0.0, end - time.monotonic()) / (len(work) - place)
             try:
-                result = tune_problem(problem, shape, seconds, path, report)
+                result = tune_problem(op, problem, shape, seconds, path, report)
             except RuntimeError as error:
                 raise UsageError(f"--shape {'x'.join(map(str, shape))}: {error}") from error
             results.append(_cells(result))
@@ -99,8 +107,19 @@ def _cells(result: TuneResult) -> tuple[str, ...]:
     )
 
 
-def described(geometry: RowBlock) -> str:
+def described(geometry: Way) -> str:
     """A geometry in words."""
+    if isinstance(geometry, Split):
+        return "two passes over memory"
+    if not isinstance(geometry, RowBlock):
+        tiles = geometry.tiles
+        words = [
+            _FAMILIES[type(geometry)],
+            f"{geometry.blocks_per_slab} blocks for {tiles.channels} channels",
+            f"{tiles.threads} threads a block",
+            f"vectors of {tiles.width} along the {'channels' if tiles.along_channels else 'points'}",
+        ]
+        return ", ".join(words)
     words = [
         f"{geometry.threads_per_row} threads a row and block, {geometry.vectors} vectors of {geometry.width} each",
         f"{geometry.rows_per_block} rows a block" if geometry.rows_per_block > 1 else "",

@@ -9,9 +9,11 @@ better: a ``geometry`` takes the place of the built-in choice wherever it can.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import channel, pointwise, row_candidates, row_split, rows
+from cunorm.plan import channel, channel_candidates, pointwise, row_candidates, row_split, rows
+from cunorm.plan.channel import Way
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
@@ -20,37 +22,46 @@ from cunorm.problem import (
     BackwardProblem,
     ChannelBackward,
     ChannelForward,
+    ChannelProblem,
     ForwardProblem,
     PointwiseBackward,
     PointwiseForward,
     Problem,
 )
 
-__all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "fitted", "plan", "plan_with"]
+__all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "Way", "candidates", "fitted", "plan", "plan_with"]
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(problem: AnyProblem, device: Device, geometry: RowBlock | None = None) -> Plan:
+def plan(problem: AnyProblem, device: Device, geometry: Way | None = None) -> Plan:
     """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem.
 
-    Only row problems have more than one plan.
+    Pointwise problems have one plan only.
     """
     if isinstance(problem, PointwiseForward):
         return pointwise.plan_forward(problem, device)
     if isinstance(problem, PointwiseBackward):
         return pointwise.plan_backward(problem, device)
-    if isinstance(problem, ChannelForward):
-        return channel.plan_forward(problem, device)
-    if isinstance(problem, ChannelBackward):
-        return channel.plan_backward(problem, device)
     return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
 
 
-def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | None:
+def candidates(problem: Problem | ChannelProblem, device: Device) -> Iterator[Way]:
+    """Every geometry that is worth a try for a problem, for whoever measures."""
+    if isinstance(problem, (ChannelForward, ChannelBackward)):
+        return channel_candidates.candidates(problem, device)
+    return row_candidates.candidates(problem, device)
+
+
+def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> Way | None:
     """A geometry that was found for another problem, for this one; None where it cannot compute it.
 
-    What may change is how many vectors a thread has; and of the blocks that share a multiprocessor there may be fewer.
+    What may change, for rows, is how many vectors a thread has; and of the blocks that share a multiprocessor there may
+    be fewer.
     """
+    if isinstance(problem, (ChannelForward, ChannelBackward)):
+        return geometry if geometry in channel_candidates.candidates(problem, device) else None
+    if not isinstance(geometry, RowBlock):
+        return None
     share = geometry.blocks_per_multiprocessor
     fits = [
         candidate
@@ -62,8 +73,11 @@ def fitted(problem: Problem, device: Device, geometry: RowBlock) -> RowBlock | N
     return max(fits, key=lambda candidate: candidate.blocks_per_multiprocessor, default=None)
 
 
-def plan_with(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan:
-    """The plan with a geometry that is one of `row_candidates.candidates`; None is for the built-in choice."""
+def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way | None) -> Plan:
+    """The plan with a geometry that is one of the `candidates`; None is for the built-in choice."""
+    if isinstance(problem, (ChannelForward, ChannelBackward)):
+        return channel.plan_with(problem, device, geometry)
+    assert geometry is None or isinstance(geometry, RowBlock)
     builder = Builder()
     if isinstance(problem, ForwardProblem):
         strategy = _plan_forward(problem, device, geometry, builder)

@@ -10,51 +10,72 @@ from cunorm.plan.channel_cost import grid_cost, pipeline_cost, slab_cost, split_
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_split import Split
 from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["plan_backward", "plan_forward"]
+__all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
+_OfChannels = Slab | Grid | ChannelPipeline | Split
+Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way")
 
 
-def plan_forward(problem: ChannelForward, device: Device) -> Plan:
+def is_empty(problem: ChannelProblem) -> bool:
+    """Whether there is nothing to compute."""
+    if isinstance(problem, ChannelForward):
+        return problem.samples * problem.channels == 0
+    return problem.channels == 0 or (problem.dx is None and problem.dweight is None and problem.dbias is None)
+
+
+def moves_once(problem: ChannelProblem) -> bool:
+    """Whether it helps to hold numbers on chip.
+
+    Given statistics leave nothing to be held; nor is anything finished where they are all that is wanted.
+    """
+    if isinstance(problem, ChannelForward):
+        return problem.y is not None and not (problem.running and problem.running.given)
+    return problem.dx is not None and not problem.given
+
+
+def plan_with(problem: ChannelProblem, device: Device, way: Way | None) -> Plan:
+    """The plan with a way that is one of `channel_candidates.candidates`; None is for the built-in choice."""
     builder = Builder()
-    if problem.samples * problem.channels == 0:
+    if is_empty(problem):
         return builder.finished("empty")
-    # Given statistics leave nothing to be held on chip; nor is anything finished where they are all that is wanted.
-    once = problem.y is not None and not (problem.running and problem.running.given)
-    way = _on_chip(problem, device) if once else None
-    if isinstance(way, Plan):
-        return way
+    chosen = way or (_on_chip(problem, device) if moves_once(problem) else Split())
+    if isinstance(chosen, Plan):
+        return chosen
+    if isinstance(chosen, RowBlock):
+        return rows_of_channels.plan_with(problem, device, chosen)
+    if isinstance(problem, ChannelForward):
+        return builder.finished(_plan_forward(problem, chosen, device, builder))
+    return builder.finished(_plan_backward(problem, chosen, device, builder))
+
+
+def _plan_forward(problem: ChannelForward, way: _OfChannels, device: Device, builder: Builder) -> str:
     if isinstance(way, Slab):
-        return builder.finished(channel_slab.plan_forward(problem, way, builder))
+        return channel_slab.plan_forward(problem, way, builder)
     if isinstance(way, Grid):
-        return builder.finished(channel_grid.plan_forward(problem, way, builder))
+        return channel_grid.plan_forward(problem, way, builder)
     if isinstance(way, ChannelPipeline):
-        return builder.finished(channel_pipeline.plan_forward(problem, way, builder))
-    return builder.finished(channel_split.plan_forward(problem, device, builder))
+        return channel_pipeline.plan_forward(problem, way, builder)
+    return channel_split.plan_forward(problem, device, builder)
 
 
-def plan_backward(problem: ChannelBackward, device: Device) -> Plan:
-    builder = Builder()
-    if problem.channels == 0 or (problem.dx is None and problem.dweight is None and problem.dbias is None):
-        return builder.finished("empty")
-    once = problem.dx is not None and not problem.given
-    way = _on_chip(problem, device) if once else None
-    if isinstance(way, Plan):
-        return way
+def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, builder: Builder) -> str:
     if isinstance(way, Slab):
-        return builder.finished(channel_slab.plan_backward(problem, way, builder))
+        return channel_slab.plan_backward(problem, way, builder)
     if isinstance(way, Grid):
-        return builder.finished(channel_grid.plan_backward(problem, way, builder))
+        return channel_grid.plan_backward(problem, way, builder)
     if isinstance(way, ChannelPipeline):
-        return builder.finished(channel_pipeline.plan_backward(problem, way, builder))
-    return builder.finished(channel_split.plan_backward(problem, device, builder))
+        return channel_pipeline.plan_backward(problem, way, builder)
+    return channel_split.plan_backward(problem, device, builder)
 
 
-def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | ChannelPipeline | None:
-    """The best way to move every number once: a plan by rows, or slabs; None where two passes take less time.
+def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
+    """The best way to move every number once: a plan by rows, or slabs; two passes where these take less time.
 
     Rows are best where they are possible, but for those whose blocks all wait for each other (row_grid), or that take
     clusters of 16 blocks, which leave many idle: 2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on
@@ -69,10 +90,10 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | Ch
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
     grid = _least(grid_cost, channel_grid.candidates(problem, device), problem, device)
-    if grid is not None and 8 * grid.words(problem) > problem.bytes_moved // 3:
-        grid = None  # the words between its blocks would be as much as the numbers
+    if grid is not None and not grid.is_worth_its_words(problem):
+        grid = None
     pipeline = _least(pipeline_cost, channel_pipeline.candidates(problem, device), problem, device)
-    ways: list[tuple[float, Plan | Slab | Grid | ChannelPipeline | None]] = [(split_cost(problem, device), None)]
+    ways: list[tuple[float, Plan | Way]] = [(split_cost(problem, device), rows or Split())]
     batch = rows_of_channels.plan_batch(problem, device)
     if batch is not None:
         ways.append(batch)
@@ -83,7 +104,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Slab | Grid | Ch
     if slab is not None and rows is None:
         ways.append((slab_cost(slab, problem, device), slab))
     _, best = min(ways, key=lambda way: way[0])
-    return best or rows
+    return best
 
 
 def _least(

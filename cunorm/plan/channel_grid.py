@@ -77,6 +77,10 @@ class Grid:
         per_block = self.numbers(problem) * self.sets(problem) * compute_itemsize(problem) // 4
         return 2 * (self.groups * self.blocks_per_slab + self.groups) * per_block
 
+    def is_worth_its_words(self, problem: ChannelProblem) -> bool:
+        """Whether the words between its blocks are few beside the numbers."""
+        return 8 * self.words(problem) <= problem.bytes_moved // 3
+
     def sets(self, problem: ChannelProblem) -> int:
         """Sets of a slab."""
         return self.tiles.channels // problem.channels_per_set

@@ -21,7 +21,7 @@ from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants, running_pointers, running_types
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["direction_of_passes", "plan_backward", "plan_forward"]
+__all__ = ["Split", "direction_of_passes", "plan_backward", "plan_forward"]
 
 # channel_split_statistics relies on it: what cancels in a squared deviation is bounded by the chunk's number of tiles.
 _TILES_PER_CHUNK = 64
@@ -36,6 +36,11 @@ _PLANE_LANES = 64
 _MOST_PLANE_LANES = 512
 # Threads of a block of the kernels that merge.
 _MERGE_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Split:
+    """That numbers are read once for the statistics, or the sums, and once to be finished."""
 
 
 @dataclass(frozen=True)

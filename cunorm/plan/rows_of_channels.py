@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from cunorm.plan import row_pipeline, rows
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cunorm.plan import row_candidates, row_pipeline, rows
+from cunorm.plan.channel_row_geometry import with_channels
+from cunorm.plan.constants import can_be_shared
 from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import fits, has_channels
 from cunorm.problem import (
     BackwardProblem,
     ChannelForward,
@@ -16,7 +23,7 @@ from cunorm.problem import (
     Problem,
 )
 
-__all__ = ["as_rows", "plan_batch", "plan_rows"]
+__all__ = ["as_rows", "candidates", "plan_batch", "plan_rows", "plan_with"]
 
 # Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
 _TOO_MANY = 2**31
@@ -24,13 +31,45 @@ _TOO_MANY = 2**31
 
 def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
     """The plan that moves every number once, by the kernels of rows; None where they cannot."""
-    as_row_problem, builder = as_rows(problem), Builder()
+    as_row_problem = as_rows(problem)
     if as_row_problem is None or _is_of_a_batch(as_row_problem):
         return None
-    if isinstance(as_row_problem, ForwardProblem):
-        strategy = rows.plan_forward(as_row_problem, device, None, builder)
+    return _plan(as_row_problem, device, None)
+
+
+def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
+    """Every geometry by which the kernels of rows can compute a problem, for whoever measures."""
+    as_row_problem = as_rows(problem)
+    if as_row_problem is None or _is_of_a_batch(as_row_problem):
+        return
+    seen = set()
+    whole_channels = isinstance(as_row_problem, BackwardProblem) and has_channels(as_row_problem)
+    for geometry in row_candidates.candidates(replace(as_row_problem, weight=None, bias=None), device):
+        # Where sums are by channel, no vector may reach from one into the next.
+        reaches = whole_channels and geometry.peeled
+        if reaches or not can_be_shared(as_row_problem, geometry.blocks_per_row, geometry.width):
+            continue
+        found = with_channels(geometry, as_row_problem, device) if as_row_problem.channels else geometry
+        if found not in seen and fits(found, as_row_problem, device):
+            seen.add(found)
+            yield found
+
+
+def plan_with(problem: ChannelProblem, device: Device, geometry: RowBlock) -> Plan:
+    """The plan with a geometry that is one of the candidates."""
+    as_row_problem = as_rows(problem)
+    assert as_row_problem is not None
+    found = _plan(as_row_problem, device, geometry)
+    assert found is not None
+    return found
+
+
+def _plan(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan | None:
+    builder = Builder()
+    if isinstance(problem, ForwardProblem):
+        strategy = rows.plan_forward(problem, device, geometry, builder)
     else:
-        strategy = rows.plan_backward(as_row_problem, device, None, builder)
+        strategy = rows.plan_backward(problem, device, geometry, builder)
     return None if strategy is None else builder.finished(strategy)
 
 

@@ -12,20 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from cunorm import __version__, execute, kernels
-from cunorm.checks import as_float, check_activation, check_axis, check_mask, check_x
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Norm, Problem, View, contiguous_strides
+from cunorm.channel_norm import ChannelNorm
+from cunorm.checks import as_float, check_activation, check_axis, check_channels, check_mask, check_x
+from cunorm.problem import (
+    DTYPES,
+    BackwardProblem,
+    ChannelForward,
+    ChannelProblem,
+    ForwardProblem,
+    Norm,
+    Problem,
+    View,
+    contiguous_strides,
+)
 from cunorm.tuning.gpu import current_gpu
 from cunorm.tuning.search import Found, Report, find_fastest
 from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
 
-OPS = ("layer_norm", "rms_norm")
-# The other ops, and why they cannot be tuned.
-_UNTUNED = {
-    "gelu": "for which there is one plan: there is nothing to tune",
-    **dict.fromkeys(("instance_norm", "group_norm", "batch_norm"), "whose plans are always the built-in choice"),
-}
+_CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
+OPS = ("layer_norm", "rms_norm", *_CHANNEL_NORMS)
 DIRECTIONS = ("forward", "backward", "both")
 
 
@@ -37,8 +44,8 @@ class TuneResult(Found):
     ----------
     op, direction, shape, dtype, gpu
         The problem, and where it was timed.
-    geometry : RowBlock or None
-        How rows lie over threads in the plan that is best; None where that is the built-in choice.
+    geometry : RowBlock, Slab, Grid, ChannelPipeline, Split or None
+        How numbers lie over threads in the plan that is best; None where that is the built-in choice.
     seconds, built_in_seconds : float
         Median times on the GPU, with a cold L2 cache, of the best plan and of the built-in one.
     tried, rejected, candidates : int
@@ -64,6 +71,8 @@ def tune(
     bias: str | bool | None = None,
     activation: str | None = None,
     residual: bool = False,
+    num_groups: int | None = None,
+    data_format: str = "NC...",
     output_mask: tuple[bool, bool, bool] | None = None,
     max_seconds: float = 30.0,
     file: str | os.PathLike[str] | None = None,
@@ -72,13 +81,14 @@ def tune(
 
     It is stored for this GPU model, and for all problems of the same kind and about the same size: the same op,
     direction, dtypes, activation and results, with or without a residual, rows and columns up to the same powers of
-    two, and columns that divide by as many (so that odd numbers of columns are tuned apart). Other processes find it
-    when they start. JAX functions that are compiled already keep the plan that they were compiled with.
+    two, and columns that divide by as many (so that odd numbers of columns are tuned apart). What is found for a norm
+    of channels is for the same shape alone, channels second or last. Other processes find it when they start. JAX
+    functions that are compiled already keep the plan that they were compiled with.
 
     Parameters
     ----------
-    op : {"layer_norm", "rms_norm"}
-        Which norm.
+    op : {"layer_norm", "rms_norm", "instance_norm", "group_norm", "batch_norm"}
+        Which norm; batch norm in training, with running statistics.
     shape : sequence of int
         The shape of x, which is C-contiguous.
     dtype : str
@@ -86,13 +96,18 @@ def tune(
     direction : {"forward", "backward", "both"}
         The norm, its gradient, or the one and then the other.
     axis : int or sequence of int
-        The normalized axes.
+        The normalized axes of layer norm and RMS norm.
     weight, bias : bool or str
-        Whether there is one; or its dtype, if that is not x's. By default layer norm has both, RMS norm only a weight.
+        Whether there is one; or its dtype, if that is not x's. By default there are both, but RMS norm has no bias.
     activation : {None, "relu", "silu", "gelu", "gelu_tanh"}
         As `layer_norm` takes it.
     residual : bool
-        Whether there is a residual, and backward the gradient of residual_out.
+        Whether there is a residual, and backward the gradient of residual_out: for layer norm and RMS norm.
+    num_groups : int, optional
+        Of group norm.
+    data_format : str
+        As `group_norm` takes it: "NC..." for channels second, as in PyTorch, "N...C" for channels last, and so for
+        PyTorch's channels_last too.
     output_mask : tuple of three bools, optional
         Backward: which of dx, dweight, dbias are computed. By default dx, and the gradients of the weight and bias that
         there are.
@@ -119,7 +134,8 @@ def tune(
     >>> result.built_in_seconds / result.seconds, result.geometry  # doctest: +SKIP
     (1.07..., RowBlock(width=8, vectors=4, threads_per_row=256, ...))
     """
-    problems = checked_problems(op, shape, dtype, direction, axis, weight, bias, activation, residual, output_mask)
+    options = num_groups, data_format, output_mask
+    problems = checked_problems(op, shape, dtype, direction, axis, weight, bias, activation, residual, *options)
     if isinstance(max_seconds, bool) or not isinstance(max_seconds, numbers.Real) or not max_seconds > 0:
         raise ValueError(f"max_seconds must be a positive number; got {max_seconds!r}")
     path = None if file is None else Path(file)
@@ -128,7 +144,7 @@ def tune(
     results = []
     for place, problem in enumerate(problems):
         share = max(0.0, end - time.monotonic()) / (len(problems) - place)
-        results.append(tune_problem(problem, shape, share, path))
+        results.append(tune_problem(op, problem, shape, share, path))
     return results
 
 
@@ -142,11 +158,13 @@ def checked_problems(
     bias: Any = None,
     activation: Any = None,
     residual: Any = False,
+    num_groups: Any = None,
+    data_format: Any = "NC...",
     output_mask: Any = None,
-) -> list[Problem]:
+) -> list[Problem | ChannelProblem]:
     """The problems that the arguments of `tune` mean, one for each direction."""
-    if isinstance(op, str) and op in _UNTUNED:
-        raise ValueError(f"op is {op!r}, {_UNTUNED[op]}; only {' and '.join(OPS)} can be tuned")
+    if op == "gelu":
+        raise ValueError("op is 'gelu', for which there is one plan: there is nothing to tune")
     for name, value, known in (("op", op, OPS), ("direction", direction, DIRECTIONS)):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
@@ -156,27 +174,26 @@ def checked_problems(
         raise TypeError(f"shape must be a sequence of ints; got {shape!r}") from None
     if not sizes or min(sizes) < 1:
         raise ValueError(f"shape is {sizes}; it must have a dimension, and none may be empty")
-    centered = op == "layer_norm"
     dtypes = {
         "dtype": _dtype("dtype", dtype, None),
         "weight": _dtype("weight", weight, dtype),
-        "bias": _dtype("bias", centered if bias is None else bias, dtype),
+        "bias": _dtype("bias", op != "rms_norm" if bias is None else bias, dtype),
     }
     if not isinstance(dtypes["dtype"], str):
         raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    axes = check_axis(axis)
     given = dtypes["weight"] is not None, dtypes["bias"] is not None
     mask = (True, *given) if output_mask is None else check_mask(output_mask)
     if not any(mask):
         raise ValueError("output_mask asks for nothing")
-    norm = Norm(centered, activation=check_activation(activation))
-    wanted = (False, True) if direction == "both" else (direction == "backward",)
-    return [
-        contiguous_problem(
-            norm, sizes, axes, dtypes["dtype"], dtypes["weight"], dtypes["bias"], bool(residual), mask if back else None
-        )
-        for back in wanted
-    ]
+    masks = [None] * (direction != "backward") + [mask] * (direction != "forward")
+    of_tensors = sizes, dtypes["dtype"], dtypes["weight"], dtypes["bias"]
+    if op not in _CHANNEL_NORMS:
+        norm, axes = Norm(op == "layer_norm", activation=check_activation(activation)), check_axis(axis)
+        return [contiguous_problem(norm, axes, *of_tensors, bool(residual), mask) for mask in masks]
+    if residual or axis != -1:
+        raise ValueError(f"op is {op!r}, which has no {'residual' if residual else 'axis'}")
+    channel_norm = ChannelNorm.of(op, data_format, 1e-5, activation, num_groups)
+    return [_contiguous_channel_problem(channel_norm, *of_tensors, mask) for mask in masks]
 
 
 def _dtype(name: str, value: Any, of_x: Any) -> str | None:
@@ -191,8 +208,8 @@ def _dtype(name: str, value: Any, of_x: Any) -> str | None:
 
 def contiguous_problem(
     norm: Norm,
-    shape: tuple[int, ...],
     axes: tuple[int, ...],
+    shape: tuple[int, ...],
     dtype: str,
     weight: str | None,
     bias: str | None,
@@ -220,10 +237,44 @@ def contiguous_problem(
     return BackwardProblem.of(x, x, vector(weight), x if dx else None, **options)
 
 
+def _contiguous_channel_problem(
+    op: ChannelNorm,
+    shape: tuple[int, ...],
+    dtype: str,
+    weight: str | None,
+    bias: str | None,
+    output_mask: tuple[bool, bool, bool] | None,
+) -> ChannelProblem:
+    """The same for a norm of channels. Raises a ValueError for groups that the shape has not, or the like."""
+    x = View(0, shape, contiguous_strides(shape), dtype, execute.NOWHERE)
+    channels = shape[check_channels(x, op.data_format)]
+
+    def vector(of: str | None, length: int = channels) -> View | None:
+        return None if of is None else View(0, (length,), (1,), of, execute.NOWHERE)
+
+    if output_mask is None:
+        moving = vector("float32" if dtype != "float64" else dtype) if op.name == "batch_norm" else None
+        running = () if moving is None else (moving, moving)
+        described = op.prepare_forward(x, None, vector(weight), vector(bias), None, False, running)
+    else:
+        sets = (channels,) if op.over_samples else (shape[0], op.num_groups or channels)
+        statistic = View(0, sets, contiguous_strides(sets), DTYPES[dtype].compute, execute.NOWHERE)
+        given_bias = vector(bias) if op.keeps_bias else None
+        options = x, None, x, vector(weight), given_bias, statistic, statistic, output_mask, bias or weight or dtype
+        described = op.prepare_backward(*options)
+    assert isinstance(described, execute.Described)
+    return described.problem  # type: ignore[return-value]
+
+
 def tune_problem(
-    problem: Problem, shape: tuple[int, ...], max_seconds: float, path: Path | None = None, report: Report | None = None
+    op: str,
+    problem: Problem | ChannelProblem,
+    shape: tuple[int, ...],
+    max_seconds: float,
+    path: Path | None = None,
+    report: Report | None = None,
 ) -> TuneResult:
-    """`tune` for one problem, that of a tensor of ``shape``."""
+    """`tune` for one problem, that of an op of a tensor of ``shape``."""
     if kernels.replaced:
         names = ", ".join(kernels.replaced)
         raise RuntimeError(f"an experiment with {names} is active: what is measured would be kept for the shipped text")
@@ -247,8 +298,8 @@ def tune_problem(
     execute.forget_prepared()
     return TuneResult(
         **vars(found),
-        op="layer_norm" if problem.norm.centered else "rms_norm",
-        direction="forward" if isinstance(problem, ForwardProblem) else "backward",
+        op=op,
+        direction="forward" if isinstance(problem, (ForwardProblem, ChannelForward)) else "backward",
         shape=shape,
         dtype=problem.x.dtype,
         gpu=machine.gpu,

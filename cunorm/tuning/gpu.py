@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from cunorm import execute, gpus, launch, ops
+from cunorm.channel_norm import RUNNING_OPERANDS
 from cunorm.plan import Plan
-from cunorm.problem import DTYPES, ForwardProblem, Problem, Vector
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
 
 __all__ = ["Gpu", "current_gpu"]
@@ -22,7 +23,7 @@ _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so tha
 _CHUNK = 2**24  # numbers that are compared at once
 
 
-def current_gpu(problem: Problem) -> Machine:
+def current_gpu(problem: Problem | ChannelProblem) -> Machine:
     """The current CUDA device, with tensors for a problem."""
     return Gpu(_tensors(problem), _OUTPUTS, gpus.current_index("tuning"))
 
@@ -169,27 +170,45 @@ class Gpu:
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _tensors(problem: Problem) -> dict[str, tuple[int, str] | None]:
+def _tensors(problem: Problem | ChannelProblem) -> dict[str, tuple[int, str] | None]:
     """The size and dtype of every operand; None for those that this problem has not."""
-    x, compute = problem.x.dtype, DTYPES[problem.x.dtype].compute
+    if isinstance(problem, (ChannelForward, ChannelBackward)):
+        dtypes, columns, rows = _dtypes_of_channels(problem), problem.channels, problem.sets
+        elements = problem.samples * problem.channels * problem.points
+    else:
+        dtypes, columns, rows = _dtypes(problem), problem.columns, problem.rows
+        elements = rows * columns
+    counts = {"mean": rows, "rstd": rows}
+    counts |= dict.fromkeys(("weight", "bias", "running_mean", "running_var", "dweight", "dbias"), columns)
+    return {name: (counts.get(name, elements), dtype) if dtype else None for name, dtype in dtypes.items()}
 
-    def of(vector: Vector | None) -> str | None:
-        return None if vector is None else vector.dtype
 
-    vectors = (of(problem.weight), of(problem.bias))
-    dtypes: dict[str, str | None]
+def _of(vector: Vector | None) -> str | None:
+    return None if vector is None else vector.dtype
+
+
+def _dtypes(problem: Problem) -> dict[str, str | None]:
+    x, compute, vectors = problem.x.dtype, DTYPES[problem.x.dtype].compute, (_of(problem.weight), _of(problem.bias))
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        dtypes = dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
-    else:
-        added, dx = x if problem.dresidual_out else None, x if problem.dx else None
-        mean = compute if problem.norm.centered else None
-        every = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
-        dtypes = dict(zip(ops.BACKWARD_OPERANDS, every))
-    counts = {"mean": problem.rows, "rstd": problem.rows}
-    counts |= dict.fromkeys(("weight", "bias", "dweight", "dbias"), problem.columns)
-    elements = problem.rows * problem.columns
-    return {name: (counts.get(name, elements), dtype) if dtype else None for name, dtype in dtypes.items()}
+        return dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
+    added, dx = x if problem.dresidual_out else None, x if problem.dx else None
+    mean = compute if problem.norm.centered else None
+    every = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
+    return dict(zip(ops.BACKWARD_OPERANDS, every))
+
+
+def _dtypes_of_channels(problem: ChannelProblem) -> dict[str, str | None]:
+    x, compute, vectors = problem.x.dtype, DTYPES[problem.x.dtype].compute, (_of(problem.weight), _of(problem.bias))
+    if isinstance(problem, ChannelBackward):
+        dx = x if problem.dx else None
+        every = (x, None, x, *vectors, compute, compute, dx, problem.dweight, problem.dbias)
+        return dict(zip(ops.BACKWARD_OPERANDS, every))
+    y = x if problem.y else None
+    if problem.running is None:
+        return dict(zip(ops.FORWARD_OPERANDS, (x, None, *vectors, y, None, None, None)))
+    running = _of(problem.running.mean), _of(problem.running.variance)
+    return dict(zip(RUNNING_OPERANDS, (x, None, *vectors, y, *running, None, None, None)))
 
 
 def _stored_as(dtype: str) -> str:

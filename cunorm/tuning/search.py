@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from cunorm.plan import Device, Plan, RowBlock, plan_with, row_candidates
-from cunorm.problem import ForwardProblem, Problem
+from cunorm.plan import Device, Plan, Way, candidates, plan_with
+from cunorm.problem import BackwardProblem, ChannelForward, ChannelProblem, ForwardProblem, Problem
 
 __all__ = ["Broken", "Found", "Machine", "Report", "find_fastest"]
 
@@ -57,7 +57,7 @@ class Machine(Protocol):
 class Found:
     """What a search found: `cunorm.tuning.TuneResult` says what each is."""
 
-    geometry: RowBlock | None
+    geometry: Way | None
     seconds: float
     built_in_seconds: float
     tried: int
@@ -65,18 +65,21 @@ class Found:
     candidates: int
 
 
-def find_fastest(problem: Problem, machine: Machine, max_seconds: float, report: Report | None = None) -> Found:
+def find_fastest(
+    problem: Problem | ChannelProblem, machine: Machine, max_seconds: float, report: Report | None = None
+) -> Found:
     """Find the geometry whose plan is fastest, or None where nothing is `_WORTH_IT`."""
     say = report or (lambda step, done, total: None)
     begin = time.monotonic()
     built_in = plan_with(problem, machine.device, None)
     # Different geometries may come down to the same launches, where rows are few.
-    geometries: dict[Plan, RowBlock | None] = {built_in: None}
-    for geometry in row_candidates.candidates(problem, machine.device):
+    geometries: dict[Plan, Way | None] = {built_in: None}
+    for geometry in candidates(problem, machine.device):
         geometries.setdefault(plan_with(problem, machine.device, geometry), geometry)
     others = [plan for plan in geometries if plan != built_in]
-    # Neighbours are alike: where the time is too short for all, some of every kind.
-    random.Random(0).shuffle(others)
+    if isinstance(problem, (ForwardProblem, BackwardProblem)):
+        # Neighbours are alike: where the time is too short for all, some of every kind.
+        random.Random(0).shuffle(others)
 
     ready = machine.compile([built_in, *others], begin + _COMPILED_AFTER * max_seconds, say)
     if built_in not in ready:
@@ -118,8 +121,8 @@ def find_fastest(problem: Problem, machine: Machine, max_seconds: float, report:
     return Found(geometries[best], medians[best], medians[built_in], len(times), rejected, len(geometries))
 
 
-def _result_dtypes(problem: Problem) -> list[str]:
-    more = [] if isinstance(problem, ForwardProblem) else [problem.dweight, problem.dbias]
+def _result_dtypes(problem: Problem | ChannelProblem) -> list[str]:
+    more = [] if isinstance(problem, (ForwardProblem, ChannelForward)) else [problem.dweight, problem.dbias]
     return [problem.x.dtype, *(dtype for dtype in more if dtype)]
 
 
