@@ -185,15 +185,17 @@ def checked_problems(
     mask = (True, *given) if output_mask is None else check_mask(output_mask)
     if not any(mask):
         raise ValueError("output_mask asks for nothing")
+    if num_groups is not None and op != "group_norm":
+        raise ValueError(f"num_groups is {num_groups!r}, and op is {op!r}; only group_norm has groups")
     masks = [None] * (direction != "backward") + [mask] * (direction != "forward")
-    of_tensors = sizes, dtypes["dtype"], dtypes["weight"], dtypes["bias"]
+    of_tensors = dtypes["dtype"], dtypes["weight"], dtypes["bias"]
     if op not in _CHANNEL_NORMS:
         norm, axes = Norm(op == "layer_norm", activation=check_activation(activation)), check_axis(axis)
-        return [contiguous_problem(norm, axes, *of_tensors, bool(residual), mask) for mask in masks]
+        return [contiguous_problem(norm, sizes, axes, *of_tensors, bool(residual), mask) for mask in masks]
     if residual or axis != -1:
         raise ValueError(f"op is {op!r}, which has no {'residual' if residual else 'axis'}")
     channel_norm = ChannelNorm.of(op, data_format, 1e-5, activation, num_groups)
-    return [_contiguous_channel_problem(channel_norm, *of_tensors, mask) for mask in masks]
+    return [_contiguous_channel_problem(channel_norm, sizes, *of_tensors, mask) for mask in masks]
 
 
 def _dtype(name: str, value: Any, of_x: Any) -> str | None:
@@ -208,8 +210,8 @@ def _dtype(name: str, value: Any, of_x: Any) -> str | None:
 
 def contiguous_problem(
     norm: Norm,
-    axes: tuple[int, ...],
     shape: tuple[int, ...],
+    axes: tuple[int, ...],
     dtype: str,
     weight: str | None,
     bias: str | None,
