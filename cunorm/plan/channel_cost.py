@@ -33,10 +33,10 @@ def _time_to_move(nbytes: float, device: Device) -> float:
     return nbytes / (device.memory_rate * device.multiprocessors)
 
 
-def _time_in_pipeline(nbytes: float, device: Device, waste: float, waiting: float) -> float:
+def _time_in_pipeline(nbytes: float, device: Device, waiting: float) -> float:
     """The time to move numbers and to compute with them, of which multiprocessors wait a share for the memory."""
     memory, fitted = _time_to_move(nbytes, device), nbytes / (_FITTED_RATE * device.multiprocessors)
-    return max(memory, waste * (waiting * memory + (1 - waiting) * fitted))
+    return max(waiting * memory + (1 - waiting) * fitted, 0.8 * memory)
 
 
 def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
@@ -171,7 +171,7 @@ def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device)
     waste *= in_memory * _activation(problem, device, activated, 1.0)
     # Eight sums to a vector instead of four or fewer.
     waste *= 1.2 if units(problem, way.tiles.direction) == 8 else 1.0
-    return 9.6 + _time_in_pipeline(problem.bytes_moved * left_over, device, waste, 0.3) + 3e-5 * way.part_bytes
+    return 9.6 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.3) + 3e-5 * way.part_bytes
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
@@ -190,7 +190,7 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     waste *= _activation(problem, device, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
     # What waits for what blocks tell each other should take as long as that.
     waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
-    return 14.0 + _time_in_pipeline(problem.bytes_moved * left_over, device, waste, 0.7) + 0.15 * way.turns(problem)
+    return 14.0 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.7) + 0.15 * way.turns(problem)
 
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:

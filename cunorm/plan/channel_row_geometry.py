@@ -91,8 +91,8 @@ def _few_activated(problem: ForwardProblem, device: Device, width: int, vectors_
     """Few rows under an activation: all at once, if they can be, with as many vectors as that takes; else ahead.
 
     64 rows of 65,536 take 1.43 by two blocks of 512 threads, by four of 256 1.50. On an H100 64 of 81,920 take 1.32 and
-    of 122,880 1.26 by two blocks, ahead by four 1.50 and 1.51; and 32 of 262,144 1.44 ahead by eight, with two of them
-    on a multiprocessor 1.45.
+    of 122,880 1.26 by two blocks, ahead by four 1.50 and 1.51; and 64 of 262,144 1.26 ahead by eight, two of which are
+    on a multiprocessor, with one 1.32.
     """
     blocks = _power_of_two(vectors_per_row, _MOST_ACTIVATED)
     if blocks == 1 and vectors_per_row > _MOST_SHARED // 2:
@@ -103,7 +103,10 @@ def _few_activated(problem: ForwardProblem, device: Device, width: int, vectors_
     blocks = _power_of_two(vectors_per_row, _MOST_SHARED)
     if not _can_share(problem, device, blocks, width):
         return None
-    return _ahead(_spread(problem, width, blocks, _MOST_THREADS), 1, problem, device)
+    geometry = _spread(problem, width, blocks, _MOST_THREADS)
+    # Two of 8 vectors each would spill, but where all threads have as many.
+    crowd = 2 if geometry.vectors < 8 or geometry.capacity == problem.columns else 1
+    return _ahead(geometry, crowd, problem, device)
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
