@@ -36,7 +36,7 @@ from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
 from cunorm.plan.constants import vector_width
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem
 
-__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of"]
+__all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of", "parsed_geometry"]
 
 # Raised when an entry comes to mean something else, so that files of other versions are not misread.
 _FORMAT = 1
@@ -303,11 +303,11 @@ def _entry(value: Any) -> Entry:
             raise ValueError
     if not _is_count(fields["tried"]) or not isinstance(fields["cunorm"], str):
         raise ValueError
-    geometry = None if fields["geometry"] is None else _geometry(fields["geometry"])
+    geometry = None if fields["geometry"] is None else parsed_geometry(fields["geometry"])
     return Entry(**(fields | {"geometry": geometry, "shape": tuple(shape)}))
 
 
-def _geometry(value: Any) -> Way:
+def parsed_geometry(value: Any) -> Way:
     """A geometry that some problem may have. Whether it is one for the problem at hand is for the plan to say."""
     for kind in (RowBlock, Slab, Grid, ChannelPipeline, Split):
         if isinstance(value, dict) and set(value) == {field.name for field in dataclasses.fields(kind)}:

@@ -264,9 +264,11 @@ def test_readme_example(block: str) -> None:
     assert all(result.shape in (names["x"].shape, names["weight"].shape) for result in results)
 
 
-@pytest.mark.parametrize(
-    "page", sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/speed.md"}), ids=lambda page: page.name
-)
+# Pages of numbers, without examples.
+NUMBERS = {ROOT / "docs/speed.md", ROOT / "docs/h100.md"}
+
+
+@pytest.mark.parametrize("page", sorted({*(ROOT / "docs").glob("*.md")} - NUMBERS), ids=lambda page: page.name)
 def test_examples_of_the_documentation(page: Path) -> None:
     """Those of a page run one after the other, in one process of their own, and assert what they show."""
     code = "\n".join(python_blocks(page))

@@ -1,0 +1,48 @@
+"""The times of the ways to compute norms of channels: what is measured can be read, and the costs agree with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tuning_cases import GPU, FakeMachine
+
+from cunorm.bench import ways
+from cunorm.plan import plan
+from cunorm.plan.channel_grid import Grid
+from cunorm.plan.channel_slab import Slab
+from cunorm.plan.channel_split import Split
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_costs_put_first_what_is_nearly_the_best_on_an_h100() -> None:
+    found = [regret for _, regret in ways.regrets(ROOT / "bench" / "results" / "h100" / "channel-ways.json")]
+    assert len(found) == 90
+    assert sum(found) / len(found) < 1.04
+    assert max(found) < 1.2
+
+
+def test_what_is_measured_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Machine(FakeMachine):
+        def load_copy(self, name: str, nbytes: int) -> None:
+            assert name == "copy" and nbytes > 0
+
+    machines: list[Machine] = []
+
+    def current_gpu(problem: Any) -> Machine:
+        built_in = plan(problem, FakeMachine(lambda chosen: 0.0).device)
+        machines.append(Machine(lambda chosen: 2e-5 if chosen == built_in else 1e-5))
+        return machines[-1]
+
+    monkeypatch.setattr(ways, "current_gpu", current_gpu)
+    path = tmp_path / "ways.json"
+    ways.measure(path, ways.PROBLEMS[:3], most=2)
+    content = json.loads(path.read_text())
+    assert content["gpu"] == GPU and all(machine.released for machine in machines)
+    assert [len(entry["ways"]) > 3 for entry in content["problems"]] == [True] * 3
+    assert {Slab.__name__, Grid.__name__, Split.__name__} <= {way[1] for way in content["problems"][0]["ways"]}
+    # What the costs put first is the built-in choice, which takes twice as long here.
+    assert [regret for _, regret in ways.regrets(path)] == [2.0] * 3
