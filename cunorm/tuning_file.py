@@ -34,7 +34,15 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
 from cunorm.plan.constants import vector_width
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem
+from cunorm.problem import (
+    DTYPES,
+    BackwardProblem,
+    ChannelBackward,
+    ChannelForward,
+    ChannelProblem,
+    ForwardProblem,
+    Problem,
+)
 
 __all__ = ["Entry", "TuningFile", "default_path", "entry_for", "forget", "key_of", "parsed_geometry"]
 
@@ -346,9 +354,10 @@ def _is_count(value: Any) -> bool:
 
 
 def entry_for(problem: Problem | ChannelProblem, device_index: int) -> Entry | None:
-    """What the user's file has for a problem on a CUDA device."""
+    """What the user's file has for a problem on a CUDA device: nothing for rows whose weights are by channel."""
     entries = _entries()
-    if not entries:
+    by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.channels is not None
+    if not entries or by_channel:
         return None
     return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
 
