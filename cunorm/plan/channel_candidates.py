@@ -20,10 +20,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Way]:
     """All families by turns, each with what is expected to be fastest first; of rows, which have no costs, any."""
     if is_empty(problem) or not moves_once(problem):
         return
-    slabs, pipelines = (
-        list(channel_slab.candidates(problem, device)),
-        list(channel_pipeline.candidates(problem, device)),
-    )
+    slabs = list(channel_slab.candidates(problem, device))
+    pipelines = list(channel_pipeline.candidates(problem, device))
     grids = [grid for grid in channel_grid.candidates(problem, device) if grid.is_worth_its_words(problem)]
     slabs.sort(key=lambda way: slab_cost(way, problem, device))
     grids.sort(key=lambda way: grid_cost(way, problem, device))
