@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from cunorm.plan import Device, Plan, Way, candidates, plan_with
-from cunorm.plan.channel_cost import grid_cost, pipeline_cost, slab_cost, split_cost
+from cunorm.plan.channel_cost import cost
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
@@ -32,7 +32,7 @@ from cunorm.tuning import checked_problems
 from cunorm.tuning.gpu import current_gpu
 from cunorm.tuning_file import parsed_geometry
 
-__all__ = ["PROBLEMS", "cost", "measure", "regrets"]
+__all__ = ["PROBLEMS", "measure", "regrets"]
 
 # Shapes with the channels second: those of convolutional networks, of diffusion models, of segmentation in three
 # dimensions and of style transfer.
@@ -82,17 +82,6 @@ def _problem(options: dict[str, Any]) -> ChannelProblem:
     return problem  # type: ignore[return-value]
 
 
-def cost(way: Way, problem: ChannelProblem, device: Device) -> float:
-    """The microseconds that a way is expected to take."""
-    if isinstance(way, Slab):
-        return slab_cost(way, problem, device)
-    if isinstance(way, Grid):
-        return grid_cost(way, problem, device)
-    if isinstance(way, ChannelPipeline):
-        return pipeline_cost(way, problem, device)
-    return split_cost(problem, device)
-
-
 def _chosen(problem: ChannelProblem, device: Device, most: int) -> dict[Plan, Way]:
     """The most promising ways of each family that has a cost, by their plans."""
     counts = dict.fromkeys((Slab, Grid, ChannelPipeline, Split), 0)
@@ -130,15 +119,15 @@ def _microseconds(machine: Any, what: Plan | str) -> float:
     return round(float(np.median(machine.samples(what, 11))) * 1e6, 2)
 
 
-def regrets(path: Path, device: Device | None = None) -> list[tuple[dict[str, Any], float]]:
+def regrets(path: Path) -> list[tuple[dict[str, Any], float]]:
     """For each problem, the time of the way that the costs put first over that of the best."""
     content = json.loads(path.read_text("utf-8"))
-    device = device or Device(memory_rate=content["memory_rate"])
+    device = Device(memory_rate=content["memory_rate"])
     found = []
     for entry in content["problems"]:
         options = {name: value for name, value in entry.items() if name not in ("copy", "ways")}
         problem = _problem(options)
-        ways = [(parsed_geometry(way), seconds) for way, _, seconds in entry["ways"]]
+        ways: list[tuple[Any, float]] = [(parsed_geometry(way), seconds) for way, _, seconds in entry["ways"]]
         _, first = min(ways, key=lambda item: cost(item[0], problem, device))
         found.append((options, first / min(seconds for _, seconds in ways)))
     return found

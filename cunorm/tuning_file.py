@@ -93,7 +93,7 @@ def key_of(problem: Problem | ChannelProblem) -> str:
     Of norms of channels the same sizes, since what is found for them is for these alone, lying in memory likewise.
     """
     if isinstance(problem, (ChannelForward, ChannelBackward)):
-        return " ".join([*_of_channels(problem), *_wanted(problem), *_sizes_of_channels(problem)])
+        return " ".join(["channel_norm", *_wanted(problem), *_sizes_of_channels(problem)])
     itemsize = DTYPES[problem.x.dtype].itemsize
     residual = problem.residual if isinstance(problem, ForwardProblem) else problem.dresidual_out
     parts = ["layer_norm" if problem.norm.centered else "rms_norm", *_wanted(problem)]
@@ -113,13 +113,6 @@ def _wanted(problem: Problem | ChannelProblem) -> list[str]:
         parts += ["dx"] if problem.dx else []
         parts += [f"{name}={dtype}" for name in ("dweight", "dbias") if (dtype := getattr(problem, name))]
     return parts + [f"{name}={vector.dtype}" for name in ("weight", "bias") if (vector := getattr(problem, name))]
-
-
-def _of_channels(problem: ChannelProblem) -> list[str]:
-    given = problem.given if isinstance(problem, ChannelBackward) else problem.running and problem.running.given
-    moving = isinstance(problem, ChannelForward) and problem.running and not given
-    parts = ["channel_norm"] + ["given"] * bool(given) + ["moving"] * bool(moving)
-    return parts + ["statistics"] * (isinstance(problem, ChannelForward) and problem.y is None)
 
 
 def _sizes_of_channels(problem: ChannelProblem) -> list[str]:

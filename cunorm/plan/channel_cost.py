@@ -17,12 +17,12 @@ import math
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline, units
 from cunorm.plan.channel_slab import Slab
-from cunorm.plan.channel_split import direction_of_passes
+from cunorm.plan.channel_split import Split, direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
+__all__ = ["cost", "grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
 
 # The memory rate (see `Device`) that the constants were fitted for.
 _FITTED_RATE = 32e3
@@ -30,6 +30,17 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
+
+
+def cost(way: Slab | Grid | ChannelPipeline | Split, problem: ChannelProblem, device: Device) -> float:
+    """That of a way of any family."""
+    if isinstance(way, Slab):
+        return slab_cost(way, problem, device)
+    if isinstance(way, Grid):
+        return grid_cost(way, problem, device)
+    if isinstance(way, ChannelPipeline):
+        return pipeline_cost(way, problem, device)
+    return split_cost(problem, device)
 
 
 def _time_to_move(nbytes: float, device: Device) -> float:
