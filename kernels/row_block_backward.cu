@@ -6,7 +6,8 @@
 //
 // Moves x and dy (and dresidual_out) once in and dx once out. Blocks are persistent: each takes every
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
-// dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order.
+// dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several
+// CLASSES are shared out otherwise (see row_shares.cuh).
 //
 // Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). No vector of theirs
 // reaches from one channel into the next, and blocks have whole channels, or channels whole blocks: each row leaves the
@@ -18,6 +19,7 @@
 #include "copy_async.cuh"
 #include "row_cut.cuh"
 #include "row_stage.cuh"
+#include "row_shares.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
@@ -33,7 +35,7 @@ struct Arguments {
   const Compute* mean;
   const Compute* rstd;
   X_TYPE* dx;
-  // [groups of blocks][columns]: partial sums, or finished ones where there is one group. Where weights are by channel,
+  // [shares][columns]: partial sums, or finished ones where there is one share. Where weights are by channel,
   // [samples][parts of a channel][channels].
   DWEIGHT_TYPE* dweight;
   DBIAS_TYPE* dbias;
@@ -115,9 +117,18 @@ struct StatisticsAhead {
 
   const Compute* means;
   const Compute* rstds;
-  long long rows;
+  long long end;  // before which the last row is
   long long step;
   Compute mean, rstd, next_mean, next_rstd;
+
+  // Starts to load those of the turn's row, the first of a share, and of those that follow it.
+  __device__ __forceinline__ void begin(int turn, long long row) {
+    fetch(row - turn % TURNS * step);
+    if (CLASSES == 1 || turn % TURNS == 0) return;
+    mean = next_mean;
+    rstd = next_rstd;
+    fetch(row + (TURNS - turn % TURNS) * step);
+  }
 
   // Starts to load those of the row, and of the TURNS - 1 that follow it.
   __device__ __forceinline__ void fetch(long long row) {
@@ -137,10 +148,17 @@ struct StatisticsAhead {
     row_rstd = __shfl_sync(0xffffffff, rstd, turn % TURNS, TURNS);
   }
 
+  __device__ __forceinline__ bool has(long long row) const { return row < end && (CLASSES == 1 || row >= 0); }
   __device__ __forceinline__ void load(long long row, Compute& row_mean, Compute& row_rstd) const {
-    row_mean = CENTERED && row < rows ? means[row] : 0;
-    row_rstd = row < rows ? rstds[row] : 0;
+    row_mean = CENTERED && has(row) ? means[row] : 0;
+    row_rstd = has(row) ? rstds[row] : 0;
   }
+};
+
+// What a thread has of dweight or dbias, since its share began.
+struct ColumnSums {
+  Compute vectors[VECTORS][VECTOR];
+  OfEdges<Compute> edges;
 };
 
 // Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
@@ -169,7 +187,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // x, dy, dresidual_out; dx where it is a run; weight, bias, or those of channels and entries of theirs
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
-  const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
+  Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
   X_TYPE* unused = staged;
   const auto take = [&](bool needed) {
     X_TYPE* taken = unused;
@@ -183,16 +201,17 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run && WANTS_DX)};
   Affine affine = affine_of(arguments, part, unused);
 
-  const long long group = blockIdx.x / BLOCKS_PER_ROW;
-  const long long step = static_cast<long long>(gridDim.x / BLOCKS_PER_ROW) * ROWS_PER_BLOCK;
-  long long first_row = group * ROWS_PER_BLOCK;
-  // Where rows are PEELED, all of a thread's begin in the same way: the plan sees to it that the step is whole vectors.
-  // To keep how would take registers.
+  // Read only where a share begins or ends, so it has no register.
+  __shared__ int class_of_share;
+  const Share first_share = first_share_of(arguments.rows);
+  if (CLASSES > 1 && thread_in_block() == 0) class_of_share = first_share.of_class;
+  const long long step = first_share.step();
+  long long first_row = 0;
+  // Where rows are PEELED, all of a share begin in the same way. To keep how would take registers.
   const auto place_at = [&](long long first) {
     if constexpr (WANTS_DX) return place_of(dx, part, first);
     return place_of(x, part, first);
   };
-  const Place first_place = place_at(first_row);
   StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
   // What is ahead: rows in shared memory, and the next edges in registers.
   const auto fetch_rows = [&](long long first, int slot) {
@@ -214,19 +233,25 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     get_edges(x, part, place_at(first), next_edges.x);
     get_edges(dy, part, place_at(first), next_edges.dy);
   };
-  if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, first_place.row);
-#pragma unroll
-  for (int i = 0; i < ROWS_AHEAD; ++i) {
-    fetch_rows(first_row + i * step, i);
-    fetch_dresidual_out(first_row + i * step, i);
-  }
-  if constexpr (stage == Stage::ahead) fetch_edges(first_row);
-  statistics.fetch(first_place.row);
-  affine.go_to(first_place);
-  affine.stage(first_place);
-  affine.fetch_early(first_place);
   AffineEdges affine_edges;
-  if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
+  const auto begin_share = [&](const Share& share, int turn) {
+    first_row = share.first();
+    part.rows = statistics.end = share.end();
+    const Place place = place_at(first_row);
+    if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
+#pragma unroll
+    for (int i = 0; i < ROWS_AHEAD; ++i) {
+      fetch_rows(first_row + i * step, i);
+      fetch_dresidual_out(first_row + i * step, i);
+    }
+    if constexpr (stage == Stage::ahead) fetch_edges(first_row);
+    statistics.begin(turn, place.row);
+    affine.go_to(place);
+    affine.stage(place);
+    affine.fetch_early(place);
+    if constexpr (!HAS_CHANNELS) affine.get_edges(place, affine_edges);
+  };
+  begin_share(first_share, 0);
   start_mbarriers(exchange);
   cluster_barrier();
 
@@ -247,10 +272,80 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     });
   };
 
-  Compute dweight_sums[VECTORS][VECTOR] = {}, dbias_sums[VECTORS][VECTOR] = {};
-  OfEdges<Compute> dweight_edges = {}, dbias_edges = {};
+  // Adds over threadIdx.y, and writes the share's row of sums. The upper half of the rows gives its sums to the lower
+  // one, by column, until there is one row: two rows may be peeled differently.
+  const auto for_each_sum = [&](const Place& place, ColumnSums& own, auto use) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (place.has(i)) {
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) use(place.column(i) + j, own.vectors[i][j]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (place.has_edge(i)) use(place.edge_column(i), own.edges[i]);
+    }
+  };
+  const auto write_sums = [&](ColumnSums& own, auto* sums) {
+    const Share share = {arguments.rows, CLASSES > 1 ? class_of_share : 0};
+    Place place = place_at(share.first());
+    if constexpr (CLASSES > 1) place.there = true;  // also where the share has no row
+    // The columns of neighbouring threads lie side by side: no bank of shared memory is asked twice at once.
+    const unsigned vectors = part.columns / VECTOR + 1;
+    const auto shared = [&](unsigned row, unsigned column) -> Compute& {
+      return reinterpret_cast<Compute*>(staged)[(row * VECTOR + column % VECTOR) * vectors + column / VECTOR];
+    };
+#pragma unroll 1
+    for (int rows = ROWS_PER_BLOCK / 2; rows > 0; rows /= 2) {
+      const int y = threadIdx.y;
+      __syncthreads();
+      if (y >= rows && y < 2 * rows) {
+        for_each_sum(place, own, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
+      }
+      __syncthreads();
+      // A row past the last has nothing to give.
+      if (y < rows && share.first() + y + rows < arguments.rows) {
+        for_each_sum(place, own, [&](int column, Compute& sum) { sum += shared(y, column); });
+      }
+    }
+    sums += share.place() * arguments.columns + part.first_column;
+    if constexpr (PEELED) {
+      // In the order of the columns, which no thread has vectors of.
+      __syncthreads();
+      if (threadIdx.y == 0) for_each_sum(place, own, [&](int column, Compute& sum) { shared(0, column) = sum; });
+      __syncthreads();
+      for (int i = thread_in_block(); i < part.columns; i += BLOCK_THREADS) narrow(shared(0, i), sums[i]);
+    } else if (threadIdx.y == 0) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if (place.has(i)) store_rounded(sums + place.column(i), own.vectors[i]);
+      }
+    }
+  };
+  ColumnSums dweight_sums = {}, dbias_sums = {};
+  const auto write_share = [&] {
+    if constexpr (WANTS_DWEIGHT && !HAS_CHANNELS) write_sums(dweight_sums, arguments.dweight);
+    if constexpr (WANTS_DBIAS && !HAS_CHANNELS) write_sums(dbias_sums, arguments.dbias);
+  };
   int slot = 0;
-  for (int turn = 0; first_row < arguments.rows; first_row += step, ++turn, slot = slot_after(slot)) {
+  // Goes on to the next share that has rows, in all threads; false where there is none.
+  const auto begin_next_share = [&](int turn) {
+    for (;;) {
+      Share share = {arguments.rows, class_of_share};
+      if (!share.advance()) return false;
+      write_share();
+      __syncthreads();  // the sums went through the memory that rows come to
+      if (thread_in_block() == 0) class_of_share = share.of_class;
+      dweight_sums = dbias_sums = {};
+      begin_share(share, turn);
+      slot = 0;
+      __syncthreads();
+      if (first_row < part.rows) return true;
+    }
+  };
+  for (int turn = 0; first_row < part.rows || (CLASSES > 1 && begin_next_share(turn));
+       first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
     affine.go_to(place);
     if constexpr (stage != Stage::direct) {
@@ -323,7 +418,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         affine.get(place, i, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], dweight_sums[i][j], dbias_sums[i][j],
+          add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], dweight_sums.vectors[i][j],
+              dbias_sums.vectors[i][j],
               sum, product);
         }
         sums[0] += sum;
@@ -341,7 +437,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         sums[0] += own[0];
         sums[1] += own[1] * missing_scale(rstd);
       } else {
-        add(x, dy, weight, bias, dweight_edges[i], dbias_edges[i], sums[0], sums[1]);
+        add(x, dy, weight, bias, dweight_sums.edges[i], dbias_sums.edges[i], sums[0], sums[1]);
       }
     }
     if constexpr (FETCHES_LATE) fetch_next();
@@ -428,55 +524,5 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (SUMS_CHANNELS) write_channels(place, turn);
   }
 
-  // Add over threadIdx.y, and write the group's row of sums. The upper half of the rows gives its sums to the lower
-  // one, by column, until there is one row: two rows may be peeled differently.
-  const Place place = place_at(group * ROWS_PER_BLOCK);
-  const auto for_each_sum = [&](Compute(&values)[VECTORS][VECTOR], OfEdges<Compute>& edges, auto use) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) {
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) use(place.column(i) + j, values[i][j]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < EDGES; ++i) {
-      if (place.has_edge(i)) use(place.edge_column(i), edges[i]);
-    }
-  };
-  const auto write_sums = [&](Compute(&values)[VECTORS][VECTOR], OfEdges<Compute>& edges, auto* sums) {
-    // The columns of neighbouring threads lie side by side: no bank of shared memory is asked twice at once.
-    const unsigned vectors = part.columns / VECTOR + 1;
-    const auto shared = [&](unsigned row, unsigned column) -> Compute& {
-      return reinterpret_cast<Compute*>(staged)[(row * VECTOR + column % VECTOR) * vectors + column / VECTOR];
-    };
-#pragma unroll 1
-    for (int rows = ROWS_PER_BLOCK / 2; rows > 0; rows /= 2) {
-      const int y = threadIdx.y;
-      __syncthreads();
-      if (y >= rows && y < 2 * rows) {
-        for_each_sum(values, edges, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
-      }
-      __syncthreads();
-      // A row past the last has nothing to give.
-      if (y < rows && group * ROWS_PER_BLOCK + y + rows < arguments.rows) {
-        for_each_sum(values, edges, [&](int column, Compute& sum) { sum += shared(y, column); });
-      }
-    }
-    sums += group * arguments.columns + part.first_column;
-    if constexpr (PEELED) {
-      // In the order of the columns, which no thread has vectors of.
-      __syncthreads();
-      if (threadIdx.y == 0) for_each_sum(values, edges, [&](int column, Compute& sum) { shared(0, column) = sum; });
-      __syncthreads();
-      for (int i = thread_in_block(); i < part.columns; i += BLOCK_THREADS) narrow(shared(0, i), sums[i]);
-    } else if (threadIdx.y == 0) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        if (place.has(i)) store_rounded(sums + place.column(i), values[i]);
-      }
-    }
-  };
-  if constexpr (WANTS_DWEIGHT && !HAS_CHANNELS) write_sums(dweight_sums, dweight_edges, arguments.dweight);
-  if constexpr (WANTS_DBIAS && !HAS_CHANNELS) write_sums(dbias_sums, dbias_edges, arguments.dbias);
+  write_share();
 }

@@ -117,8 +117,8 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "column sums": lambda a, groups, size: a["columns"] * size,
     "so many times 16 bytes": lambda a, groups, size: a["count"] * 16,
     "four bytes for each way that rows begin, in pieces of 16": lambda a, groups, size: -(-a["CLAIMS"] // 4) * 16,
-    "a row a group of blocks": lambda a, groups, size: (
-        (_channel_sums(a) if a["channels"] else groups * a["columns"]) * size
+    "a row a share": lambda a, groups, size: (
+        (_channel_sums(a) if a["channels"] else (groups + a["CLASSES"] - 1) * a["columns"]) * size
     ),
     "a row a group that shares rows": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups // a["blocks_per_row"] * a["columns"]) * size
@@ -140,7 +140,7 @@ _SCRATCH = {
     "column_sums": {"partials": "partials", "second_partials": "second partials", "sums": "column sums"},
     "zeros": {"target": "so many times 16 bytes"},
     "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
-    "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of blocks"),
+    "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a share"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
@@ -289,7 +289,8 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
-        step = constants.get("CLAIMS") or step
+        classes = constants.get("CLASSES", 1)  # more, and groups have rows of one until there are no more of them
+        step = constants.get("CLAIMS") or (classes if classes > 1 else step)
         assert len(begins) == 1 or not constants.get("ALIKE")
         if row + step < problem.rows and item.kernel.startswith("row_block"):
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.

@@ -75,17 +75,24 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     threads = 256 if peeled and width == 4 else MOST_THREADS
     way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
     if isinstance(problem, BackwardProblem):
+        if peeled and width == 4:
+            # On an H100 25,001 columns of float32 take 1.10 with 7 vectors, in four blocks, in two 1.19; 50,257 1.11
+            # and 1.12.
+            yield replace(way, vectors=10)
         # 32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04.
         ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
         if width == 8 and device.capability == 90:
-            # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512,
-            # and 50257 (peeled) 1.62 and 1.73 with one of 256. Weights come early where there are registers: 15,872
-            # columns, of which not all threads have as many, take 1.05 so, staged 1.19 (but 16,384 1.09 and 1.06). 7
-            # vectors would spill so, 8 in any case; 12,800 columns take 1.19 with 7, and by four blocks 1.32.
+            # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512.
+            # Weights come early where there are registers: 15,872 columns, of which not all threads have as many, take
+            # 1.05 so, staged 1.19 (but 16,384 1.09 and 1.06). 7 vectors would spill so, 8 in any case; 12,800 columns
+            # take 1.19 with 7, and by four blocks 1.32.
             crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
             pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
-            for each, rows in itertools.product((crowd,) if peeled else (pair, early, crowd), ahead):
-                yield replace(each, rows_ahead=rows)
+            if peeled:
+                yield from _peeled_ways_backward(crowd)
+            else:
+                for each, rows in itertools.product((pair, early, crowd), ahead):
+                    yield replace(each, rows_ahead=rows)
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
             # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
             # one, and 1.14 staged by four blocks of 512 threads.
@@ -104,3 +111,21 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     yield way
     yield replace(way, threads_per_row=MOST_THREADS)
     yield replace(way, threads_per_row=MOST_THREADS, weights="late")
+
+
+def _peeled_ways_backward(crowd: RowBlock) -> Iterator[RowBlock]:
+    """Of sixteen-bit numbers. The numbers are of an H100.
+
+    By pairs of blocks of 256 threads 15,873 columns of bfloat16 take 1.08, by four blocks of 128 1.15; 20,001 1.07 and
+    1.12; 22,001, which are 6 vectors, 1.10 and 1.11. But 26,001, of 7, take 1.15 and 1.10, by eight blocks 1.21. Rows
+    that need those come two ahead, where there is room for them: 32,769 and 35,001 columns take 1.12 and 1.13 so, with
+    one ahead 1.20 and 1.19. So do longer ones, by 256 threads: 65,537 columns take 1.16, with one ahead 1.25, by 512
+    threads 1.23, and with a residual, which those have no registers for, 1.15 and 1.84; 131,073 1.28 and 1.35.
+    """
+    alone = replace(crowd, threads_per_row=256, blocks_per_multiprocessor=1)
+    yield replace(alone, vectors=6, blocks_per_row=2)
+    yield replace(crowd, blocks_per_row=4)
+    yield replace(crowd, vectors=5, rows_ahead=2)
+    yield crowd
+    for rows in (2, 1):
+        yield replace(alone, blocks_per_row=16, rows_ahead=rows)
