@@ -36,6 +36,7 @@ from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", "float32")]
 SIZES_AND_DTYPES += [(shape, "float16") for shape in SIZES[::4]] + [(shape, "float64") for shape in SIZES[1::2]]
 SIZES_AND_DTYPES += [((200, 256), "bfloat16")]  # short rows: backward fetched ahead, several times by each block
+SIZES_AND_DTYPES += [((40, 1025), "float64")]  # odd rows: likewise, forward too
 LONG_SIZES_AND_DTYPES = [(shape, ("bfloat16", "float32")[i % 2]) for i, shape in enumerate(LONG_SIZES)]
 LONG_SIZES_AND_DTYPES += [((2, 17000), "float64")]
 
@@ -299,7 +300,7 @@ IN_PLACE = {
     "direct": ((5, 768), "float32"),
     "ahead": ((300, 32), "float32"),
     "direct peeled": ((9, 1003), "bfloat16"),
-    "ahead peeled": ((3, 9001), "bfloat16"),
+    "ahead peeled": ((3, 9001), "float64"),
     "run": ((1100, 3), "float32"),
     "cluster": ((3, 20_000), "float64"),
     "row_split": ((1, 150_000), "float32"),
