@@ -482,7 +482,7 @@ SHAPES: list[tuple[tuple[int, int, int], int | None]] = [
 ]
 
 
-def some(geometries: Sequence[Grid | ChannelPipeline]) -> Sequence[Grid | ChannelPipeline]:
+def some(geometries: Sequence[Slab | Grid | ChannelPipeline]) -> Sequence[Slab | Grid | ChannelPipeline]:
     """Up to a few tens of them, of every kind: neighbours are alike."""
     return geometries[:: len(geometries) // 30 + 1]
 
@@ -491,7 +491,7 @@ def some(geometries: Sequence[Grid | ChannelPipeline]) -> Sequence[Grid | Channe
 def every_geometry(problem: ChannelProblem, device: Device) -> tuple[Slab | Grid | ChannelPipeline, ...]:
     grids = [*channel_grid.candidates(problem, device), *channel_pipeline.candidates(problem, device)]
     assert len(grids) == len(set(grids))
-    return (*set(channel_slab.candidates(problem, device)), *some(grids))
+    return (*some(list(dict.fromkeys(channel_slab.candidates(problem, device)))), *some(grids))
 
 
 @pytest.mark.parametrize("device", ["sm_75", "sm_90", "few clusters"])

@@ -1,4 +1,4 @@
-"""Rows that begin in different ways, of which clusters take equal parts backward: each is added to sums of its columns."""
+"""Rows that begin in different ways, of which clusters take equal parts backward: each is added to its columns' sum."""
 
 from __future__ import annotations
 

@@ -395,14 +395,14 @@ def test_a_geometry_is_fitted_to_the_sizes_of_its_bucket(
     device: Device, direction: str, shape: tuple[int, int], neighbours: list[tuple[int, int]]
 ) -> None:
     problem = problem_of(*shape, direction=direction)
-    geometries = other_geometries(problem, device)
-    assert all(fitted(problem, device, geometry) == geometry for geometry in geometries[::7])
+    geometries = other_geometries(problem, device)[::23]  # neighbours are alike
+    assert all(fitted(problem, device, geometry) == geometry for geometry in geometries)
     used = 0
     for size in neighbours:
         neighbour = problem_of(*size, direction=direction)
         assert key_of(neighbour) == key_of(problem)
         possible = set(row_candidates.candidates(neighbour, device))
-        for geometry in geometries[::7]:
+        for geometry in geometries:
             mine = fitted(neighbour, device, geometry)
             used += mine is not None
             assert mine is None or (mine in possible and mine.threads_per_row == geometry.threads_per_row)

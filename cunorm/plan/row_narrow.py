@@ -11,8 +11,6 @@ from cunorm.plan.constants import lie_alike
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import (
-    blocks_with,
-    crowded,
     fits,
     fits_early,
     fits_registers,
@@ -20,9 +18,10 @@ from cunorm.plan.row_fit import (
     persistent,
     resident,
 )
+from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
-from cunorm.plan.row_weights import are_wide, backward_weights
+from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["narrow"]
@@ -73,7 +72,7 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows whose edges are peeled off. Those that are not read directly are fetched ahead, their weights at hand."""
     forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
     if isinstance(problem, ForwardProblem) and alike and device.capability >= 80:
-        geometry = _peeled_directly(problem, device, width) or _long_directly(problem, device, width)
+        geometry = peeled_directly(problem, device, width)
         if geometry is not None:
             return geometry
     vectors_per_row = problem.columns // width
@@ -104,130 +103,6 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
             return shared
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     return geometry if forward else persistent(geometry, problem, device)
-
-
-def _peeled_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
-    """Rows of up to 16 or 32 KB that are read directly, as other rows are; None for those that take longer so.
-
-    A block for every group of rows lets the multiprocessors, some of which are slower, share them better than blocks
-    that take turns in fixed shares: 4096 columns take 1.03 so, in turns 1.11. float32: 129 columns take 1.08, 513 0.99,
-    1023 1.01, 4097 1.01, 8191 1.05; in turns 1.12, 1.06, 1.08, 1.08, 1.11. RMS norm of 4097 columns of bfloat16 1.03,
-    fetched ahead 1.14. On an H100 257, 1025 and 4097 with a residual take 1.03, 1.01 and 1.02, fetched ahead 1.25, 1.16
-    and 1.05.
-    """
-    vectors_per_row, itemsize, residual = problem.columns // width, DTYPES[problem.x.dtype].itemsize, problem.residual
-    if itemsize == 8 or (residual is not None and device.capability != 90):
-        return None
-    if residual is None and itemsize == 2 and (len(problem.parameters) > 1 or are_wide(problem)):
-        return _shifted_directly(problem, device, width)
-    wanted = 1.9 if vectors_per_row <= 48 else 3.9 if vectors_per_row <= 512 else 4.5
-    threads, vectors = spread(vectors_per_row, wanted)
-    if threads > 128 and vectors_per_row <= 12 * 128:
-        threads, vectors = 128, -(-vectors_per_row // 128)  # 5121 columns of float32: 1.03, 256 threads of 5 1.13
-    if vectors_per_row > (1024 if itemsize == 2 else 2048) or (residual is not None and vectors > 6):
-        return None
-    # Two long rows a block share its weights: 4097 columns of float32 take 1.01 so, 1.06 alone.
-    rows = rows_per_block(problem, device, 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads), threads)
-    weights = "staged" if problem.parameters else "late"
-    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
-    return geometry if fits(geometry, problem, device) else None
-
-
-def _shifted_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
-    """Rows of sixteen-bit numbers with weights and biases, or wide ones, which each reads across two pieces.
-
-    On an H100 257, 513, 1537, 2049, 4097 and 8191 columns of bfloat16 take 1.03, 1.01, 1.00, 1.01, 1.00 and 1.02, in
-    turns 1.13, 1.10, 1.09, 1.07, 1.02 and 1.05; 1025 and 4097 with float32 weights 1.02 and 1.02, in turns 1.20 and
-    1.12; 2049 under silu 1.03 and 1.07, but under the exact gelu 1.22 and 1.10. From L2, which is as fast as no memory,
-    rows of 513 columns and more take 0.69 to 0.96 of the time in turns, shorter ones up to 1.15.
-    """
-    vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
-    fast_memory = device.memory_rate > 26e3  # for each multiprocessor, as an H200's is, and an H100's is not
-    would_spill = wide and device.capability >= 100
-    if activation in ("gelu", "gelu_tanh") or would_spill or (fast_memory and vectors_per_row < 64):
-        return _shifted_in_turns(problem, device, width)
-    threads = 4 if problem.columns < 160 else 8
-    most = 7 if vectors_per_row < 112 else 8 if activation is not None or wide or vectors_per_row <= 1024 else 12
-    while threads < 128 and vectors_per_row > most * threads:
-        threads *= 2
-    vectors = -(-vectors_per_row // threads)
-    if vectors > most:
-        return None
-    block_threads = 256 if threads >= 128 or (threads == 64 and wide) else 128
-    rows = rows_per_block(problem, device, block_threads // threads, threads)
-    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, "staged"), problem, device)
-    if vectors > 6:
-        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))  # 1023 columns take 1.12 so, with 64 1.15
-    return geometry if fits(geometry, problem, device) else None
-
-
-def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
-    """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
-    vectors_per_row, wide = problem.columns // width, are_wide(problem)
-    if vectors_per_row > 1024:
-        return None
-    wanted = 3.9 if vectors_per_row <= 512 else 4.5
-    if vectors_per_row <= 160:
-        wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
-    threads, vectors = spread(vectors_per_row, wanted)
-    if threads > 128:
-        threads, vectors = 128, -(-vectors_per_row // 128)
-    rows = 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads)
-    rows = rows_per_block(problem, device, rows, threads)
-    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, "staged"), problem, device)
-    if wide or not 96 <= vectors_per_row <= 160:
-        geometry = _in_turns(geometry, problem, device)
-    elif vectors > 6:
-        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
-    return geometry if fits(geometry, problem, device) else None
-
-
-def _long_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
-    """Longer rows, a block each, read directly; None where that was not faster.
-
-    The numbers are of an H100. A block for every row is best where little but the row is read: RMS norm of 15,873,
-    25,001 and 50,257 columns of bfloat16 takes 1.00, 1.00 and 1.02 so, fetched ahead in turns 1.05, 1.08 and 1.10; layer
-    norm with a residual of 15,873 and 32,769 1.02 and 1.03, else 1.09 and 1.10. Layer norm without takes turns, whose
-    weights are the block's own: 15,873 and 22,001 columns take 1.04 and 1.05, ahead 1.06 and 1.08, 25,001 1.13 and 1.09;
-    but 1024 rows of 15,873, which no blocks would claim, 1.07 without turns, else 1.24. float32: 15,873 columns of layer
-    norm take 1.03, ahead 1.05; 25,001 of RMS norm 1.01 and 1.07. Under silu 15,873 of float16 take 1.06, ahead 1.15, but
-    20,001 1.12 and 1.04.
-    """
-    vectors_per_row, activation = problem.columns // width, problem.norm.activation
-    measured = device.capability == 90 and problem.channels is None and not are_wide(problem)
-    measured = measured and problem.rows > 2 * device.multiprocessors and DTYPES[problem.x.dtype].itemsize < 8
-    if not measured or vectors_per_row <= 768:
-        return None
-    many_weights = len(problem.parameters) > 1 and problem.residual is None
-    # Vectors of each of 256 threads, at most, and of each of 512, where a row has more.
-    most, most_shared = (10, 10) if problem.residual is not None else (16, 13)
-    if many_weights:
-        most, most_shared = (11, 0) if width == 8 else (12, 8)
-    if activation is not None:
-        most, most_shared = (8, 0) if many_weights and width == 8 and activation in ("relu", "silu") else (0, 0)
-    threads = 256 if vectors_per_row <= 256 * most else MOST_THREADS
-    vectors = -(-vectors_per_row // threads)
-    if vectors > (most if threads == 256 else most_shared):
-        return None
-    geometry = RowBlock(width, vectors, threads, 1, 1, "direct", True, "staged" if problem.parameters else "late")
-    share = 1 if threads == MOST_THREADS else 3 if vectors <= 6 else 2
-    takes_turns = many_weights and (width == 8 or threads == MOST_THREADS)
-    if takes_turns and problem.rows >= 8 * share * device.multiprocessors:
-        geometry = replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
-    in_registers = fits_registers(problem, device, width, vectors, threads * geometry.min_blocks, True, True)
-    return geometry if in_registers and fits(geometry, problem, device) else None
-
-
-def _in_turns(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
-    """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
-    if geometry.threads_per_row > 32:
-        geometry = replace(geometry, rows_per_block=max(1, 64 // geometry.threads_per_row))
-    # What is staged must leave the cache a third of the memory: 8191 columns take 1.13 by four blocks, by six 1.34.
-    staged = replace(geometry, blocks_per_multiprocessor=1).shared_bytes(problem)
-    room = device.shared_bytes * 5 // 8 // max(1, staged)
-    threads = min(1024 if geometry.vectors <= 2 else 768, device.threads_per_multiprocessor)
-    share = max(1, min(threads // geometry.threads, room))
-    return replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
 
 
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
