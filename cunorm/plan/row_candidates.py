@@ -40,8 +40,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
         for geometry in _layouts(problem, device, width, stage, peeled):
             if isinstance(problem, ForwardProblem) and stage == "direct":
                 yield geometry
-                crowds = [] if peeled else [crowded(geometry, problem, device)]
-                if crowds and geometry.weights == "staged":  # with 80 registers for each thread
+                crowds = [crowded(geometry, problem, device)]
+                if geometry.weights == "staged":  # with 80 registers for each thread
                     crowds.append(replace(geometry, min_blocks=blocks_with(geometry, 80)))
                 yield from (crowd for crowd in dict.fromkeys(crowds) if crowd != geometry)
             for rows in (1, 2) if stage == "ahead" else (1,):
