@@ -4,9 +4,9 @@
 // from row to row. With one class the plan sees to it that the step from one row to the next is whole vectors: the
 // number of groups is then a multiple of the number of ways to begin, and clusters, of which there are few, would leave
 // multiprocessors idle. They take CLASSES: every CLASSES-th row begins alike. The rows of the first class come first,
-// then those of the second and so on. Of this order each group has an equal part, and of each class in it a share, which
-// leaves a row of sums. Where a class ends just where the part of a group does, that has an empty share of the next one
-// too, and leaves zeros: so there are always as many rows of sums as groups and further classes.
+// then those of the second and so on. Of this order each group has an equal part, and of each class in it a share,
+// which leaves a row of sums. Where a class ends just where the part of a group does, that has an empty share of the
+// next one too, and leaves zeros: so there are always as many rows of sums as groups and further classes.
 static_assert(CLASSES == 1 || ROWS_PER_BLOCK == 1);
 
 struct Share {
