@@ -57,7 +57,7 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     On an H100 257, 513, 1537, 2049, 4097 and 8191 columns of bfloat16 take 1.03, 1.01, 1.00, 1.01, 1.00 and 1.02, in
     turns 1.13, 1.10, 1.09, 1.07, 1.02 and 1.05; 1025 and 4097 with float32 weights 1.02 and 1.02, in turns 1.20 and
     1.12; 2049 under silu 1.03 and 1.07, but under the exact gelu 1.22 and 1.10. From L2, which is as fast as no memory,
-    rows of 513 columns and more take 0.69 to 0.96 of the time in turns, shorter ones up to 1.15.
+    rows of 513 columns and more take 0.69 to 0.96 of the time in turns, shorter ones 0.98 to 1.15.
     """
     vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
     fast_memory = device.memory_rate > 26e3  # for each multiprocessor, as an H200's is, and an H100's is not
