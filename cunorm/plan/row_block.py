@@ -196,8 +196,8 @@ class RowBlock:
         It is so where groups that take turns would leave many places for clusters empty, or have no place. On an H100
         4096 rows of 131,073 bfloat16 numbers take 1.31 so, in turns 2.13; 8192 of 65,537 1.20 and 2.10; 16,384 of
         35,001 1.18 and 1.31; 8192 of 50,257 1.11 and 1.17; 2048 of 131,073 of float32 1.12 and 1.38. But few rows have
-        few turns, and each share begins and ends for itself: 1024 of 50,257 take 1.34 and 1.29. And 13
-        vectors of float32 would spill.
+        few turns, and each share begins and ends for itself: 1024 of 50,257 take 1.34 and 1.29. And 13 vectors of
+        float32 would spill.
         """
         period, most = self.period(problem), self.blocks_per_multiprocessor * device.groups(self.blocks_per_row)
         possible = isinstance(problem, BackwardProblem) and problem.channels is None and self.blocks_per_row > 1

@@ -32,23 +32,28 @@ def _short(problem: ForwardProblem, device: Device, width: int) -> RowBlock | No
     and 1.05.
     """
     vectors_per_row, itemsize, residual = problem.columns // width, DTYPES[problem.x.dtype].itemsize, problem.residual
-    if residual is not None and (device.capability != 90 or problem.norm.activation is not None or are_wide(problem)):
-        return None
-    if itemsize == 8:
+    measured = device.capability == 90 and problem.norm.activation is None and not are_wide(problem)
+    if itemsize == 8 or (residual is not None and not measured):
         return None
     if residual is None and itemsize == 2 and (len(problem.parameters) > 1 or are_wide(problem)):
         return _shifted(problem, device, width)
     wanted = 1.9 if vectors_per_row <= 48 else 3.9 if vectors_per_row <= 512 else 4.5
+    geometry = _laid(problem, device, width, wanted)
+    if vectors_per_row > (1024 if itemsize == 2 else 2048) or (residual is not None and geometry.vectors > 6):
+        return None
+    return geometry if fits(geometry, problem, device) else None
+
+
+def _laid(problem: ForwardProblem, device: Device, width: int, wanted: float) -> RowBlock:
+    """Blocks of a row or several, each thread with so many vectors or a few more."""
+    vectors_per_row = problem.columns // width
     threads, vectors = spread(vectors_per_row, wanted)
     if threads > 128 and vectors_per_row <= 12 * 128:
         threads, vectors = 128, -(-vectors_per_row // 128)  # 5121 columns of float32: 1.03, 256 threads of 5 1.13
-    if vectors_per_row > (1024 if itemsize == 2 else 2048) or (residual is not None and vectors > 6):
-        return None
     # Two long rows a block share its weights: 4097 columns of float32 take 1.01 so, 1.06 alone.
     rows = rows_per_block(problem, device, 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads), threads)
     weights = "staged" if problem.parameters else "late"
-    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
-    return geometry if fits(geometry, problem, device) else None
+    return crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
 
 
 def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -87,15 +92,10 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     wanted = 3.9 if vectors_per_row <= 512 else 4.5
     if vectors_per_row <= 160:
         wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
-    threads, vectors = spread(vectors_per_row, wanted)
-    if threads > 128:
-        threads, vectors = 128, -(-vectors_per_row // 128)
-    rows = 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads)
-    rows = rows_per_block(problem, device, rows, threads)
-    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, "staged"), problem, device)
+    geometry = _laid(problem, device, width, wanted)
     if wide or not 96 <= vectors_per_row <= 160:
         geometry = _in_turns(geometry, problem, device)
-    elif vectors > 6:
+    elif geometry.vectors > 6:
         geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
     return geometry if fits(geometry, problem, device) else None
 
