@@ -208,6 +208,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   cluster_arrive();
   Claims claims = {step, told};
   claims.begin(arguments, first_row);
+  // Weights that come early stay for all turns, where they are the same columns'.
+  constexpr bool KEEPS_WEIGHTS = TAKES_TURNS && !PEELED;
+  if constexpr (KEEPS_WEIGHTS) affine.fetch_early(first_place);
   int slot = 0;
   for (int turn = 0; first_row < arguments.rows; first_row = claims.after(first_row), ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
@@ -240,7 +243,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     release_rows();
     fetch_rows(CLAIMS ? claims.following : first_row + ROWS_AHEAD * step, slot);
     if constexpr (stage == Stage::ahead) fetch_edges(place_at(CLAIMS ? claims.following : first_row + step));
-    affine.fetch_early(place);
+    if constexpr (!KEEPS_WEIGHTS) affine.fetch_early(place);
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
 
     // Reduce: the mean, then the differences from it.

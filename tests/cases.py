@@ -36,7 +36,7 @@ ALL_GRADIENTS = (True, True, True)
 # From one column to rows that a block holds: part of a warp, a warp, several warps, the edges between, odd and even.
 # Some have so many rows that blocks take several turns.
 SIZES = [
-    (1, 1), (70, 1), (5, 2), (1100, 3), (9, 7), (33, 8), (3, 16), (17, 31), (300, 32), (9, 33), (5, 64), (9, 100),
+    (1, 1), (70, 1), (5, 2), (1100, 7), (9, 7), (33, 8), (3, 16), (17, 31), (300, 32), (9, 33), (5, 64), (9, 100),
     (40, 257), (5, 768), (3, 1000), (3, 1024), (2, 2048), (3, 3000), (2, 4096), (2, 4097), (3, 5120), (1, 8192),
     (2, 8200),
     (35, 1024),

@@ -119,6 +119,10 @@ SIZES = {
 }  # fmt: skip
 PLAIN = [Case(dtype, columns) for dtype, sizes in SIZES.items() for columns in sizes]
 
+# Short rows are laid otherwise where there are many.
+SHORT = [("float16", 20), ("float16", 25), ("float16", 30), ("float16", 101), ("bfloat16", 100), ("float32", 25),
+         ("float32", 63), ("float64", 17)]  # fmt: skip
+
 # What takes more registers than PLAIN, at sizes with few to spare.
 OPTIONS: list[dict[str, object]] = [
     {"norm": Norm(False), "residual": True},
@@ -140,8 +144,13 @@ SPILLED = {
     "sm_90": [
         Case("bfloat16", 256, rows=65_536, norm=Norm(False, 0.0, "silu")),
         Case("bfloat16", 26_352, norm=Norm(False), residual=True),
+        Case("float64", 10, rows=1 << 20, norm=Norm(True, 0.0, "gelu")),
     ],
-    "sm_100": [Case("float64", 5120), Case("bfloat16", 4097, norm=Norm(False), residual=True)],
+    "sm_100": [
+        Case("float64", 5120),
+        Case("bfloat16", 4097, norm=Norm(False), residual=True),
+        Case("float16", 41, rows=1 << 20, residual=True),
+    ],
     "sm_120": [
         Case("float64", 5120),
         Case("bfloat16", 4097, norm=Norm(False), residual=True),
@@ -176,6 +185,7 @@ def cases(arch: str) -> list[Case]:
     norms = (LAYER_NORM, Norm(False), Norm(True, 0.0, "silu"))
     few_rows += [Case(*case, rows=1500, norm=norm, backward=False) for case in staged for norm in norms]
     few_rows += [Case("bfloat16", 256, rows=512, norm=Norm(False)), Case("bfloat16", 768, rows=8192)]
+    few_rows += [Case(dtype, columns, rows=1 << 20) for dtype, columns in SHORT]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):

@@ -301,7 +301,7 @@ IN_PLACE = {
     "ahead": ((300, 32), "float32"),
     "direct peeled": ((9, 1003), "bfloat16"),
     "ahead peeled": ((3, 9001), "float64"),
-    "run": ((1100, 3), "float32"),
+    "run": ((1100, 7), "float32"),
     "cluster": ((3, 20_000), "float64"),
     "row_split": ((1, 150_000), "float32"),
 }

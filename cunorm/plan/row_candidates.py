@@ -10,6 +10,7 @@ from cunorm.plan.constants import are_rows, lie_alike, margin_of, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_early, fits_registers, resident
+from cunorm.plan.row_short import SHORT_BYTES
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 
 __all__ = ["candidates"]
@@ -23,6 +24,8 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     if width == piece:
         yield width, "ahead", False
         return
+    if _are_short(problem, width) and width * itemsize >= 4:
+        yield width, "ahead", False
     strides = [matrix.row_strides[0] for matrix in problem.matrices]
     if problem.rows == 1 or all(stride == problem.columns for stride in strides):
         yield width, "run", False
@@ -51,6 +54,24 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                     in_turns = replace(deeper, blocks_per_multiprocessor=share)
                     if share <= most and fits(in_turns, problem, device):
                         yield in_turns
+                        if share > 1 and _are_short(problem, width) and _have_registers(in_turns, problem, device):
+                            yield replace(in_turns, min_blocks=share)
+
+
+def _are_short(problem: Problem, width: int) -> bool:
+    """Whether rows are short and of narrow vectors: see row_short."""
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    return problem.columns * itemsize < SHORT_BYTES and width * itemsize < 16
+
+
+def _have_registers(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether all blocks that are to share a multiprocessor have the registers at once."""
+    threads = geometry.threads * geometry.blocks_per_multiprocessor
+    direct = geometry.stage == "direct"
+    crowd = replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
+    if geometry.weights == "early" and not fits_early(crowd, problem, device):
+        return False
+    return fits_registers(problem, device, geometry.width, geometry.vectors, threads, geometry.peeled, direct)
 
 
 def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:

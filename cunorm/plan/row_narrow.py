@@ -20,6 +20,7 @@ from cunorm.plan.row_fit import (
 )
 from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
+from cunorm.plan.row_short import SHORT_BYTES, short_row
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -32,22 +33,13 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
-    # Shorter rows have too many edges; but 65 columns of float32 take 1.06 peeled, number by number 2.24. What does not
-    # lie alike is better read so too: 4096 columns of float32 that begin 4 bytes late take 1.09, peeled 1.38.
-    least = 16 * piece
+    if problem.columns * itemsize < SHORT_BYTES:
+        return short_row(problem, device, width)
+    # What does not lie alike is better read number by number: 4096 columns of float32 that begin 4 bytes late take 1.09
+    # so, peeled 1.38.
     may_peel = forward or not has_channels(problem)
-    if may_peel and problem.columns >= least and lie_alike(problem) and device.capability >= 80:
+    if may_peel and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
-    # Tiny rows of 4-byte numbers leave as they came, as a run: 10,000,000 rows of 10 take 1.05, directly 1.40. With two
-    # bytes a number the arithmetic is the limit, and the detour costs more than it saves.
-    dense = all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
-    if itemsize >= 4 and problem.columns <= 32 and dense:
-        geometry = RowBlock(width, problem.columns // width, 1, 128 if forward else 64, 1, "run")
-        in_registers = fits_registers(problem, device, width, geometry.vectors, geometry.threads)
-        if in_registers and fits(geometry, problem, device):
-            geometry = persistent(geometry, problem, device)
-            # As many blocks as are launched must have the registers: one in a second wave takes as long as all.
-            return replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
     vectors_per_row = problem.columns // width
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
     wanted = 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5
@@ -56,9 +48,6 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     threads, vectors = spread(vectors_per_row, wanted)
     if not fits_registers(problem, device, width, vectors, max(threads, 256)):
         return _peeled(problem, device, piece) if may_peel else None
-    # Two neighbouring threads a row at least: at 10 columns of bfloat16 one takes 2.98 of a copy's time, two 2.05.
-    if threads == 1 and vectors > 1:
-        threads, vectors = 2, -(-vectors // 2)
     rows = max(1, 64 // threads) if forward else rows_per_block(problem, device, 256 // threads, threads)
     geometry = RowBlock(width, vectors, threads, rows)
     if forward:
@@ -84,7 +73,7 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     most_vectors = 16 if forward and not direct else 12
     if vectors > most_vectors or not fits_registers(problem, device, width, vectors, threads, True, direct):
         return shared_row(problem, device, width, peeled=True) if alike else None
-    if not forward and width == 8 and vectors > 6 and device.capability == 90 and not direct:
+    if not forward and width == 8 and vectors > 6 and vectors_per_row > 1024 and device.capability == 90 and not direct:
         # On an H100 14,001 columns of bfloat16 take 1.14 by pairs of blocks, by one 1.17; 15,873 1.08 and 1.19.
         shared = shared_row(problem, device, width, peeled=True)
         if shared is not None:
@@ -130,7 +119,10 @@ def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool
     elif vectors_per_row <= 256:
         wanted = 1.9
     else:
-        wanted = 1.9 if width == 4 else 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= 1024 else 5.0
+        wanted = 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= 1024 else 5.0
+        if 384 < vectors_per_row < 512:
+            wanted = 3.0  # 4095 columns as 4097, not by 64 threads of 8 vectors
+        wanted = 1.9 if width == 4 else wanted
     threads, _ = spread(vectors_per_row, wanted)
     if forward and width == 8:
         threads = min(threads, 128)

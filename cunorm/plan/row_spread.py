@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from cunorm.plan.constants import vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_fit import fits_registers
 from cunorm.problem import Problem
 
-__all__ = ["MOST_THREADS", "more_threads", "rows_per_block", "spread", "vectors_for_all_threads"]
+__all__ = ["MOST_THREADS", "more_threads", "rows_per_block", "spread", "threads_for", "vectors_for_all_threads"]
 
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 MOST_THREADS = 512
@@ -17,6 +19,11 @@ def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
     """Threads, as many as leave each ``least_vectors``, and vectors of each."""
     threads = min(MOST_THREADS, 1 << max(1, int(vectors_per_row / max(1, least_vectors))).bit_length() - 1)
     return threads, -(-vectors_per_row // threads)
+
+
+def threads_for(vectors_per_row: int, most_vectors: float) -> int:
+    """As few threads as leave none more than ``most_vectors``."""
+    return 1 << (math.ceil(vectors_per_row / most_vectors) - 1).bit_length()
 
 
 def more_threads(problem: Problem, device: Device, wanted: tuple[int, int], block_threads: int) -> tuple[int, int]:
