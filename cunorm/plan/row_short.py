@@ -52,7 +52,7 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     pairs, come as a part of a run: 29 and 30 columns take 1.13 and 1.11 so, directly by 8 threads 1.36 and 1.36.
 
     float32: 10 and 14 columns of RMS norm take 1.05 and 1.05 as a run, by four threads 1.05 and 1.01; under silu 1.05
-    and 1.10, else 1.12 and 1.07; 25 and 42 columns of layer norm 1.08 and 1.03 as a run, by 4 and 8 threads 1.00.
+    and 1.10, by four 1.12 and 1.07; 25 and 42 columns of layer norm 1.08 and 1.03 as a run, by 4 and 8 threads 1.00.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
