@@ -110,3 +110,14 @@ def test_every_short_row_has_a_plan(dtype: str, activation: str | None) -> None:
                     assert chosen.launches[0].kernel.startswith("row_block")
                     for rule in RULES:
                         rule(problem, device, chosen)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device"),
+    [(plain_backward(2048, 2, "float64"), SMALL_DEVICE), (plain_backward(1, 16_383, "float16"), OLD_DEVICE)],
+    ids=["few threads at once", "little shared memory"],
+)
+def test_small_gpus(problem: Problem, device: Device) -> None:
+    chosen = plan(problem, device)
+    for rule in RULES:
+        rule(problem, device, chosen)

@@ -436,7 +436,8 @@ def of_kernel(kernel: str, device: Device | None, most: int) -> list[Chosen]:
 
     def traits(chosen: Chosen) -> set[Any]:
         example = chosen.example
-        constants = {item for launch in chosen.launches(kernel) for item in launch.constants}
+        constants: set[Any] = {item for launch in chosen.launches(kernel) for item in launch.constants}
+        constants.add(("weight", example.weight))
         return constants | {example.op, example.backward, example.layout, chosen.plan.strategy, len(example.shape)}
 
     picked: list[Chosen] = []

@@ -245,7 +245,7 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     vectors_per_row = problem.columns // width
     threads = threads_for(vectors_per_row, 3 if vectors_per_row <= 24 else 4)
     threads, vectors = more_threads(problem, device, (threads, -(-vectors_per_row // threads)), 128)
-    share = 6 if vectors == 1 else 4
+    share = min(6 if vectors == 1 else 4, device.threads_per_multiprocessor // 128)
     geometry = RowBlock(width, vectors, threads, 128 // threads, blocks_per_multiprocessor=share, min_blocks=share)
     early = replace(geometry, weights="early")
     # Under the exact gelu those of doubles would spill.

@@ -91,6 +91,8 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         if shared is not None:
             return shared
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
+    if not fits(geometry, problem, device):
+        return None
     return geometry if forward else persistent(geometry, problem, device)
 
 
