@@ -79,13 +79,18 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Matrix:
     """How a tensor lies in memory, seen as rows by columns: strides in elements, one for each merged dimension.
 
-    ``alignment`` is the largest power of two, up to 16, that divides the data pointer.
+    ``offset`` is how many bytes the data pointer lies behind a multiple of 16.
     """
 
     dtype: str
     row_strides: tuple[int, ...]
     column_strides: tuple[int, ...]
-    alignment: int = 16
+    offset: int = 0
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two, up to 16, that divides the data pointer."""
+        return _alignment(self.offset)
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,10 @@ class ForwardProblem(_RowProblem):
         return _present(self.x, self.residual)
 
     @property
+    def matrices_written(self) -> tuple[Matrix, ...]:
+        return _present(self.y, self.residual_out)
+
+    @property
     def parameters(self) -> tuple[Vector, ...]:
         """The weight and the bias, if they are there."""
         return _present(self.weight, self.bias)
@@ -219,6 +228,10 @@ class BackwardProblem(_RowProblem):
     @property
     def matrices_read(self) -> tuple[Matrix, ...]:
         return _present(self.x, self.dy, self.dresidual_out)
+
+    @property
+    def matrices_written(self) -> tuple[Matrix, ...]:
+        return _present(self.dx)
 
     @property
     def parameters(self) -> tuple[Vector, ...]:
@@ -326,7 +339,12 @@ class ChannelTensor:
     sample_stride: int
     channel_stride: int
     point_strides: tuple[int, ...]
-    alignment: int = 16
+    offset: int = 0
+
+    @property
+    def alignment(self) -> int:
+        """As a Matrix has it."""
+        return _alignment(self.offset)
 
 
 @dataclass(frozen=True)
@@ -497,7 +515,7 @@ def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tu
     row_sizes, row_strides = _merge(shape, [view.strides for view in present], kept)
     column_sizes, column_strides = _merge(shape, [view.strides for view in present], axis)
     matrices = iter(
-        Matrix(view.dtype, row_strides[i], column_strides[i], _alignment(view.pointer))
+        Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16)
         for i, view in enumerate(present)
     )
     return row_sizes, column_sizes, [None if view is None else next(matrices) for view in views]
@@ -513,7 +531,7 @@ def _pointwise_matrices(
         return _matrices(views, (dimensions - 1,))
     sizes, strides = _merge(present[0].shape, [view.strides for view in present], range(dimensions))
     matrices = iter(
-        Matrix(view.dtype, of_view[:-1] or (0,), of_view[-1:], _alignment(view.pointer))
+        Matrix(view.dtype, of_view[:-1] or (0,), of_view[-1:], view.pointer % 16)
         for view, of_view in zip(present, strides)
     )
     return sizes[:-1] or (1,), sizes[-1:], [None if view is None else next(matrices) for view in views]
@@ -535,7 +553,7 @@ def _channel_tensors(
             view.strides[0] if samples > 1 else 0,
             view.strides[channel_axis] if shape[channel_axis] > 1 else 0,
             strides,
-            _alignment(view.pointer),
+            view.pointer % 16,
         )
         for view, strides in zip(present, point_strides)
     )

@@ -33,7 +33,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
-from cunorm.plan.constants import vector_width
+from cunorm.plan.constants import are_shifted, vector_width
 from cunorm.problem import (
     DTYPES,
     BackwardProblem,
@@ -99,7 +99,7 @@ def key_of(problem: Problem | ChannelProblem) -> str:
     parts = ["layer_norm" if problem.norm.centered else "rms_norm", *_wanted(problem)]
     parts += ["residual"] if residual else []
     parts += [problem.norm.activation] if problem.norm.activation else []
-    parts += [f"vector={vector_width(problem) * itemsize}"]
+    parts += ["shifted"] if are_shifted(problem) else [f"vector={vector_width(problem) * itemsize}"]
     parts += [f"rows<={_bucket(problem.rows)}", f"columns<={_bucket(problem.columns)}"]
     return " ".join(parts)
 

@@ -257,10 +257,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
-  const Rows<const X_TYPE> dy = {arguments.dy, arguments.dy_stride, take(stage != Stage::direct)};
-  const Rows<const X_TYPE> dresidual_out = {arguments.dresidual_out, arguments.dresidual_out_stride,
-                                            take(stage != Stage::direct && HAS_DRESIDUAL)};
+  const Rows<const X_TYPE, X_SHIFT> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE, DY_SHIFT> dy = {arguments.dy, arguments.dy_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE, DRESIDUAL_OUT_SHIFT> dresidual_out = {
+      arguments.dresidual_out, arguments.dresidual_out_stride, take(stage != Stage::direct && HAS_DRESIDUAL)};
   const Rows<X_TYPE> dx = {arguments.dx, arguments.dx_stride, take(stage == Stage::run && WANTS_DX)};
   Affine affine = affine_of(arguments, part, unused);
 
@@ -583,6 +583,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       __syncthreads();
       flush(dx, part, place);
     }
+    if constexpr (HAS_DRESIDUAL && stage == Stage::ahead) release_rows();
     fetch_dresidual_out(first_row + ROWS_AHEAD * step, slot);
     if constexpr (SUMS_CHANNELS) write_channels(place, turn);
   }

@@ -161,9 +161,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  const Rows<const X_TYPE> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
-  const Rows<const X_TYPE> residual = {arguments.residual, arguments.residual_stride,
-                                       take(stage != Stage::direct && HAS_RESIDUAL)};
+  const Rows<const X_TYPE, X_SHIFT> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
+  const Rows<const X_TYPE, RESIDUAL_SHIFT> residual = {arguments.residual, arguments.residual_stride,
+                                                       take(stage != Stage::direct && HAS_RESIDUAL)};
   const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
   const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};

@@ -8,12 +8,19 @@
 //   waits for its sums;
 // - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
 //   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
+//
+// Where rows are SHIFTED, what is read begins so many elements behind a multiple of 16 bytes as the SHIFT of its tensor
+// says, the same in every row, and the results at one. A vector then lies in two pieces of 16 bytes. The first row's
+// begins before the tensor does, where there is memory too, since allocations begin at such multiples. Ahead, a thread
+// copies the first piece of its vectors, and one thread what a row has in the piece behind its last vector.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
+// A row ahead, in elements: where it is SHIFTED, there is one piece more, and the next row's begin where copies are fast.
+constexpr int ROW_ELEMENTS = THREADS_PER_ROW * VECTORS * VECTOR + (SHIFTED ? COPY_ALIGNMENT / sizeof(X_TYPE) : 0);
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
-constexpr int SLOT_ELEMENTS = BLOCK_THREADS * VECTORS * VECTOR + (stage == Stage::run ? 2 * PIECE : 0);
+constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS + (stage == Stage::run ? 2 * PIECE : 0);
 constexpr int STAGE_ELEMENTS = ROWS_AHEAD * SLOT_ELEMENTS;
 
 __device__ __forceinline__ int slot_after(int slot) { return slot + 1 == ROWS_AHEAD ? 0 : slot + 1; }
@@ -35,7 +42,7 @@ __device__ __forceinline__ Part part_of_block(long long rows, long long columns,
 }
 
 // A tensor of the problem, as its block sees it. `staged` are STAGE_ELEMENTS of shared memory, where they are needed.
-template <typename T>
+template <typename T, int SHIFT = 0>
 struct Rows {
   T* memory;
   long long stride;  // elements from one row to the next
@@ -44,9 +51,11 @@ struct Rows {
   __device__ __forceinline__ T* at(const Part& part, long long row) const {
     return memory + row * stride + part.first_column;
   }
-  // A thread's i-th vector in shared memory, where the stage is ahead.
+  // A thread's i-th vector in shared memory, where the stage is ahead; or the piece that it begins in.
   __device__ __forceinline__ X_TYPE* own(int slot, int i) const {
-    return staged + slot * SLOT_ELEMENTS + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
+    X_TYPE* place = staged + slot * SLOT_ELEMENTS;
+    if constexpr (SHIFTED) return place + threadIdx.y * ROW_ELEMENTS + (i * THREADS_PER_ROW + threadIdx.x) * VECTOR;
+    return place + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
   }
   __device__ __forceinline__ int shift(const Part& part, long long row) const { return shift_of(at(part, row)); }
 };
@@ -79,8 +88,8 @@ struct Place {
 };
 
 // The place in the rows from first_row on; `aligned` is what the vectors are aligned to.
-template <typename T>
-__device__ __forceinline__ Place place_of(const Rows<T>& aligned, const Part& part, long long first_row) {
+template <typename T, int SHIFT>
+__device__ __forceinline__ Place place_of(const Rows<T, SHIFT>& aligned, const Part& part, long long first_row) {
   const long long row = first_row + threadIdx.y;
   return {first_row, row, row < part.rows, cut_of(aligned.at(part, row), part.columns)};
 }
@@ -94,8 +103,8 @@ using Edges = OfEdges<Vector<X_TYPE, 1>>;
 // ---- Runs.
 
 // A thread's i-th vector in shared memory, where the stage is a run.
-template <typename T>
-__device__ __forceinline__ X_TYPE* in_run(const Rows<T>& rows, const Part& part, const Place& place, int i) {
+template <typename T, int SHIFT>
+__device__ __forceinline__ X_TYPE* in_run(const Rows<T, SHIFT>& rows, const Part& part, const Place& place, int i) {
   X_TYPE* run = rows.staged + rows.shift(part, place.first_row);
   return run + static_cast<int>(threadIdx.y) * part.columns + place.column(i);
 }
@@ -105,7 +114,8 @@ __device__ __forceinline__ int run_length(const Part& part, long long first_row)
   return static_cast<int>(left < ROWS_PER_BLOCK ? left : ROWS_PER_BLOCK) * part.columns;
 }
 
-__device__ __forceinline__ void fetch_run(const Rows<const X_TYPE>& rows, const Part& part, long long first_row) {
+template <int SHIFT>
+__device__ __forceinline__ void fetch_run(const Rows<const X_TYPE, SHIFT>& rows, const Part& part, long long first_row) {
   const X_TYPE* run = rows.at(part, first_row);
   const int shift = rows.shift(part, first_row), length = run_length(part, first_row);
   // A piece at an end of the run is copied whole too where what it has beside the run is still the tensor's.
@@ -122,13 +132,20 @@ __device__ __forceinline__ void fetch_run(const Rows<const X_TYPE>& rows, const 
 // ---- In.
 
 // Starts to bring in the rows from first_row on, if there are any left.
-__device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part& part, long long first_row, int slot) {
+template <int SHIFT>
+__device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, const Part& part, long long first_row,
+                                      int slot) {
   if constexpr (stage == Stage::ahead) {
     const Place place = place_of(rows, part, first_row);
     if (!place.there) return;
+    const X_TYPE* row = rows.at(part, place.row) - SHIFT;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) copy_async<VECTOR>(rows.own(slot, i), rows.at(part, place.row) + place.column(i));
+      if (place.has(i)) copy_async<VECTOR>(rows.own(slot, i), row + place.column(i));
+    }
+    if (SHIFT > 0 && threadIdx.x == 0) {
+      const int end = place.cut.vectors * VECTOR;
+      copy_async_first<VECTOR, SHIFT>(rows.own(slot, 0) + end, row + end);
     }
   }
   if constexpr (stage == Stage::run) {
@@ -136,23 +153,34 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE>& rows, const Part
   }
 }
 
+// Lets threads read what others have copied, and copy to where others have read.
+__device__ __forceinline__ void meet() {
+  if constexpr (stage == Stage::run || (stage == Stage::ahead && SHIFTED && THREADS_PER_ROW > 32)) {
+    __syncthreads();
+  } else if constexpr (stage == Stage::ahead && SHIFTED) {
+    __syncwarp();
+  }
+}
+
 // Waits for what was fetched, but for the last PENDING commits.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_rows() {
   if constexpr (stage != Stage::direct) copy_async_wait<PENDING>();
-  if constexpr (stage == Stage::run) __syncthreads();
+  meet();
 }
 
 // A thread's i-th vector of its row in shared memory.
-template <typename T>
-__device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T>& rows, const Part& part,
+template <typename T, int SHIFT>
+__device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T, SHIFT>& rows, const Part& part,
                                                                 const Place& place, int slot, int i) {
-  return load<X_TYPE, VECTOR>(stage == Stage::ahead ? rows.own(slot, i) : in_run(rows, part, place, i));
+  if constexpr (stage == Stage::ahead) return load_shifted<SHIFT, VECTOR>(rows.own(slot, i) + SHIFT);
+  return load<X_TYPE, VECTOR>(in_run(rows, part, place, i));
 }
 
 // A thread's vectors of its row.
-__device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
-                                            int slot, Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
+template <int SHIFT>
+__device__ __forceinline__ void get_vectors(const Rows<const X_TYPE, SHIFT>& rows, const Part& part,
+                                            const Place& place, int slot, Vector<X_TYPE, VECTOR> (&values)[VECTORS]) {
   const X_TYPE* row = rows.at(part, place.row);
   if constexpr (!ALIKE) {
     const Anywhere<X_TYPE, VECTOR> first(row + place.column(0));
@@ -175,14 +203,15 @@ __device__ __forceinline__ void get_vectors(const Rows<const X_TYPE>& rows, cons
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
     if (place.has(i)) {
-      values[i] = stage == Stage::direct ? load<X_TYPE, VECTOR>(row + place.column(i))
+      values[i] = stage == Stage::direct ? load_shifted<SHIFT, VECTOR>(row + place.column(i))
                                          : staged_vector(rows, part, place, slot, i);
     }
   }
 }
 
 // A thread's edges of its row.
-__device__ __forceinline__ void get_edges(const Rows<const X_TYPE>& rows, const Part& part, const Place& place,
+template <int SHIFT>
+__device__ __forceinline__ void get_edges(const Rows<const X_TYPE, SHIFT>& rows, const Part& part, const Place& place,
                                           Edges& edges) {
 #pragma unroll
   for (int i = 0; i < EDGES; ++i) {
@@ -191,9 +220,7 @@ __device__ __forceinline__ void get_edges(const Rows<const X_TYPE>& rows, const 
 }
 
 // To be called between the last get_vectors of a step and the fetch of the next rows into the same place.
-__device__ __forceinline__ void release_rows() {
-  if constexpr (stage == Stage::run) __syncthreads();
-}
+__device__ __forceinline__ void release_rows() { meet(); }
 
 // ---- Out.
 

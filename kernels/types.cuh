@@ -177,6 +177,35 @@ struct Straddling {
   }
 };
 
+// The first LENGTH of some elements from where 16 bytes begin, in as few accesses as there are powers of two in it.
+template <int LENGTH, int FIRST, int STEP, typename T, int COUNT>
+__device__ __forceinline__ void load_first(const T* source, Vector<T, COUNT>& values) {
+  if constexpr (STEP > 0) {
+    constexpr bool TAKEN = (LENGTH & STEP) > 0;
+    if constexpr (TAKEN) {
+      const Vector<T, STEP> piece = load<T, STEP>(source + FIRST);
+#pragma unroll
+      for (int i = 0; i < STEP; ++i) values.lane[FIRST + i] = piece.lane[i];
+    }
+    load_first<LENGTH, FIRST + (TAKEN ? STEP : 0), STEP / 2>(source, values);
+  }
+}
+
+// COUNT elements, together 16 bytes, that begin SHIFT elements behind a multiple of 16 bytes: the whole piece that they
+// begin in, and of the next one those that lie there.
+template <int SHIFT, int COUNT, typename T>
+__device__ __forceinline__ Vector<T, COUNT> load_shifted(const T* source) {
+  const Vector<T, COUNT> piece = load<T, COUNT>(source - SHIFT);
+  if constexpr (SHIFT == 0) return piece;
+  Vector<T, COUNT> next, result;
+  load_first<SHIFT, 0, COUNT / 2>(source + (COUNT - SHIFT), next);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    result.lane[i] = i + SHIFT < COUNT ? piece.lane[(i + SHIFT) % COUNT] : next.lane[(i + SHIFT) % COUNT];
+  }
+  return result;
+}
+
 // COUNT values of a weight or bias, in pieces of ACCESS_BYTES: its type may be wider than x's, its alignment smaller.
 template <int COUNT, int ACCESS_BYTES, typename T>
 __device__ __forceinline__ Vector<T, COUNT> load_in_pieces(const T* source) {

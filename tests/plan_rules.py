@@ -219,7 +219,7 @@ def the_workspace_is_modest(problem: Problem, device: Device, chosen: Plan) -> N
 
 
 def _address(matrix: Matrix, problem: Problem, row: int, column: int) -> int:
-    """Bytes from a 16-byte boundary to x[row, column], for the least aligned pointer that ``matrix`` allows."""
+    """Bytes from a 16-byte boundary to x[row, column]."""
     offset = 0
     for index, sizes, strides in (
         (row, problem.row_sizes, matrix.row_strides),
@@ -228,7 +228,7 @@ def _address(matrix: Matrix, problem: Problem, row: int, column: int) -> int:
         for size, stride in zip(reversed(sizes), reversed(strides)):
             offset += index % size * stride
             index //= size
-    return matrix.alignment + offset * DTYPES[matrix.dtype].itemsize
+    return matrix.offset + offset * DTYPES[matrix.dtype].itemsize
 
 
 def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, chosen: Plan) -> None:
@@ -242,7 +242,7 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
         if constants.get("PEELED"):
             _assert_peeled_vectors_are_aligned(problem, item, constants)
         else:
-            _assert_vectors_are_aligned(problem, width)
+            _assert_vectors_are_aligned(problem, constants)
         for name, operand in (("WEIGHT", problem.weight), ("BIAS", problem.bias)):
             if f"{name}_ACCESS" in constants:
                 assert_access_to_weights(constants, name, operand, width)
@@ -256,14 +256,24 @@ def _some(count: int) -> set[int]:
     return {number for number in (0, 1, 2, 3, 5, 7, count // 2, count - 2, count - 1) if 0 <= number < count}
 
 
-def _assert_vectors_are_aligned(problem: Problem, width: int) -> None:
-    itemsize = DTYPES[problem.x.dtype].itemsize
+def _assert_vectors_are_aligned(problem: Problem, constants: Constants) -> None:
+    itemsize, width = DTYPES[problem.x.dtype].itemsize, constants["VECTOR"]
     assert problem.columns % width == 0
-    for matrix in problem.matrices:
+    shifted, forward = constants.get("SHIFTED"), isinstance(problem, ForwardProblem)
+    if shifted:
+        names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
+        matrices = {name: getattr(problem, name) for name in names}
+        shifts = {name: constants[f"{name.upper()}_SHIFT"] for name, matrix in matrices.items() if matrix}
+        assert width * itemsize == 16 and any(shifts.values())
+    for name in ("x", "y", "residual", "residual_out", "dy", "dx", "dresidual_out"):
+        matrix = getattr(problem, name, None)
+        if matrix is None:
+            continue
+        shift = shifts.get(name, 0) * itemsize if shifted else 0
         for row in _some(problem.rows):
             for vector in _some(problem.columns // width):
                 lanes = [_address(matrix, problem, row, vector * width + lane) for lane in range(width)]
-                assert lanes[0] % (width * itemsize) == 0
+                assert lanes[0] % (width * itemsize) == shift
                 assert lanes == [lanes[0] + lane * itemsize for lane in range(width)]
 
 
@@ -324,6 +334,9 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         if stage == "run":
             tensors += 1 + more if item.kernel.endswith("forward") else constants["WANTS_DX"]
             slots += 2 * (16 // itemsize)
+        if constants["SHIFTED"]:
+            assert stage == "ahead"
+            slots += item.block[1] * 128 // itemsize
         # A tensor's slots begin where the first one's do.
         assert slots * itemsize % 16 == 0
         needed = tensors * constants["ROWS_AHEAD"] * slots * itemsize

@@ -93,11 +93,11 @@ class Case:
     norm: Norm = LAYER_NORM
     residual: bool = False
     weight: str | None = "x's"
-    alignment: int = 16
+    offset: int = 0
     backward: bool = True
 
     def problems(self) -> list[Problem]:
-        x = Matrix(self.dtype, (self.columns,), (1,), self.alignment)
+        x = Matrix(self.dtype, (self.columns,), (1,), self.offset)
         added = x if self.residual else None
         weight = self.dtype if self.weight == "x's" else self.weight
         vector, sums = None if weight is None else Vector(weight), weight or self.dtype
@@ -133,8 +133,8 @@ OPTIONS: list[dict[str, object]] = [
     {"residual": True, "weight": "float32"},
     {"weight": "float64"},
     {"weight": None, "residual": True},
-    {"alignment": "itemsize", "residual": True},
-    {"alignment": "itemsize"},
+    {"offset": "itemsize", "residual": True},
+    {"offset": "itemsize"},
 ]
 HEAVY = [("bfloat16", 256), ("bfloat16", 4096), ("bfloat16", 4097), ("bfloat16", 16_384), ("bfloat16", 65_536),
          ("float32", 10), ("float32", 4097), ("float32", 10_000), ("float32", 50_257),
@@ -167,7 +167,7 @@ def with_options() -> list[Case]:
     cases = []
     for dtype, columns in HEAVY:
         for options in OPTIONS:
-            changes = options | {"alignment": DTYPES[dtype].itemsize} if "alignment" in options else options
+            changes = options | {"offset": DTYPES[dtype].itemsize} if "offset" in options else options
             cases.append(dataclasses.replace(Case(dtype, columns), **changes))  # type: ignore[arg-type]
     return cases
 
@@ -513,7 +513,7 @@ def test_every_option_is_compiled() -> None:
     for arch in ARCHS:
         for case in cases(arch):
             activations.add(case.norm.activation)
-            ways.add((case.norm.centered, case.residual, case.weight is None, case.alignment == 16))
+            ways.add((case.norm.centered, case.residual, case.weight is None, case.offset == 0))
     assert activations == {None, *ACTIVATIONS}
     assert len(ways) >= 7
     assert {case for arch in ARCHS for case in cases(arch)} >= {*PLAIN, *with_options()}

@@ -88,8 +88,8 @@ def test_rows_that_all_blocks_share_keep_the_same_rules(device: str) -> None:
 
 
 def _tuned_problems() -> dict[str, Problem]:
-    def lying(dtype: str, rows: int, columns: int, stride: int, alignment: int, more: bool = False) -> list[Problem]:
-        matrix, vector = Matrix(dtype, (stride,), (1,), alignment), Vector(dtype)
+    def lying(dtype: str, rows: int, columns: int, stride: int, offset: int, more: bool = False) -> list[Problem]:
+        matrix, vector = Matrix(dtype, (stride,), (1,), offset), Vector(dtype)
         added = matrix if more else None
         return [
             ForwardProblem((rows,), (columns,), matrix, added, matrix, added, vector, vector, True, 1e-5),
@@ -97,20 +97,20 @@ def _tuned_problems() -> dict[str, Problem]:
         ]
 
     return {
-        f"{dtype} {rows}x{columns} stride {stride} alignment {alignment} {type(problem).__name__}": problem
-        for dtype, rows, columns, stride, alignment, more in [
-            ("bfloat16", 4096, 64, 64, 16, False),
-            ("bfloat16", 1000, 5120, 5120, 16, True),
-            ("float32", 3, 10, 10, 16, False),
+        f"{dtype} {rows}x{columns} stride {stride} offset {offset} {type(problem).__name__}": problem
+        for dtype, rows, columns, stride, offset, more in [
+            ("bfloat16", 4096, 64, 64, 0, False),
+            ("bfloat16", 1000, 5120, 5120, 0, True),
+            ("float32", 3, 10, 10, 0, False),
             ("float32", 100_000, 7, 7, 4, True),
-            ("float16", 64, 4097, 4097, 16, False),
+            ("float16", 64, 4097, 4097, 0, False),
             ("bfloat16", 64, 1023, 1024, 2, True),
-            ("float32", 1000, 100_000, 100_000, 16, False),
-            ("float16", 33, 50_257, 50_258, 16, True),
-            ("float64", 77, 3001, 3001, 16, False),
-            ("float64", 500, 12_288, 16_384, 16, True),
+            ("float32", 1000, 100_000, 100_000, 0, False),
+            ("float16", 33, 50_257, 50_258, 0, True),
+            ("float64", 77, 3001, 3001, 0, False),
+            ("float64", 500, 12_288, 16_384, 0, True),
         ]
-        for problem in lying(dtype, rows, columns, stride, alignment, more)
+        for problem in lying(dtype, rows, columns, stride, offset, more)
     }
 
 

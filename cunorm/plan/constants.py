@@ -10,6 +10,7 @@ from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Pointwis
 __all__ = [
     "affine_constants",
     "are_rows",
+    "are_shifted",
     "can_be_shared",
     "channel_numbers",
     "columns_per_block",
@@ -19,6 +20,8 @@ __all__ = [
     "lie_alike",
     "margin_of",
     "row_strides",
+    "row_width",
+    "shift_constants",
     "vector_constants",
     "vector_width",
     "weights_of",
@@ -43,6 +46,35 @@ def are_rows(problem: Problem) -> bool:
     if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
         return False
     return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
+
+
+def are_shifted(problem: Problem) -> bool:
+    """Whether such rows are whole pieces of 16 bytes, but begin at one only in what is written, not in all that is read.
+
+    Those of each tensor all begin in the same way then.
+    """
+    if not are_rows(problem) or problem.channels is not None:
+        return False
+    itemsize = DTYPES[problem.x.dtype].itemsize
+    offsets = [matrix.offset for matrix in problem.matrices_read]
+    strides = [matrix.row_strides[0] for matrix in problem.matrices]
+    whole = math.gcd(problem.columns, *strides) * itemsize % 16 == 0
+    return whole and any(offsets) and all(matrix.offset == 0 for matrix in problem.matrices_written)
+
+
+def row_width(problem: Problem) -> int:
+    """Elements of a vector of row_block_*, which may be shifted; where rows are peeled, those of a whole one."""
+    return 16 // DTYPES[problem.x.dtype].itemsize if are_shifted(problem) else vector_width(problem)
+
+
+def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
+    """How many elements the rows of each matrix that is read begin behind a multiple of 16 bytes, where `are_shifted`."""
+    shifted, itemsize = are_shifted(problem), DTYPES[problem.x.dtype].itemsize
+    shifts: Constants = {
+        f"{name.upper()}_SHIFT": matrix.offset // itemsize if shifted and matrix else 0
+        for name, matrix in matrices.items()
+    }
+    return {"SHIFTED": int(shifted)} | shifts
 
 
 def lie_alike(problem: Problem) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
+    are_shifted,
     channel_numbers,
     columns_per_block,
     compute_itemsize,
@@ -15,6 +16,7 @@ from cunorm.plan.constants import (
     lie_alike,
     margin_of,
     row_strides,
+    shift_constants,
     weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
@@ -28,6 +30,8 @@ __all__ = ["RowBlock", "plan_backward", "plan_forward"]
 _LEAST_CLAIMED = 8
 # Rows that are claimed, which 32 bits count.
 _MOST_CLAIMED = 1 << 31
+# As kernels/copy_async.cuh has it.
+_COPY_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class RowBlock:
         elements = self.threads * self.vectors * self.width
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
         slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
+        slot_bytes += self.rows_per_block * _COPY_ALIGNMENT * are_shifted(problem)
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged" and problem.channels is None:
             staged = self.staged_elements(problem)
@@ -223,6 +228,7 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
         "row_block_forward",
         dtype_constants(problem)
         | geometry.constants(problem)
+        | shift_constants(problem, x=problem.x, residual=problem.residual)
         | {"HAS_RESIDUAL": int(problem.residual is not None)}
         | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": counters}
         | affine_constants(problem, geometry.width),
@@ -249,6 +255,7 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
         "row_block_backward",
         dtype_constants(problem)
         | geometry.constants(problem)
+        | shift_constants(problem, x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out)
         | {"WANTS_DX": int(problem.dx is not None), "HAS_DRESIDUAL": int(problem.dresidual_out is not None)}
         | {"CLASSES": geometry.classes(problem, device)}
         | affine_constants(problem, geometry.width)

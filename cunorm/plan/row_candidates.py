@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import are_rows, lie_alike, margin_of, vector_width
+from cunorm.plan.constants import are_rows, lie_alike, margin_of, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_early, fits_registers, resident
@@ -19,7 +19,7 @@ __all__ = ["candidates"]
 def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     """The ways in which rows can come: (width, stage, peeled)."""
     itemsize = DTYPES[problem.x.dtype].itemsize
-    width, piece = vector_width(problem), 16 // itemsize
+    width, piece = row_width(problem), 16 // itemsize
     yield width, "direct", False
     if width == piece:
         yield width, "ahead", False

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cunorm.plan import channel_row_geometry
-from cunorm.plan.constants import are_rows, compute_itemsize, vector_width
+from cunorm.plan.constants import are_rows, compute_itemsize, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
@@ -47,7 +47,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
 
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
-    width, piece = vector_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
+    width, piece = row_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
     if width < piece:
         return narrow(problem, device, width)
     vectors_per_row = problem.columns // width
@@ -182,7 +182,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 
 def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     itemsize = DTYPES[problem.x.dtype].itemsize
-    width, piece = vector_width(problem), 16 // itemsize
+    width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
     short = problem.columns // width <= (64 if itemsize == 2 else 127)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cunorm.plan.constants import vector_width
+from cunorm.plan.constants import row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_fit import fits_registers
 from cunorm.problem import Problem
@@ -28,7 +28,7 @@ def threads_for(vectors_per_row: int, most_vectors: float) -> int:
 
 def more_threads(problem: Problem, device: Device, wanted: tuple[int, int], block_threads: int) -> tuple[int, int]:
     """Threads of a row and vectors of each: as `spread` has them, or more threads where registers would not do."""
-    width, (threads, vectors) = vector_width(problem), wanted
+    width, (threads, vectors) = row_width(problem), wanted
     while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, max(threads, block_threads)):
         threads *= 2
         vectors = -(-problem.columns // width // threads)

@@ -145,4 +145,4 @@ def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
         return None
     row_stride = within if problem.sets > 1 else 0
     column_strides = *tensor.point_strides[:-1], 1 if columns > 1 else 0
-    return Matrix(tensor.dtype, (row_stride,), column_strides, tensor.alignment)
+    return Matrix(tensor.dtype, (row_stride,), column_strides, tensor.offset)
