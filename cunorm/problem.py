@@ -95,10 +95,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A contiguous weight or bias: one number a column."""
+    """A contiguous weight or bias: one number a column. ``offset`` and ``alignment`` are as a Matrix has them."""
 
     dtype: str
-    alignment: int = 16
+    offset: int = 0
+
+    @property
+    def alignment(self) -> int:
+        return _alignment(self.offset)
 
 
 @dataclass(frozen=True)
@@ -339,11 +343,10 @@ class ChannelTensor:
     sample_stride: int
     channel_stride: int
     point_strides: tuple[int, ...]
-    offset: int = 0
+    offset: int = 0  # as a Matrix has it
 
     @property
     def alignment(self) -> int:
-        """As a Matrix has it."""
         return _alignment(self.offset)
 
 
@@ -366,7 +369,7 @@ class RunningStatistics:
     def of(
         mean: View, variance: View, *, given: bool, kept: float = 0.0, taken: float = 0.0, unbiased: bool = True
     ) -> RunningStatistics:
-        of_mean, of_variance = (Vector(view.dtype, _alignment(view.pointer)) for view in (mean, variance))
+        of_mean, of_variance = (Vector(view.dtype, view.pointer % 16) for view in (mean, variance))
         return RunningStatistics(of_mean, of_variance, given, kept, taken, unbiased)
 
 
@@ -499,12 +502,12 @@ def _present(*items: _T | None) -> tuple[_T, ...]:
     return tuple(item for item in items if item is not None)
 
 
-def _alignment(pointer: int) -> int:
-    return min(16, pointer & -pointer) if pointer else 16
+def _alignment(offset: int) -> int:
+    return min(16, offset & -offset) if offset else 16
 
 
 def _vector(view: View | None) -> Vector | None:
-    return None if view is None else Vector(view.dtype, _alignment(view.pointer))
+    return None if view is None else Vector(view.dtype, view.pointer % 16)
 
 
 def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:

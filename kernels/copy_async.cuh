@@ -25,19 +25,6 @@ __device__ __forceinline__ void copy_async(T* shared, const T* global) {
 #endif
 }
 
-// The first LENGTH of COUNT elements, together 16 bytes; the others are not read, and become anything.
-template <int COUNT, int LENGTH, typename T>
-__device__ __forceinline__ void copy_async_first(T* shared, const T* global) {
-#if defined(CUNORM_EMULATOR) || __CUDA_ARCH__ < 800
-  for (int i = 0; i < LENGTH; ++i) shared[i] = global[i];
-#else
-  static_assert(sizeof(T) * COUNT == 16);
-  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "n"(sizeof(T) * LENGTH)
-               : "memory");
-#endif
-}
-
 // Ends a group of copies.
 __device__ __forceinline__ void copy_async_commit() {
 #if defined(CUNORM_EMULATOR)

@@ -11,16 +11,19 @@ constexpr Weights weights_come = Weights::WEIGHTS;
 
 // FORWARD, rows share what is staged; backward the addresses that it takes to share weights, or to copy them
 // asynchronously, would spill. Rows that are PEELED begin each in its own way: what comes for all of them lies as in
-// memory, and a thread reads its vectors across two pieces. But where a block takes turns, all of a thread's begin in
-// the same way, and what is staged is its own.
-constexpr bool STAGED_AS_IN_MEMORY = FORWARD && PEELED && !TAKES_TURNS && weights_come == Weights::staged;
+// memory, and a thread reads its vectors across two pieces. So it is with weights or biases that begin so many elements
+// behind a multiple of 16 bytes as their SHIFT says. But where a block takes turns, all of a thread's rows begin in the
+// same way, and what is staged is its own, put there once.
+constexpr bool SHIFTED_WEIGHTS = WEIGHT_SHIFT > 0 || BIAS_SHIFT > 0;
+constexpr bool STAGED_AS_IN_MEMORY =
+    FORWARD && (PEELED || SHIFTED_WEIGHTS) && !TAKES_TURNS && weights_come == Weights::staged;
 constexpr bool ROWS_SHARE_WEIGHTS = FORWARD && (!PEELED || STAGED_AS_IN_MEMORY);
 constexpr int STAGED_ROWS = ROWS_SHARE_WEIGHTS ? 1 : ROWS_PER_BLOCK;
 // In shared memory, a multiple of 16 bytes of any type; as in memory, with two pieces more.
 constexpr int STAGED_ELEMENTS =
     (STAGED_ROWS * THREADS_PER_ROW * VECTORS + 7) / 8 * 8 * VECTOR + (STAGED_AS_IN_MEMORY ? 32 : 0);
 
-template <int ACCESS_BYTES, typename T>
+template <int ACCESS_BYTES, int SHIFT, typename T>
 struct Parameter {
   const T* memory;  // of the block's part of a row
   T* staged;        // STAGED_ELEMENTS of shared memory
@@ -35,7 +38,7 @@ struct Parameter {
 
   // How far the row begins behind a multiple of 16 bytes, in elements.
   __device__ __forceinline__ int shift() const {
-    return static_cast<int>(reinterpret_cast<size_t>(memory) % 16 / sizeof(T));
+    return SHIFT > 0 ? SHIFT : static_cast<int>(reinterpret_cast<size_t>(memory) % 16 / sizeof(T));
   }
 
   // Starts to take the row into shared memory, where it lies as in memory: whole pieces, and number by number what is
@@ -83,10 +86,14 @@ struct Parameter {
     }
   }
 
-  // Those of the thread's i-th vector, from memory.
-  __device__ __forceinline__ Vector<T, VECTOR> fetched(const Place& place, int i) const {
+  // Those of the thread's i-th vector, from memory, or where they lie as in memory.
+  __device__ __forceinline__ Vector<T, VECTOR> from(const T* first, const Place& place, int i) const {
     if constexpr (PEELED) return anywhere.load_from(i * THREADS_PER_ROW * VECTOR);
-    return load_in_pieces<VECTOR, ACCESS_BYTES>(memory + place.column(i));
+    if constexpr (SHIFT > 0) return load_shifted<SHIFT, VECTOR>(first + place.column(i));
+    return load_in_pieces<VECTOR, ACCESS_BYTES>(first + place.column(i));
+  }
+  __device__ __forceinline__ Vector<T, VECTOR> fetched(const Place& place, int i) const {
+    return from(memory, place, i);
   }
 
   __device__ __forceinline__ void fetch_early(const Place& place) {
@@ -104,7 +111,7 @@ struct Parameter {
       case Weights::late: return widen_all(fetched(place, i), values);
       case Weights::early: return widen_all(early[i], values);
       case Weights::staged:
-        if constexpr (STAGED_AS_IN_MEMORY) return widen_all(anywhere.load_from(i * THREADS_PER_ROW * VECTOR), values);
+        if constexpr (STAGED_AS_IN_MEMORY) return widen_all(from(staged + shift(), place, i), values);
         return widen_all(load_in_pieces<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i)), values);
     }
   }
@@ -163,8 +170,8 @@ struct AffineEdges {
 };
 
 struct Affine {
-  Parameter<WEIGHT_ACCESS, WEIGHT_TYPE> weights;
-  Parameter<BIAS_ACCESS, BIAS_TYPE> biases;
+  Parameter<WEIGHT_ACCESS, WEIGHT_SHIFT, WEIGHT_TYPE> weights;
+  Parameter<BIAS_ACCESS, BIAS_SHIFT, BIAS_TYPE> biases;
   ChannelTurns by_channel;
 
   // To be called with the place of the first row; FORWARD before that is fetched: if it comes ahead, with its commit.

@@ -12,7 +12,8 @@
 // Where rows are SHIFTED, what is read begins so many elements behind a multiple of 16 bytes as the SHIFT of its tensor
 // says, the same in every row, and the results at one. A vector then lies in two pieces of 16 bytes. The first row's
 // begins before the tensor does, where there is memory too, since allocations begin at such multiples. Ahead, a thread
-// copies the first piece of its vectors, and one thread what a row has in the piece behind its last vector.
+// copies the first piece of its vectors, and one thread the piece behind the last: what it has beside the row's is the
+// next row's, or lies between the two, but behind the last row, of which nothing else is read.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
@@ -145,7 +146,11 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, con
     }
     if (SHIFT > 0 && threadIdx.x == 0) {
       const int end = place.cut.vectors * VECTOR;
-      copy_async_first<VECTOR, SHIFT>(rows.own(slot, 0) + end, row + end);
+      if (place.row + 1 < part.rows) {
+        copy_async<VECTOR>(rows.own(slot, 0) + end, row + end);
+      } else {
+        for (int i = end; i < end + SHIFT; ++i) rows.own(slot, 0)[i] = row[i];
+      }
     }
   }
   if constexpr (stage == Stage::run) {

@@ -191,17 +191,20 @@ __device__ __forceinline__ void load_first(const T* source, Vector<T, COUNT>& va
   }
 }
 
-// COUNT elements, together 16 bytes, that begin SHIFT elements behind a multiple of 16 bytes: the whole piece that they
-// begin in, and of the next one those that lie there.
+// COUNT elements, together 16 bytes or a multiple of that, that begin SHIFT elements behind a multiple of 16 bytes: the
+// piece that they begin in, those that follow, and of the last those elements that lie there.
 template <int SHIFT, int COUNT, typename T>
 __device__ __forceinline__ Vector<T, COUNT> load_shifted(const T* source) {
-  const Vector<T, COUNT> piece = load<T, COUNT>(source - SHIFT);
-  if constexpr (SHIFT == 0) return piece;
-  Vector<T, COUNT> next, result;
-  load_first<SHIFT, 0, COUNT / 2>(source + (COUNT - SHIFT), next);
+  if constexpr (SHIFT == 0) return load<T, COUNT>(source);
+  constexpr int PIECE_ELEMENTS = 16 / sizeof(T), PIECES = COUNT / PIECE_ELEMENTS;
+  Vector<T, PIECE_ELEMENTS> pieces[PIECES + 1];
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) pieces[i] = load<T, PIECE_ELEMENTS>(source - SHIFT + i * PIECE_ELEMENTS);
+  load_first<SHIFT, 0, PIECE_ELEMENTS / 2>(source - SHIFT + COUNT, pieces[PIECES]);
+  Vector<T, COUNT> result;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    result.lane[i] = i + SHIFT < COUNT ? piece.lane[(i + SHIFT) % COUNT] : next.lane[(i + SHIFT) % COUNT];
+    result.lane[i] = pieces[(i + SHIFT) / PIECE_ELEMENTS].lane[(i + SHIFT) % PIECE_ELEMENTS];
   }
   return result;
 }

@@ -320,6 +320,8 @@ def assert_access_to_weights(constants: Constants, name: str, operand: Vector | 
     if not constants.get("PEELED"):  # those of peeled rows come from anywhere
         for first in range(0, 4 * width, step):
             assert (operand.alignment + first * itemsize) % (step * itemsize) == 0
+    if shift := constants.get(f"{name}_SHIFT"):  # they are read in whole pieces, with a part of one more
+        assert shift * itemsize == operand.offset and width * itemsize % 16 == 0 and not constants["PEELED"]
 
 
 def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
@@ -358,7 +360,8 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
     elif constants["WEIGHTS"] == "staged":
         # Those of a row, or backward, and where rows begin in different ways, of each.
         forward = item.kernel.endswith("forward")
-        as_in_memory = forward and constants["PEELED"] and not constants["TAKES_TURNS"]
+        anywhere = constants["PEELED"] or constants["WEIGHT_SHIFT"] or constants["BIAS_SHIFT"]
+        as_in_memory = bool(forward and anywhere and not constants["TAKES_TURNS"])
         shared = as_in_memory or (forward and not constants["PEELED"])
         staged = constants["VECTORS"] * (constants["THREADS_PER_ROW"] if shared else threads)
         elements = -(-staged // 8) * 8 * width + 32 * as_in_memory

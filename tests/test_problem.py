@@ -241,7 +241,8 @@ def test_alignment_is_the_largest_power_of_two_up_to_16(pointer: int, dtype: str
     assert alignment in (1, 2, 4, 8, 16) and pointer % alignment == 0
     assert alignment == 16 or pointer % (2 * alignment) != 0
     assert problem.y.alignment == alignment
-    assert problem.weight == problem.bias == Vector(dtype, alignment)
+    assert problem.weight == problem.bias == Vector(dtype, pointer % 16)
+    assert problem.weight is not None and problem.weight.alignment == alignment
     gradient = BackwardProblem.of(view, view, vector, view, axis=(1,), dweight=None, dbias=None)
     assert gradient.weight == problem.weight and {matrix.alignment for matrix in gradient.matrices} == {alignment}
 

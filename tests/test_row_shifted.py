@@ -1,4 +1,4 @@
-"""Rows of whole vectors that begin elsewhere than at a multiple of 16 bytes, but not so their results."""
+"""Rows of whole vectors that begin elsewhere than at a multiple of 16 bytes, but not so their results; and weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import RUNNERS, SMALL_DEVICE, Array, Case, EmulatorRunner, Norm, assert_any_order_gives_the_same, check, data
+from cases import (
+    RUNNERS,
+    SMALL_DEVICE,
+    Array,
+    Case,
+    EmulatorRunner,
+    Norm,
+    assert_any_order_gives_the_same,
+    assert_forward,
+    check,
+    data,
+)
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_backward, plain_forward
 from plan_rules import RULES
@@ -136,6 +147,42 @@ def test_bits_are_those_of_aligned_rows() -> None:
         assert shifted.tobytes() == plain.tobytes()
 
 
+# Rows and columns; dtypes of x, weight and bias, and by how many elements these two begin late.
+WEIGHTS: dict[str, tuple[tuple[int, int], list[str], tuple[int, int], RowBlock]] = {
+    "late": ((70, 64), ["float16", "float32", "float16"], (1, 3), RowBlock(8, 1, 8, 16)),
+    "early": ((70, 64), ["float16", "float32", "float16"], (1, 3), RowBlock(8, 1, 8, 16, weights="early")),
+    "staged": ((21, 64), ["float32", "float32", "float32"], (1, 3), RowBlock(4, 2, 8, 8, weights="staged")),
+    "staged, wide": ((70, 64), ["bfloat16", "float64", "float32"], (1, 3), RowBlock(8, 1, 8, 16, weights="staged")),
+    "staged, bias alone": ((70, 64), ["bfloat16"] * 3, (0, 5), RowBlock(8, 1, 8, 16, weights="staged")),
+    "staged, one narrow": ((70, 64), ["float32", "float32", "float16"], (2, 3), RowBlock(4, 2, 8, 16, weights="staged")),
+    "staged, two blocks": ((3, 2048), ["float32"] * 3, (2, 1), RowBlock(4, 2, 128, 1, 2, weights="staged")),
+    "staged, in turns": (
+        (300, 72), ["float16", "float16", "float32"], (7, 2),
+        RowBlock(8, 2, 8, 8, weights="staged", blocks_per_multiprocessor=1),
+    ),
+}  # fmt: skip
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_begin_late(kind: str) -> None:
+    shape, (dtype, *dtypes), offsets, geometry = WEIGHTS[kind]
+    weight, bias = (behind(late, 1, (1, shape[1]), name)[0] for late, name in zip(offsets, dtypes))
+    found: list[Plan] = []
+
+    def choose(problem: Any, device: Device) -> Plan:
+        found.append(plan_with(problem, device, geometry))
+        for rule in RULES:
+            rule(problem, device, found[-1])
+        return found[-1]
+
+    case = Case(data(0, shape, dtype), weight, bias)
+    assert_forward(case, EmulatorRunner(choose=choose).forward(case))
+    constants = dict(found[0].launches[0].constants)
+    known = offsets[0], 0 if "narrow" in kind else offsets[1]
+    assert (constants["WEIGHT_SHIFT"], constants["BIAS_SHIFT"]) == ((0, 0) if "in turns" in kind else known)
+
+
 PLAIN = plain_forward(64, 4096, "bfloat16")
 LATE = replace(PLAIN.x, offset=2)
 
@@ -149,7 +196,9 @@ LATE = replace(PLAIN.x, offset=2)
         (replace(PLAIN, y=LATE), False),
         (replace(PLAIN, x=Matrix("bfloat16", (4104,), (1,), 14)), True),
         (replace(PLAIN, x=Matrix("bfloat16", (4097,), (1,), 2)), False),
-        (replace(PLAIN, x=Matrix("bfloat16", (-4096,), (1,), 2)), True),
+        (replace(PLAIN, x=Matrix("bfloat16", (-4096,), (1,), 2)), False),
+        (replace(PLAIN, x=Matrix("bfloat16", (0,), (1,), 2)), False),
+        (replace(plain_forward(1, 4096, "bfloat16"), x=Matrix("bfloat16", (0,), (1,), 2)), True),
         (replace(PLAIN, x=Matrix("bfloat16", (4096,), (2,), 2)), False),
         (replace(plain_forward(64, 4097, "bfloat16"), x=replace(LATE, row_strides=(4097,))), False),
         (replace(plain_backward(64, 4096, "bfloat16"), dy=LATE), True),

@@ -23,6 +23,7 @@ __all__ = [
     "row_width",
     "shift_constants",
     "vector_constants",
+    "vector_shift",
     "vector_width",
     "weights_of",
 ]
@@ -51,7 +52,7 @@ def are_rows(problem: Problem) -> bool:
 def are_shifted(problem: Problem) -> bool:
     """Whether such rows are whole pieces of 16 bytes, but begin at one only in what is written, not in all that is read.
 
-    Those of each tensor all begin in the same way then.
+    Those of each tensor all begin in the same way then, and lie one behind the other.
     """
     if not are_rows(problem) or problem.channels is not None:
         return False
@@ -59,7 +60,8 @@ def are_shifted(problem: Problem) -> bool:
     offsets = [matrix.offset for matrix in problem.matrices_read]
     strides = [matrix.row_strides[0] for matrix in problem.matrices]
     whole = math.gcd(problem.columns, *strides) * itemsize % 16 == 0
-    return whole and any(offsets) and all(matrix.offset == 0 for matrix in problem.matrices_written)
+    forward = problem.rows == 1 or all(matrix.row_strides[0] > 0 for matrix in problem.matrices_read)
+    return whole and forward and any(offsets) and all(matrix.offset == 0 for matrix in problem.matrices_written)
 
 
 def row_width(problem: Problem) -> int:
@@ -75,6 +77,13 @@ def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
         for name, matrix in matrices.items()
     }
     return {"SHIFTED": int(shifted)} | shifts
+
+
+def vector_shift(vector: Vector | None, width: int) -> int:
+    """How many elements a weight or bias begins behind a multiple of 16 bytes, where ``width`` of it are whole pieces."""
+    if vector is None or width * DTYPES[vector.dtype].itemsize % 16:
+        return 0
+    return vector.offset // DTYPES[vector.dtype].itemsize
 
 
 def lie_alike(problem: Problem) -> bool:

@@ -17,6 +17,7 @@ from cunorm.plan.constants import (
     margin_of,
     row_strides,
     shift_constants,
+    vector_shift,
     weights_of,
 )
 from cunorm.plan.launches import Builder, Constants, Device, Value
@@ -62,10 +63,25 @@ class RowBlock:
 
     def staged_elements(self, problem: Problem) -> int:
         """Of a weight or bias that is staged: those of a row, or of each row of a block; see kernels/row_affine.cuh."""
-        as_in_memory = isinstance(problem, ForwardProblem) and self.peeled and not self.takes_turns(problem)
-        shared = as_in_memory or (isinstance(problem, ForwardProblem) and not self.peeled)
+        forward = isinstance(problem, ForwardProblem)
+        as_in_memory = forward and (self.peeled or any(self.weight_shifts(problem))) and not self.takes_turns(problem)
+        shared = as_in_memory or (forward and not self.peeled)
         vectors = self.threads_per_row * self.vectors * (1 if shared else self.rows_per_block)
         return -(-vectors // 8) * 8 * self.width + 32 * as_in_memory
+
+    def weight_shifts(self, problem: Problem) -> tuple[int, int]:
+        """How many elements weight and bias begin behind a multiple of 16 bytes, where that is known to the kernel.
+
+        It is of no use backward, or where they are staged for many turns: they are read once then. Where rows are
+        peeled, a thread's weights begin anywhere; and those of a run are read by no more than a vector of it is. 4096
+        columns of bfloat16 with float32 weights and biases that begin 4 bytes late take 1.02 so, number by number 1.74
+        (sixteen-bit ones 1.00 and 1.19 on an H100).
+        """
+        if not isinstance(problem, ForwardProblem) or self.peeled or self.stage == "run" or problem.channels is not None:
+            return 0, 0
+        if self.weights == "staged" and self.takes_turns(problem):
+            return 0, 0
+        return vector_shift(problem.weight, self.width), vector_shift(problem.bias, self.width)
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
@@ -172,6 +188,7 @@ class RowBlock:
             "ALIKE": int(not self.peeled or lie_alike(problem)),
             "MARGIN": margin_of(problem, self.width, self.weights) if self.peeled else 0,
             "WEIGHTS": self.weights,
+            **dict(zip(("WEIGHT_SHIFT", "BIAS_SHIFT"), self.weight_shifts(problem))),
             "WEIGHTS_OF": self.weights_of(problem),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "FULL": int(self.capacity == problem.columns and not self.peeled),
