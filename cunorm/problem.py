@@ -518,8 +518,7 @@ def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tu
     row_sizes, row_strides = _merge(shape, [view.strides for view in present], kept)
     column_sizes, column_strides = _merge(shape, [view.strides for view in present], axis)
     matrices = iter(
-        Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16)
-        for i, view in enumerate(present)
+        Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16) for i, view in enumerate(present)
     )
     return row_sizes, column_sizes, [None if view is None else next(matrices) for view in views]
 

@@ -18,7 +18,8 @@ enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
-// A row ahead, in elements: where it is SHIFTED, there is one piece more, and the next row's begin where copies are fast.
+// A row ahead, in elements: one that is SHIFTED has a piece more, and room, so that the next begins where copies are
+// fast.
 constexpr int ROW_ELEMENTS = THREADS_PER_ROW * VECTORS * VECTOR + (SHIFTED ? COPY_ALIGNMENT / sizeof(X_TYPE) : 0);
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
 constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS + (stage == Stage::run ? 2 * PIECE : 0);
@@ -115,8 +116,7 @@ __device__ __forceinline__ int run_length(const Part& part, long long first_row)
   return static_cast<int>(left < ROWS_PER_BLOCK ? left : ROWS_PER_BLOCK) * part.columns;
 }
 
-template <int SHIFT>
-__device__ __forceinline__ void fetch_run(const Rows<const X_TYPE, SHIFT>& rows, const Part& part, long long first_row) {
+__device__ __forceinline__ void fetch_run(const Rows<const X_TYPE>& rows, const Part& part, long long first_row) {
   const X_TYPE* run = rows.at(part, first_row);
   const int shift = rows.shift(part, first_row), length = run_length(part, first_row);
   // A piece at an end of the run is copied whole too where what it has beside the run is still the tensor's.

@@ -78,9 +78,7 @@ def plain_gelu_backward(columns: int, dtype: str = "float32") -> PointwiseBackwa
     return PointwiseBackward((1,), (columns,), x, x, x, None, None, "gelu")
 
 
-def plain_channels(
-    samples: int, channels: int, points: int, dtype: str = "float32", offset: int = 0
-) -> ChannelTensor:
+def plain_channels(samples: int, channels: int, points: int, dtype: str = "float32", offset: int = 0) -> ChannelTensor:
     """How an NC... tensor lies that is contiguous."""
     sample_stride, channel_stride = channels * points if samples > 1 else 0, points if channels > 1 else 0
     return ChannelTensor(dtype, sample_stride, channel_stride, (1 if points > 1 else 0,), offset)
@@ -209,7 +207,7 @@ def problems(draw: st.DrawFn) -> Problem:
     def alignment(size: int) -> int:
         return draw(st.sampled_from([a for a in (16, 16, 8, 4, 2) if a >= size]))
 
-    # Tensors that are all aligned, or all in the same way unaligned, are the usual; then those whose results are aligned.
+    # Tensors that are all aligned, or all unaligned in the same way, are the usual; then those with aligned results.
     offsets = st.integers(0, 15).map(lambda offset: offset // itemsize * itemsize)
     same, written = draw(st.sampled_from([(None, None), (None, 0), (None, 0), (0, 0), (0, 0), (itemsize, itemsize)]))
     matrices = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cases import (
+    LAYER_NORM,
     RUNNERS,
     SMALL_DEVICE,
     Array,
@@ -38,7 +39,7 @@ def behind(offset: int, seed: int, shape: tuple[int, int], dtype: str) -> Array:
 
 
 def tensors(
-    shape: tuple[int, int], dtype: str, offsets: Offsets, norm: Norm = Norm(), residual: bool = False
+    shape: tuple[int, int], dtype: str, offsets: Offsets, norm: Norm = LAYER_NORM, residual: bool = False
 ) -> tuple[Case, Array, Array | None]:
     """x with its weight and bias, dy, and the gradient of the residual's sum."""
     weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
@@ -154,7 +155,7 @@ WEIGHTS: dict[str, tuple[tuple[int, int], list[str], tuple[int, int], RowBlock]]
     "staged": ((21, 64), ["float32", "float32", "float32"], (1, 3), RowBlock(4, 2, 8, 8, weights="staged")),
     "staged, wide": ((70, 64), ["bfloat16", "float64", "float32"], (1, 3), RowBlock(8, 1, 8, 16, weights="staged")),
     "staged, bias alone": ((70, 64), ["bfloat16"] * 3, (0, 5), RowBlock(8, 1, 8, 16, weights="staged")),
-    "staged, one narrow": ((70, 64), ["float32", "float32", "float16"], (2, 3), RowBlock(4, 2, 8, 16, weights="staged")),
+    "staged, one narrow": ((70, 64), ["float32"] * 2 + ["float16"], (2, 3), RowBlock(4, 2, 8, 16, weights="staged")),
     "staged, two blocks": ((3, 2048), ["float32"] * 3, (2, 1), RowBlock(4, 2, 128, 1, 2, weights="staged")),
     "staged, in turns": (
         (300, 72), ["float16", "float16", "float32"], (7, 2),

@@ -50,7 +50,7 @@ def are_rows(problem: Problem) -> bool:
 
 
 def are_shifted(problem: Problem) -> bool:
-    """Whether such rows are whole pieces of 16 bytes, but begin at one only in what is written, not in all that is read.
+    """Whether such rows are whole pieces of 16 bytes that are aligned where they are written, but not all where read.
 
     Those of each tensor all begin in the same way then, and lie one behind the other.
     """
@@ -70,7 +70,7 @@ def row_width(problem: Problem) -> int:
 
 
 def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
-    """How many elements the rows of each matrix that is read begin behind a multiple of 16 bytes, where `are_shifted`."""
+    """How many elements the rows of what is read begin behind a multiple of 16 bytes, where they `are_shifted`."""
     shifted, itemsize = are_shifted(problem), DTYPES[problem.x.dtype].itemsize
     shifts: Constants = {
         f"{name.upper()}_SHIFT": matrix.offset // itemsize if shifted and matrix else 0
@@ -80,7 +80,7 @@ def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
 
 
 def vector_shift(vector: Vector | None, width: int) -> int:
-    """How many elements a weight or bias begins behind a multiple of 16 bytes, where ``width`` of it are whole pieces."""
+    """How many elements a weight or bias begins behind a multiple of 16 bytes, if ``width`` of it are whole pieces."""
     if vector is None or width * DTYPES[vector.dtype].itemsize % 16:
         return 0
     return vector.offset // DTYPES[vector.dtype].itemsize

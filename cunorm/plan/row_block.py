@@ -77,7 +77,12 @@ class RowBlock:
         columns of bfloat16 with float32 weights and biases that begin 4 bytes late take 1.02 so, number by number 1.74
         (sixteen-bit ones 1.00 and 1.19 on an H100).
         """
-        if not isinstance(problem, ForwardProblem) or self.peeled or self.stage == "run" or problem.channels is not None:
+        if (
+            not isinstance(problem, ForwardProblem)
+            or self.peeled
+            or self.stage == "run"
+            or problem.channels is not None
+        ):
             return 0, 0
         if self.weights == "staged" and self.takes_turns(problem):
             return 0, 0

@@ -72,14 +72,16 @@ def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
     """Vectors of a thread, at most, where a row has up to 64, for the reason that row_short gives.
 
     On an H100 40, 56 and 168 columns of float16 take 1.05, 1.01 and 1.00 with 3, 2 and 3, with 5, 4 and 6 1.62, 1.32
-    and 1.21; 72 of RMS norm 1.01 with 2, with 3 1.09; 20 and 36 of float32 1.01 and 1.00 with 2, with 3 1.19 and 1.06.
+    and 1.21; 72 of RMS norm 1.01 with 2, with 3 1.09; 20 and 36 of float32 1.01 and 1.00 with 2, with 3 1.19 and 1.06;
+    100 and 148 1.00 and 1.00 with 2 and 3, with 4 and 5 1.01 and 1.03.
     Under the exact gelu lanes without a vector cost most: 296 columns of float16 take 1.05 with 5, 1.23 with 3.
     """
     if problem.norm.activation in ("gelu", "gelu_tanh") and vectors_per_row > 12:
         return 5
+    itemsize = DTYPES[problem.x.dtype].itemsize
     if vectors_per_row >= 16:
-        return 4
-    if DTYPES[problem.x.dtype].itemsize > 2:
+        return 3 if itemsize == 4 and vectors_per_row <= 48 else 4
+    if itemsize > 2:
         return 2 if vectors_per_row > 3 else 3
     light = problem.residual is not None or not problem.norm.centered or not problem.parameters
     in_sectors = vectors_per_row % 2 == 0 or vectors_per_row == 3
@@ -309,11 +311,12 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
 def _may_share(problem: BackwardProblem, device: Device) -> bool:
     """Whether blocks had better share a row of float32 numbers that one could hold.
 
-    On an H100 9216, 10,000, 11,264 and 12,288 columns take 1.04, 1.06, 1.04 and 1.05 so, by one block 1.06, 1.10, 1.09
-    and 1.08; 10,000 of RMS norm 1.05 and 1.09, under silu 1.07 and 1.12, and 2000 rows of them 1.10 and 1.16.
+    On an H100 9216, 10,000, 10,752 and 12,000 columns take 1.04, 1.07, 1.03 and 1.06 so, by one block 1.06, 1.10, 1.09
+    and 1.10; 10,000 of RMS norm 1.06 and 1.09, under silu 1.06 and 1.13, and 2000 rows of them 1.10 and 1.16. But with
+    a residual 1.07 and 1.08.
     """
     measured = device.capability == 90 and problem.weight is not None and problem.channels is None
-    return measured and problem.rows > device.multiprocessors
+    return measured and problem.dresidual_out is None and problem.rows > device.multiprocessors
 
 
 def _turns(geometry: RowBlock, problem: Problem, device: Device) -> float:

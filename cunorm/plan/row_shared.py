@@ -88,20 +88,34 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
             # take 1.19 with 7, and by four blocks 1.32.
             crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
             pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
+            # On an H100 17,000, 20,480 and 24,576 columns take 1.12, 1.04 and 1.06 by eight blocks, by four, of 5 or 6
+            # vectors, 1.27, 1.09 and 1.11, but 16,640 1.13 and 1.09; with a residual 1.11, 1.02 and 1.05, with one row
+            # ahead 1.18, 1.06 and 1.07. Under silu 22,016 take 1.37 and 2.16, but 20,480 1.44 and 1.31.
+            many = problem.columns // width >= 2112 and problem.norm.activation is None and problem.channels is None
+            few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
             if peeled:
                 yield from _peeled_ways_backward(crowd)
-            else:
-                for each, rows in itertools.product((pair, early, crowd), ahead):
+            elif problem.dresidual_out is None:
+                for each, rows in itertools.product((pair, few, early, crowd), ahead):
                     yield replace(each, rows_ahead=rows)
+            else:
+                yield pair
+                if many:
+                    yield replace(few, vectors=3, rows_ahead=2)
+                yield from (early, crowd)
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
             # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
             # one, and 1.14 staged by four blocks of 512 threads.
             early = replace(way, weights="early")
             if width == 4:
-                # On an H100 10,000 columns of float32 take 1.06 by pairs of blocks of 256 threads, of 512 1.07;
-                # 11,264 by four blocks 1.04, by pairs 1.05; 16,384 1.06 and 1.07.
-                yield replace(early, vectors=5, threads_per_row=256, blocks_per_row=2)
-                yield replace(early, vectors=4, threads_per_row=256, blocks_per_row=4, rows_ahead=2)
+                # On an H100 10,000 columns of float32 take 1.06 by pairs of blocks of 256 threads, of 512 1.07; 12,000
+                # by four blocks 1.06, by pairs 1.07, 16,384 1.07 and 1.07, 13,000 1.12 and 1.10; 19,000, 22,000 and
+                # 30,000 by eight 1.03, 1.04 and 1.04, by fewer, of 512 threads, 1.10, 1.12 and 1.13. With a residual
+                # 16,384 take 1.05 by four, by pairs 1.03; under silu 19,000 1.28 by eight, by four of 512 1.06.
+                if problem.dresidual_out is None:
+                    yield replace(early, vectors=5, threads_per_row=256, blocks_per_row=2)
+                    if problem.norm.activation is None:
+                        yield replace(early, vectors=4, threads_per_row=256, blocks_per_row=8, rows_ahead=2)
                 yield early
             else:
                 for rows in ahead:

@@ -51,8 +51,9 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     two threads 1.20, by four 1.23, but with a residual 1.44 and by four 1.08. Longer ones, of number by number or of
     pairs, come as a part of a run: 29 and 30 columns take 1.13 and 1.11 so, directly by 8 threads 1.36 and 1.36.
 
-    float32: 10 and 14 columns of RMS norm take 1.05 and 1.05 as a run, by four threads 1.05 and 1.01; under silu 1.05
-    and 1.10, by four 1.12 and 1.07; 25 and 42 columns of layer norm 1.08 and 1.03 as a run, by 4 and 8 threads 1.00.
+    float32: 10 and 14 columns take 1.00 and 0.99 by two threads, by four 1.07 and 1.01, 10 as a run 1.03 (RMS norm 1.00
+    and 1.00, 1.05 and 1.01, 1.03); with a residual 1.01 and 1.02, by four 1.00 and 1.01; under silu 1.05 and 1.10 as a
+    run, by four 1.12 and 1.07; 25 and 42 columns 1.08 and 1.03 as a run, by 4 and 8 threads 1.00.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
@@ -66,6 +67,8 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
         alone, run, by_four = 5, 32 if activated else 12, 32
     else:
         alone, run, by_four = 3, 16 if activated else 5, 20
+        if itemsize == 4 and not activated and problem.residual is None and alone < vectors_per_row <= 7:
+            return _directly(problem, device, width, 2)
     if vectors_per_row <= alone:
         return _directly(problem, device, width, 1)
     # Fewer rows would not make a block for every multiprocessor.
