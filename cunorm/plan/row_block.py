@@ -64,7 +64,8 @@ class RowBlock:
     def staged_elements(self, problem: Problem) -> int:
         """Of a weight or bias that is staged: those of a row, or of each row of a block; see kernels/row_affine.cuh."""
         forward = isinstance(problem, ForwardProblem)
-        as_in_memory = forward and (self.peeled or any(self.weight_shifts(problem))) and not self.takes_turns(problem)
+        anywhere = self.peeled or any(self.weight_shifts(problem))
+        as_in_memory = isinstance(problem, ForwardProblem) and anywhere and not self.takes_turns(problem)
         shared = as_in_memory or (forward and not self.peeled)
         vectors = self.threads_per_row * self.vectors * (1 if shared else self.rows_per_block)
         return -(-vectors // 8) * 8 * self.width + 32 * as_in_memory
@@ -77,14 +78,9 @@ class RowBlock:
         columns of bfloat16 with float32 weights and biases that begin 4 bytes late take 1.02 so, number by number 1.74
         (sixteen-bit ones 1.00 and 1.19 on an H100).
         """
-        if (
-            not isinstance(problem, ForwardProblem)
-            or self.peeled
-            or self.stage == "run"
-            or problem.channels is not None
-        ):
+        if not isinstance(problem, ForwardProblem) or problem.channels is not None:
             return 0, 0
-        if self.weights == "staged" and self.takes_turns(problem):
+        if self.peeled or self.stage == "run" or (self.weights == "staged" and self.takes_turns(problem)):
             return 0, 0
         return vector_shift(problem.weight, self.width), vector_shift(problem.bias, self.width)
 
