@@ -106,7 +106,7 @@ def _of_shifted(problem: Problem, device: Device, vectors: int) -> int:
     """
     if not are_shifted(problem):
         return 0
-    return 12 + 3 * vectors if device.capability == 90 else 4
+    return 12 + 3 * vectors if device.capability == 90 else 8 if problem.x.dtype == "float64" else 4
 
 
 def fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
