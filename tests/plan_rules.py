@@ -259,17 +259,16 @@ def _some(count: int) -> set[int]:
 def _assert_vectors_are_aligned(problem: Problem, constants: Constants) -> None:
     itemsize, width = DTYPES[problem.x.dtype].itemsize, constants["VECTOR"]
     assert problem.columns % width == 0
-    shifted, forward = constants.get("SHIFTED"), isinstance(problem, ForwardProblem)
-    if shifted:
-        names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
-        matrices = {name: getattr(problem, name) for name in names}
-        shifts = {name: constants[f"{name.upper()}_SHIFT"] for name, matrix in matrices.items() if matrix}
+    shifts: dict[str, int] = {}
+    if constants.get("SHIFTED"):
+        read = ("x", "residual") if isinstance(problem, ForwardProblem) else ("x", "dy", "dresidual_out")
+        shifts = {name: constants[f"{name.upper()}_SHIFT"] for name in read if getattr(problem, name)}
         assert width * itemsize == 16 and any(shifts.values())
     for name in ("x", "y", "residual", "residual_out", "dy", "dx", "dresidual_out"):
         matrix = getattr(problem, name, None)
         if matrix is None:
             continue
-        shift = shifts.get(name, 0) * itemsize if shifted else 0
+        shift = shifts.get(name, 0) * itemsize
         for row in _some(problem.rows):
             for vector in _some(problem.columns // width):
                 lanes = [_address(matrix, problem, row, vector * width + lane) for lane in range(width)]

@@ -163,8 +163,6 @@ SPILLED = {
 # Bytes that ptxas spills all the same, for sm_90: of sixteen-bit rows in the geometry that was measured to be best, and
 # of doubles where it spills nothing with a vector more.
 KNOWN_SPILLS = {("float16", 16_384): 16, ("bfloat16", 12_288): 64, ("float64", 20_001): 24}
-# Of the shifted rows here, which are read twice where they do not fit a block.
-KNOWN_SPILLS_OF_SHIFTED = 8
 
 
 def with_options() -> list[Case]:
@@ -455,7 +453,6 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
         known = 0
         if (arch, kernel) == ("sm_90", "row_block_backward"):
             known = KNOWN_SPILLS.get((dtype, dict(item.arguments)["columns"]), 0)  # type: ignore[call-overload]
-        known = KNOWN_SPILLS_OF_SHIFTED if dict(item.constants).get("SHIFTED") else known
         found = complaint(item, compile_resources(kernel, dict(item.constants), arch), GPUS[arch], known)
         if found is not None:
             complaints[" ".join(f"{name}={value}" for name, value in item.constants)] = found
