@@ -72,8 +72,8 @@ struct Place {
   __device__ __forceinline__ int vector_index(int i) const {
     return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
   }
-  // Whether rows have columns for the thread's i-th vector. Where FULL, the threads hold exactly a row.
-  __device__ __forceinline__ bool reaches(int i) const { return FULL || vector_index(i) < cut.vectors; }
+  // Whether rows have columns for the thread's i-th vector, as every row has for the first WHOLE_VECTORS of each thread.
+  __device__ __forceinline__ bool reaches(int i) const { return i < WHOLE_VECTORS || vector_index(i) < cut.vectors; }
   // Whether the thread's i-th vector is there.
   __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }
   __device__ __forceinline__ int column(int i) const { return cut.column(vector_index(i)); }

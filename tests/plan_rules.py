@@ -285,7 +285,7 @@ def _aligned_to(problem: Problem) -> Matrix:
 
 def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
     itemsize = DTYPES[problem.x.dtype].itemsize
-    assert constants["VECTOR"] * itemsize == 16 and not constants.get("FULL")
+    assert constants["VECTOR"] * itemsize == 16
     # Columns are contiguous, and pointers aligned to their numbers: a head reaches a multiple of 16 bytes.
     for matrix in problem.matrices:
         assert matrix.alignment >= itemsize and (matrix.column_strides[0] == 1 or problem.columns == 1)
@@ -465,8 +465,7 @@ def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
         head = margin + (width - shift) % width if peeled else 0
         vectors = max(0, columns - head - margin) // width if peeled else columns // width
         index = np.arange(held)
-        if constants["FULL"]:
-            assert vectors == held and not peeled
+        assert vectors >= constants["WHOLE_VECTORS"] * threads
         index = index[index < vectors]
         edges = np.arange(columns - vectors * width if peeled else 0)
         assert edges.size <= -(-2 * (margin + width - 1) // threads) * threads or not peeled

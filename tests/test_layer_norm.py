@@ -37,8 +37,9 @@ SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", 
 SIZES_AND_DTYPES += [(shape, "float16") for shape in SIZES[::4]] + [(shape, "float64") for shape in SIZES[1::2]]
 SIZES_AND_DTYPES += [((200, 256), "bfloat16")]  # short rows: backward fetched ahead, several times by each block
 SIZES_AND_DTYPES += [((40, 1025), "float64")]  # odd rows: likewise, forward too
+SIZES_AND_DTYPES += [((1100, 9), "float32")]  # tiny rows, which come as a run
 LONG_SIZES_AND_DTYPES = [(shape, ("bfloat16", "float32")[i % 2]) for i, shape in enumerate(LONG_SIZES)]
-LONG_SIZES_AND_DTYPES += [((2, 17000), "float64")]
+LONG_SIZES_AND_DTYPES += [((2, 17000), "float64"), ((17, 40_001), "float32")]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -301,7 +302,7 @@ IN_PLACE = {
     "ahead": ((300, 32), "float32"),
     "direct peeled": ((9, 1003), "bfloat16"),
     "ahead peeled": ((3, 9001), "float64"),
-    "run": ((1100, 7), "float32"),
+    "run": ((1100, 9), "float32"),
     "cluster": ((3, 20_000), "float64"),
     "row_split": ((1, 150_000), "float32"),
 }

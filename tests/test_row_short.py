@@ -16,6 +16,7 @@ from cunorm.problem import Problem, Vector
 
 H200 = Device()
 MANY = 2000  # rows that fill SMALL_DEVICE
+SLOW_DEVICE = replace(SMALL_DEVICE, memory_rate=22e3)  # whose memory is as slow as an H100's
 
 
 def way_of(chosen: Plan) -> str:
@@ -66,22 +67,45 @@ WAYS = [
 ]
 
 
+# Those that are others where memory is fast.
+FAST_WAYS = [
+    (20, "float16", ("direct 1x5", "ahead 1x5")),
+    (36, "bfloat16", ("direct 4x3", "ahead 4x3")),
+    (7, "float32", ("direct 1x7", "run 1x7")),
+    (10, "float32", ("run 1x5", "ahead 1x5")),
+    (17, "float32", ("run 1x17", "run 1x17")),
+    (20, "float32", ("direct 4x2", "direct 4x2")),
+]
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("columns", "dtype", "ways"), WAYS, ids=str)
 def test_many_rows(columns: int, dtype: str, ways: tuple[str, str]) -> None:
+    check_ways(SLOW_DEVICE, MANY, columns, dtype, Norm(), False, ways)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(("columns", "dtype", "ways"), FAST_WAYS, ids=str)
+def test_many_rows_of_fast_memory(columns: int, dtype: str, ways: tuple[str, str]) -> None:
     check_ways(SMALL_DEVICE, MANY, columns, dtype, Norm(), False, ways)
+
+
+@NEEDS_COMPILER
+def test_few_of_eight_threads_are_idle() -> None:
+    """Where four can hold a row as 3 vectors of 16 bytes, and eight would need 4 of 8."""
+    check_ways(SLOW_DEVICE, MANY, 100, "float16", Norm(), False, ("direct peeled 4x3", "ahead 8x4"))
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("columns", "ways"), [(20, ("direct 1x5", "ahead 2x3")), (14, ("direct 1x7", "direct 2x4"))])
 def test_an_activation_has_fewer_threads_a_row(columns: int, ways: tuple[str, str]) -> None:
-    check_ways(SMALL_DEVICE, MANY, columns, "bfloat16", Norm(activation="silu"), False, ways)
+    check_ways(SLOW_DEVICE, MANY, columns, "bfloat16", Norm(activation="silu"), False, ways)
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("columns", "ways"), [(18, ("run 1x9", "direct 1x9")), (20, ("direct 4x2", "direct 1x5"))])
 def test_what_leaves_sooner_leaves_in_whole_sectors(columns: int, ways: tuple[str, str]) -> None:
-    check_ways(SMALL_DEVICE, MANY, columns, "float16", Norm(centered=False), True, ways)
+    check_ways(SLOW_DEVICE, MANY, columns, "float16", Norm(centered=False), True, ways)
 
 
 @NEEDS_COMPILER

@@ -31,6 +31,11 @@ class Device:
         return int(self.arch.removeprefix("sm_"))
 
     @property
+    def has_fast_memory(self) -> bool:
+        """Whether each multiprocessor moves more bytes than it can easily work on: an H200's do, an H100's do not."""
+        return self.memory_rate > 26e3
+
+    @property
     def shared_bytes(self) -> int:
         """The most shared memory of a block."""
         # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.

@@ -109,6 +109,46 @@ class RowBlock:
         """How many columns each block of a row takes; the last may have fewer."""
         return columns_per_block(problem, self.blocks_per_row, self.width)
 
+    def whole_vectors(self, problem: Problem) -> int:
+        """How many vectors of each thread the kernel need not ask for: they are there in every row and part of it.
+
+        100,000 columns of float16 take 1.11 so, with a branch for each vector 1.23 (backward 1.17 and 1.28), 50,257
+        1.19 and 1.22 (1.30 and 1.40); under silu 1000 1.04 and 1.08. Where clusters have weights and biases at hand,
+        one branch does no harm: 98,304 columns take 1.10 with it, 1.16 without, 262,144 1.05 and 1.09.
+        """
+        if self.capacity == problem.columns and not self.peeled and not self._shares_weights(problem):
+            return self.vectors
+        if self._wants_branches(problem):
+            return 0
+        least = problem.columns - (self.blocks_per_row - 1) * self.columns_per_block(problem)
+        if self.peeled:
+            least -= 2 * margin_of(problem, self.width, self.weights) + self.width - 1
+        most = self.vectors - int(self._shares_weights(problem))
+        return min(most, max(0, least) // self.width // self.threads_per_row)
+
+    def _shares_weights(self, problem: Problem) -> bool:
+        """Whether it is a cluster that has weights and biases at hand, forward."""
+        forward = isinstance(problem, ForwardProblem) and self.blocks_per_row > 1
+        return forward and len(problem.parameters) == 2 and self.stage == "ahead"
+
+    def _wants_branches(self, problem: Problem) -> bool:
+        """Whether ptxas had better have a branch for each vector, which keeps it from loading too many at once.
+
+        Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, and 8000
+        with float32 weights 1.06 and 1.10, but 4000 of layer norm 1.02 and 0.99. Backward 8191 and 65,537 take 1.13 and
+        1.32 so, else 1.15 and 1.50, but 50,257, of which a thread has 7 vectors, 1.40 and 1.30. Under an activation
+        8191 take 1.53 so, else 1.39, and 7001 backward 1.77 and 1.62. Peeled rows of float32 are better off so: 25,001
+        columns take 1.12 backward, else 1.16, and 50,257 1.16 and 1.22.
+        """
+        if self.peeled and self.width < 8:
+            return True
+        if problem.norm.activation is not None:
+            return False
+        if not isinstance(problem, ForwardProblem):
+            return self.peeled and (self.blocks_per_row == 1 or self.vectors < 6)
+        like_x = [item for item in problem.parameters if item.dtype == problem.x.dtype]
+        return self.stage == "direct" and (self.peeled or problem.residual is not None or len(like_x) < 2)
+
     def weights_of(self, problem: Problem) -> str:
         return weights_of(problem, self.columns_per_block(problem), self.width, self.peeled)
 
@@ -192,7 +232,7 @@ class RowBlock:
             **dict(zip(("WEIGHT_SHIFT", "BIAS_SHIFT"), self.weight_shifts(problem))),
             "WEIGHTS_OF": self.weights_of(problem),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
-            "FULL": int(self.capacity == problem.columns and not self.peeled),
+            "WHOLE_VECTORS": self.whole_vectors(problem),
         }
 
     def period(self, problem: Problem) -> int:

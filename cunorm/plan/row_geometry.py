@@ -6,6 +6,7 @@ found by timing `row_candidates`; on another GPU ``cunorm.tune`` does that.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from cunorm.plan.row_spread import (
     threads_for,
     vectors_for_all_threads,
 )
-from cunorm.plan.row_weights import backward_weights, with_weights
+from cunorm.plan.row_weights import are_wide, backward_weights, with_weights
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry"]
@@ -59,7 +60,10 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
     in_part = vectors_per_row % threads > 0  # whether threads have more vectors than a row
     if vectors_per_row < 16 or (vectors_per_row <= 64 and in_part):
         threads = max(threads, threads_for(vectors_per_row, _most_of_short(problem, vectors_per_row)))
-        vectors = -(-vectors_per_row // threads)
+    if vectors_per_row >= 16:
+        most = _most_of_others(problem, device, vectors_per_row, in_part)
+        threads = max(threads, min(MOST_THREADS, threads_for(vectors_per_row, most)))
+    vectors = -(-vectors_per_row // threads)
     if threads == MOST_THREADS and vectors > _most_vectors(problem, device):
         return _long_row(problem, device, width) or shared_row(problem, device, width)
     # Two warps are enough for a block, but where a thread has a single vector of sixteen-bit numbers.
@@ -86,6 +90,38 @@ def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
     light = problem.residual is not None or not problem.norm.centered or not problem.parameters
     in_sectors = vectors_per_row % 2 == 0 or vectors_per_row == 3
     return 2 if light and not in_sectors and problem.norm.activation is None else 3
+
+
+def _most_of_others(problem: ForwardProblem, device: Device, vectors_per_row: int, in_part: bool) -> float:
+    """Vectors of a thread, at most, in longer rows; `in_part`: where not all threads have as many.
+
+    8 that not all have, whose weights come late, are too many: layer norm of 1000, 2000 and 4000 columns of float16
+    takes 0.99, 0.99 and 0.99 with 4, with 8 1.05, 1.03 and 1.03, and 32,768 rows of them 1.02, 1.01 and 1.02, else
+    1.22, 1.08 and 1.06; under silu 1000 and 2000 of bfloat16 1.07 and 1.07, else 1.17 and 1.09. But 1416, 1720 and 2824
+    take 1.02, 1.02 and 1.01 with 6 and 7, with 3 and 4 1.06, 1.06 and 1.06. Of float32 500 and 1000 take 0.99 and 0.99
+    with 2, with 8 1.04 and 1.03, and 2000 and 4000 1.00 and 1.00 with 4, with 8 1.03 and 1.03; 8192 1.03 and 1.05.
+
+    Without a bias, or beside a residual, there is less to do for each, and 2 or 3 are best where there are many rows:
+    1000, 2000 and 6144 columns of RMS norm of bfloat16 take 0.99, 0.99 and 1.00 so, with 6 and 8 1.03, 1.01 and 1.02;
+    16,384 1.03 with 4, with 8 1.05; with a residual 1000, 4000 and 8192 1.02, 1.02 and 1.02, with 4 1.03, 1.03 and
+    1.04. But 4096 rows of 2048, RMS norm, take 0.99 with 2 and 0.95 with 8.
+    """
+    itemsize, activation = DTYPES[problem.x.dtype].itemsize, problem.norm.activation
+    many = vectors_for_all_threads(problem, device, vectors_per_row) >= 16
+    light = activation is None and (not problem.norm.centered or problem.residual is not None)
+    if itemsize == 8 or 1024 < vectors_per_row < 1920 or not (many or (in_part and not light)):
+        return math.inf
+    if light and problem.residual is None and itemsize == 2 and vectors_per_row == 512:
+        return 4  # 4096 columns of RMS norm: 1.02, with 2 1.05
+    if light:
+        return 3 if vectors_per_row <= (768 if problem.residual is None else 1024) else 4
+    if itemsize == 2 and are_wide(problem) and not 128 < vectors_per_row <= 512:
+        return math.inf  # 1000 columns with float32 weights: 1.07, with 4 1.18
+    if itemsize == 2 or activation in ("gelu", "gelu_tanh"):
+        return 7 if in_part and vectors_per_row <= (1024 if activation is None else 256) else math.inf
+    if activation is not None:
+        return 4 if vectors_per_row <= 1024 else math.inf
+    return 3 if many and vectors_per_row <= (384 if in_part else 128) else 4
 
 
 def _most_vectors(problem: ForwardProblem, device: Device) -> int:
@@ -242,12 +278,15 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
 
     On an H100 24, 56, 104 and 168 columns of float16 take 1.21, 1.13, 1.16 and 1.08 so, fetched ahead 1.47, 1.27, 1.14
     and 1.14; 20, 36, 60 and 100 of float32 1.14, 1.12, 1.08 and 1.08, with more vectors of each thread 1.37, 1.31, 1.11
-    and 1.08.
+    and 1.08. On an H200 20 and 60 of float32 take 1.09 and 1.08 by 1024 threads of 2 vectors, by 512 of 3 and 2 1.18
+    and 1.15.
     """
     vectors_per_row = problem.columns // width
-    threads = threads_for(vectors_per_row, 3 if vectors_per_row <= 24 else 4)
+    light = DTYPES[problem.x.dtype].itemsize == 4 and problem.dresidual_out is None and problem.norm.activation is None
+    light = light and device.has_fast_memory
+    threads = threads_for(vectors_per_row, 2 if light and vectors_per_row <= 16 else 3 if vectors_per_row <= 24 else 4)
     threads, vectors = more_threads(problem, device, (threads, -(-vectors_per_row // threads)), 128)
-    share = min(6 if vectors == 1 else 4, device.threads_per_multiprocessor // 128)
+    share = min(8 if light and vectors == 2 else 6 if vectors == 1 else 4, device.threads_per_multiprocessor // 128)
     geometry = RowBlock(width, vectors, threads, 128 // threads, blocks_per_multiprocessor=share, min_blocks=share)
     early = replace(geometry, weights="early")
     # Under the exact gelu those of doubles would spill.

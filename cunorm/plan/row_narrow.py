@@ -66,27 +66,37 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
             return geometry
     vectors_per_row = problem.columns // width
     direct = not alike or device.capability < 80
-    threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct)
+    few = vectors_for_all_threads(problem, device, vectors_per_row) < 12
+    threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct, few)
     while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
         threads *= 2
         vectors = -(-vectors_per_row // threads)
     most_vectors = 16 if forward and not direct else 12
     if vectors > most_vectors or not fits_registers(problem, device, width, vectors, threads, True, direct):
         return shared_row(problem, device, width, peeled=True) if alike else None
-    if not forward and width == 8 and vectors > 6 and vectors_per_row > 1024 and device.capability == 90 and not direct:
-        # On an H100 14,001 columns of bfloat16 take 1.14 by pairs of blocks, by one 1.17; 15,873 1.08 and 1.19.
+    light = device.has_fast_memory and problem.norm.activation is None
+    many = vectors > (4 if light else 6) and vectors_per_row > 1024
+    if not forward and width == 8 and many and device.capability == 90 and not direct:
+        # 12,001 columns of bfloat16 take 1.16 by pairs of blocks, by one 1.23 (under silu 10,001 2.13 and 1.81). On an
+        # H100 14,001 take 1.14 and 1.17, 15,873 1.08 and 1.19.
         shared = shared_row(problem, device, width, peeled=True)
         if shared is not None:
             return shared
     if not direct:
         rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
+        if not forward and vectors > 1 and rows > 2 and not few:
+            rows //= 2  # 1025 columns of bfloat16 take 1.12 so, with a residual 1.13, by twice the rows 1.13 and 1.17
         rows = rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
         geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
         if isinstance(problem, BackwardProblem):
             geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
         share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
         if fits(geometry, problem, device):
-            return replace(geometry, blocks_per_multiprocessor=share)
+            geometry = replace(geometry, blocks_per_multiprocessor=share)
+            early = replace(geometry, weights="early")
+            # 4097 columns of bfloat16 take 1.13 so, staged 1.13, with a residual 1.10 and 1.13, RMS norm 1.11 and 1.12.
+            better = not forward and width == 8 and (threads, vectors) == (128, 4) and problem.parameters
+            return early if better and fits_early(early, problem, device) else geometry
         shared = shared_row(problem, device, width, peeled=True)
         if shared is not None:
             return shared
@@ -109,19 +119,23 @@ def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, in
     return 256 // threads, 768 if vectors == 1 else 512, 1
 
 
-def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool) -> tuple[int, int]:
-    """Threads, a warp at least, and vectors of each.
+def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool, few: bool) -> tuple[int, int]:
+    """Threads, a warp at least, and vectors of each; `few`: where there are few rows.
 
     bfloat16 forward: 1023 columns take 1.47 with 32 threads of 4, 15,873 1.31 with 128 of 16 and 2.01 with 256 of 8.
     Backward: 1023 columns take 1.28 with 64 threads of 2, 4097 1.15 with 128 of 4 and 1.27 with 64 of 8, 15,873 1.17
     with 256 of 8. float32 backward: 4097 columns take 1.09 with 512 threads of 2, with 256 of 4 1.11.
     """
     if forward:
-        wanted = 1.9 if vectors_per_row <= 256 else 5.0 if direct or width == 8 else 7.5
+        wanted = 1.9 if vectors_per_row <= 256 else 5.0
+        if width == 4 and not direct:
+            wanted = 7.5 if vectors_per_row <= 2048 else 4.5  # 10,001 columns: 512 threads of 5 1.06, 256 of 10 1.08
     elif vectors_per_row <= 256:
         wanted = 1.9
     else:
-        wanted = 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= 1024 else 5.0
+        # 8191 columns of bfloat16 take 1.13 with 128 threads of 8, with 256 of 4, of which one block has room, 1.33;
+        # but 2048 rows of them 1.53 and 1.43.
+        wanted = 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= (1024 if few else 768) else 5.0
         if 384 < vectors_per_row < 512:
             wanted = 3.0  # 4095 columns as 4097, not by 64 threads of 8 vectors
         wanted = 1.9 if width == 4 else wanted

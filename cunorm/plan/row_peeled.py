@@ -10,7 +10,7 @@ from dataclasses import replace
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_registers
-from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread
+from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
 from cunorm.problem import DTYPES, ForwardProblem
 
@@ -61,13 +61,20 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
 
     On an H100 257, 513, 1537, 2049, 4097 and 8191 columns of bfloat16 take 1.03, 1.01, 1.00, 1.01, 1.00 and 1.02, in
     turns 1.13, 1.10, 1.09, 1.07, 1.02 and 1.05; 1025 and 4097 with float32 weights 1.02 and 1.02, in turns 1.20 and
-    1.12; 2049 under silu 1.03 and 1.07, but under the exact gelu 1.22 and 1.10. From L2, which is as fast as no memory,
-    rows of 513 columns and more take 0.69 to 0.96 of the time in turns, shorter ones 0.98 to 1.15.
+    1.12; 2049 under silu 1.03 and 1.07, but under the exact gelu 1.22 and 1.10.
+
+    On an H200, whose memory does not wait for so many instructions, 769 and 1025 take 1.12 and 1.06, in turns 1.14 and
+    1.11, but 513, 1537, 3001, 4097 and 5121 1.22, 1.14, 1.16, 1.14 and 1.25, in turns 1.13, 1.10, 1.10, 1.08 and 1.05,
+    if there are many: 1024 rows of 4097 take 1.03 and 1.18. With float32 weights 513, 1537 and 2049 take 1.20, 1.18 and
+    1.19, in turns 1.25, 1.32 and 1.27, but 3001 1.26 and 1.15.
     """
     vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
-    fast_memory = device.memory_rate > 26e3  # for each multiprocessor, as an H200's is, and an H100's is not
     would_spill = wide and device.capability >= 100
-    if activation in ("gelu", "gelu_tanh") or would_spill or (fast_memory and vectors_per_row < 64):
+    first, end = (64, 320) if wide else (65, 192)  # of the vectors a row has where it is better not to take turns
+    better_in_turns = device.has_fast_memory and not first <= vectors_per_row < end
+    if vectors_per_row >= end:
+        better_in_turns = better_in_turns and vectors_for_all_threads(problem, device, vectors_per_row) >= 12
+    if activation in ("gelu", "gelu_tanh") or would_spill or better_in_turns:
         return _shifted_in_turns(problem, device, width)
     threads = 4 if problem.columns < 160 else 8
     most = 7 if vectors_per_row < 112 else 8 if activation is not None or wide or vectors_per_row <= 1024 else 12
@@ -92,6 +99,11 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     wanted = 3.9 if vectors_per_row <= 512 else 4.5
     if vectors_per_row <= 160:
         wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
+    elif vectors_per_row < 512 and problem.norm.activation not in ("gelu", "gelu_tanh"):
+        wanted = 2.9  # 1537 and 3001 columns take 1.10 and 1.10 with 3, with 6 1.11 and 1.13
+    busy = wide or problem.norm.activation in ("relu", "silu")
+    if busy and vectors_per_row >= 320 and device.has_fast_memory and device.capability == 90:
+        return _ahead_in_turns(problem, device, width)
     geometry = _laid(problem, device, width, wanted)
     if wide or not 96 <= vectors_per_row <= 160:
         geometry = _in_turns(geometry, problem, device)
@@ -100,16 +112,39 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     return geometry if fits(geometry, problem, device) else None
 
 
+def _ahead_in_turns(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """Rows of which more is to be read, or computed, and that come ahead.
+
+    4097 and 8191 columns of bfloat16 with float32 weights take 1.12 and 1.16 so, read directly 1.20 and 1.24; under
+    silu 1.17 and 1.15, directly 1.20 and 1.25.
+    """
+    vectors_per_row = problem.columns // width
+    threads = 128 if vectors_per_row <= (512 if are_wide(problem) else 1024) else 256
+    vectors = -(-vectors_per_row // threads)
+    geometry = RowBlock(width, vectors, threads, 1, 1, "ahead", True, "staged")
+    most = 768 if vectors <= 4 and not are_wide(problem) else 512
+    room = (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + 2048)
+    share = max(1, min(most // threads, room))
+    geometry = replace(geometry, blocks_per_multiprocessor=share)
+    in_registers = fits_registers(problem, device, width, vectors, threads * share, True)
+    return geometry if in_registers and fits(geometry, problem, device) else None
+
+
 def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """Longer rows, a block each, read directly; None where that was not faster.
 
-    The numbers are of an H100. A block for every row is best where little but the row is read: RMS norm of 15,873,
-    25,001 and 50,257 columns of bfloat16 takes 1.00, 1.00 and 1.02 so, fetched ahead in turns 1.05, 1.08 and 1.10;
+    The numbers are of an H100, but for those below. A block for every row is best where little but the row is read: RMS
+    norm of 15,873, 25,001 and 50,257 columns of bfloat16 takes 1.00, 1.00 and 1.02 so, ahead in turns 1.05, 1.08, 1.10;
     layer norm with a residual of 15,873 and 32,769 1.02 and 1.03, else 1.09 and 1.10. Layer norm without takes turns,
     whose weights are the block's own: 15,873 and 22,001 columns take 1.04 and 1.05, ahead 1.06 and 1.08, but 25,001
     1.13 and 1.09; and 1024 rows of 15,873, which no blocks would claim, take 1.07 without turns, ahead 1.24. float32:
     15,873 columns of layer norm take 1.03, ahead 1.05; 25,001 of RMS norm 1.01 and 1.07. Under silu 15,873 of float16
     take 1.06, ahead 1.15, but 20,001 1.12 and 1.04.
+
+    On an H200 one block of 512 threads a multiprocessor does not keep up: RMS norm of 50,257 columns takes 1.22 so, by
+    pairs of blocks 1.09; with a residual 30,001 1.16 and 1.11, but 15,873 of float32 1.05 and 1.14; 15,873 of float32
+    without one 1.25, ahead 1.09, and 10,001 1.10 by 256, ahead 1.06. By three blocks of 256 threads 10,001, 12,001 and
+    15,873 columns of layer norm take 1.09, 1.06 and 1.08. Under silu 15,873 take 1.22, ahead 1.21.
     """
     vectors_per_row, activation = problem.columns // width, problem.norm.activation
     measured = device.capability == 90 and problem.channels is None and not are_wide(problem)
@@ -121,6 +156,9 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     most, most_shared = (10, 10) if problem.residual is not None else (16, 13)
     if many_weights:
         most, most_shared = (11, 0) if width == 8 else (12, 8)
+    if device.has_fast_memory:
+        most_shared = 8 if width == 4 and problem.residual is not None else 0
+        most = 0 if many_weights and width == 4 else most
     if activation is not None:
         most, most_shared = (8, 0) if many_weights and width == 8 and activation in ("relu", "silu") else (0, 0)
     threads = 256 if vectors_per_row <= 256 * most else MOST_THREADS
@@ -128,7 +166,7 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     if vectors > (most if threads == 256 else most_shared):
         return None
     geometry = RowBlock(width, vectors, threads, 1, 1, "direct", True, "staged" if problem.parameters else "late")
-    share = 1 if threads == MOST_THREADS else 3 if vectors <= 6 else 2
+    share = 1 if threads == MOST_THREADS else 3 if vectors <= (8 if device.has_fast_memory else 6) else 2
     takes_turns = many_weights and (width == 8 or threads == MOST_THREADS)
     if takes_turns and problem.rows >= 8 * share * device.multiprocessors:
         geometry = replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
@@ -139,10 +177,13 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
 def _in_turns(geometry: RowBlock, problem: ForwardProblem, device: Device) -> RowBlock:
     """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
     if geometry.threads_per_row > 32:
-        geometry = replace(geometry, rows_per_block=max(1, 64 // geometry.threads_per_row))
+        # 2049 columns take 1.34 by blocks of one row, by two 1.13; but under the exact gelu 1.46 and 1.62.
+        rows = (64 if problem.norm.activation in ("gelu", "gelu_tanh") else 128) // geometry.threads_per_row
+        geometry = replace(geometry, rows_per_block=max(1, rows))
     # What is staged must leave the cache a third of the memory: 8191 columns take 1.13 by four blocks, by six 1.34.
     staged = replace(geometry, blocks_per_multiprocessor=1).shared_bytes(problem)
     room = device.shared_bytes * 5 // 8 // max(1, staged)
-    threads = min(1024 if geometry.vectors <= 2 else 768, device.threads_per_multiprocessor)
+    few = geometry.vectors <= (3 if geometry.threads_per_row > 32 else 2)
+    threads = min(1024 if few else 768, device.threads_per_multiprocessor)
     share = max(1, min(threads // geometry.threads, room))
     return replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)

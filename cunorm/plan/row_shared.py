@@ -39,10 +39,6 @@ def shared_row(problem: Problem, device: Device, width: int, peeled: bool = Fals
             if peeled:
                 columns = min(columns, problem.columns) - 2 * margin_of(problem, width, way.weights)
             geometry = replace(way, vectors=-(-(columns // width) // way.threads), blocks_per_row=blocks)
-            if isinstance(problem, ForwardProblem) and not peeled and geometry.vectors > 1:
-                # As few as can hold it: 100,000 columns of float32 take 1.12 with 448 threads a block, with 512 1.15.
-                threads = -(-(columns // width) // geometry.vectors // 32) * 32
-                geometry = replace(geometry, threads_per_row=threads)
             if (
                 geometry.vectors <= way.vectors  # of which as many threads as the way has must have the registers
                 and fits_registers(problem, device, width, geometry.vectors, way.threads, peeled, way.stage == "direct")
@@ -77,7 +73,11 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     if isinstance(problem, BackwardProblem):
         if peeled and width == 4:
             # On an H100 25,001 columns of float32 take 1.10 with 7 vectors, in four blocks, in two 1.19; 50,257 1.11
-            # and 1.12.
+            # and 1.12. On an H200 20,001, 25,001 and 50,257 take 1.13, 1.12 and 1.23 with two rows ahead and weights
+            # that come early, with one row and staged 1.19, 1.22 and 1.27; but 15,873 1.27, by pairs of blocks 1.14.
+            if device.has_fast_memory:
+                yield replace(way, vectors=8, blocks_per_row=2)
+                yield replace(way, vectors=7, weights="early", rows_ahead=2)
             yield replace(way, vectors=10)
         # 32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04.
         ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
@@ -93,16 +93,25 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
             # ahead 1.18, 1.06 and 1.07. Under silu 22,016 take 1.37 and 2.16, but 20,480 1.44 and 1.31.
             many = problem.columns // width >= 2112 and problem.norm.activation is None and problem.channels is None
             few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
+            eighth = -(-problem.columns // width // 8)
+            if many and device.has_fast_memory and not peeled and eighth <= 4 * 128 and eighth % 128 in range(1, 119):
+                # Not all threads would have as many vectors: 20,000, 26,624 and 30,000 columns take 1.36, 1.10 and 1.20
+                # by eight blocks, by pairs 1.09, 1.07 and 1.09.
+                yield replace(way, vectors=5, threads_per_row=256, blocks_per_row=2)
+                yield replace(way, vectors=7, threads_per_row=256, blocks_per_row=2, weights="early")
+                yield replace(way, vectors=4, blocks_per_row=2)
             if peeled:
-                yield from _peeled_ways_backward(crowd)
+                yield from _peeled_ways_backward(problem, crowd, device)
             elif problem.dresidual_out is None:
-                for each, rows in itertools.product((pair, few, early, crowd), ahead):
+                for each, rows in itertools.product((pair, few, early, replace(early, vectors=7), crowd), ahead):
                     yield replace(each, rows_ahead=rows)
             else:
                 yield pair
                 if many:
                     yield replace(few, vectors=3, rows_ahead=2)
                 yield from (early, crowd)
+        if not peeled and problem.weight is not None and device.capability == 90 and device.has_fast_memory:
+            yield from _long_ways_backward(problem, way)
         if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
             # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
             # one, and 1.14 staged by four blocks of 512 threads.
@@ -121,11 +130,13 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
                 for rows in ahead:
                     yield replace(early, threads_per_row=256, blocks_per_row=8, rows_ahead=rows)
     elif peeled and device.capability == 90 and problem.norm.activation is None:
-        yield from _peeled_ways_forward(problem, way)
+        yield from _peeled_ways_forward(problem, way, device)
     elif not peeled and problem.residual is not None:
         # 65,536 columns of bfloat16 with a residual take 1.02 in four blocks, RMS norm in two 1.04.
         yield replace(way, vectors=6, blocks_per_row=8)
     elif not peeled and width == 8:
+        if len(problem.parameters) == 2 and device.has_fast_memory:
+            yield from _long_ways_forward(problem, way)
         # 40,960 columns of bfloat16 take 1.04, with 512 threads a block 1.06; but 49,152 1.04 and 1.03.
         yield replace(way, vectors=10, threads_per_row=256, blocks_per_row=2)
     yield way
@@ -133,35 +144,105 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     yield replace(way, threads_per_row=MOST_THREADS, weights="late")
 
 
-def _peeled_ways_backward(crowd: RowBlock) -> Iterator[RowBlock]:
-    """Of sixteen-bit numbers. The numbers are of an H100.
+def _long_ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBlock]:
+    """Of sixteen-bit numbers, from 57,344 columns on, by several blocks a multiprocessor.
+
+    65,536 and 73,728 columns of layer norm take 1.05 and 1.05 so, by pairs of 512 threads 1.07 and 1.06; 80,000,
+    98,304, 163,840 and 196,608 1.04, 1.05, 1.10 and 1.08, by four and eight of 512 1.14, 1.10, 1.29 and 1.19. Under
+    silu 65,536 take 1.18, by pairs of 512 threads 1.16, but 80,000 and 131,072 1.25 and 1.23, by four of 512 1.39 and
+    1.27.
+    """
+    activated, vectors_per_row = problem.norm.activation is not None, problem.columns // way.width
+    if vectors_per_row < (8193 if activated else 7168):
+        return
+    small = replace(way, vectors=12, threads_per_row=128, blocks_per_row=8)
+    if not activated:
+        yield replace(small, blocks_per_multiprocessor=4)
+    yield replace(small, blocks_per_multiprocessor=3)
+    yield replace(small, vectors=8 if activated else 7, threads_per_row=256, blocks_per_multiprocessor=2)
+    yield replace(way, vectors=8, blocks_per_row=4)
+    yield replace(small, threads_per_row=256, rows_ahead=2)
+
+
+def _long_ways_backward(problem: BackwardProblem, way: RowBlock) -> Iterator[RowBlock]:
+    """Two rows ahead by more blocks of fewer threads.
+
+    196,608 and 262,144 columns of bfloat16 take 1.13 and 1.14 so, one ahead by 512 threads 1.30 and 1.18; with a
+    residual 131,072 1.05 and 1.14, 196,608 by 512 threads 1.06, by 256 1.12; under silu 100,000 and 196,608 1.87 and
+    1.82, with weights that come early 2.42 and 2.60. float32: 20,000 and 40,000 columns 1.04 and 1.02, by 256 and 512
+    threads 1.12 and 1.07; 65,536, 80,000 and 131,072 1.05, 1.05 and 1.05, one ahead 1.07, 1.08 and 1.07.
+    """
+    vectors_per_row, residual = problem.columns // way.width, problem.dresidual_out is not None
+    activated = problem.norm.activation is not None
+    deep, staged = (replace(way, weights=weights, rows_ahead=2) for weights in ("early", "staged"))
+    if way.width == 8 and activated and not residual and vectors_per_row > 8192:
+        for blocks in (8, 16):
+            yield replace(staged, vectors=8, threads_per_row=256, blocks_per_row=blocks)
+    elif way.width == 8 and not activated and vectors_per_row > 16384 - residual:
+        yield replace(deep, vectors=5 if residual else 6, threads_per_row=256)
+        yield replace(staged, vectors=4) if residual else replace(staged, vectors=8, threads_per_row=256)
+    if way.width == 4 and vectors_per_row > 4096 and not residual and not activated:
+        for blocks in (4, 8):
+            yield replace(deep, vectors=10, threads_per_row=128, blocks_per_row=blocks)
+        for blocks in (8, 16):
+            yield replace(deep, vectors=4, blocks_per_row=blocks)
+
+
+def _peeled_ways_backward(problem: BackwardProblem, crowd: RowBlock, device: Device) -> Iterator[RowBlock]:
+    """Of sixteen-bit numbers. The numbers are of an H100, but for those below.
 
     By pairs of blocks of 256 threads 15,873 columns of bfloat16 take 1.08, by four blocks of 128 1.15; 20,001 1.07 and
     1.12; 22,001, which are 6 vectors, 1.10 and 1.11. But 26,001, of 7, take 1.15 and 1.10, by eight blocks 1.21. Rows
     that need those come two ahead, where there is room for them: 32,769 and 35,001 columns take 1.12 and 1.13 so, with
     one ahead 1.20 and 1.19. So do longer ones, by 256 threads: 65,537 columns take 1.16, with one ahead 1.25, by 512
     threads 1.23, and with a residual, which those have no registers for, 1.15 and 1.84; 131,073 1.28 and 1.35.
+
+    An H200 wants three blocks of 128 threads a multiprocessor: 15,873, 18,001 and 20,001 columns take 1.18, 1.21 and
+    1.18 by four blocks so, by pairs of 256 1.43, 1.34 and 1.31; 30,001 and 35,001 by eight 1.26 and 1.28, by two a
+    multiprocessor 1.47 and 1.44; 65,537 by eight of 512 threads 1.47, of 256 1.65. (By sixteen they take 1.32; but
+    synccheck 2025.3.1 ends with an illegal address where clusters of sixteen share multiprocessors, of which nothing
+    else is seen.)
     """
     alone = replace(crowd, threads_per_row=256, blocks_per_multiprocessor=1)
+    three = replace(crowd, vectors=5, blocks_per_multiprocessor=3)
+    early = replace(three, vectors=4, weights="early")
+    if device.has_fast_memory:
+        yield replace(three, vectors=3, threads_per_row=256, blocks_per_row=2, blocks_per_multiprocessor=2)
+        if problem.dresidual_out is None:  # with one 15,873 columns take 1.42 so, with weights that are staged 1.17
+            yield replace(early, blocks_per_row=4)
+        yield replace(three, blocks_per_row=4)
     yield replace(alone, vectors=6, blocks_per_row=2)
+    if device.has_fast_memory and problem.norm.activation is None:
+        yield from (replace(three, rows_ahead=2), three)
     yield replace(crowd, blocks_per_row=4)
     yield replace(crowd, vectors=5, rows_ahead=2)
     yield crowd
+    if device.has_fast_memory:
+        yield replace(alone, vectors=2, threads_per_row=512, weights="early")
     for rows in (2, 1):
         yield replace(alone, blocks_per_row=16, rows_ahead=rows)
 
 
-def _peeled_ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBlock]:
-    """The numbers are of an H100, of layer norm.
+def _peeled_ways_forward(problem: ForwardProblem, way: RowBlock, device: Device) -> Iterator[RowBlock]:
+    """The numbers are of layer norm.
 
-    By pairs of blocks of 256 threads 25,001 columns of bfloat16 take 1.06, by one block of 512 1.09; by pairs of 512
-    30,001 and 35,001 1.05 and 1.05, by one 1.10 and 1.11. float32: 25,001 columns take 1.10 with 7 vectors, by four
-    blocks, two a multiprocessor, and 1.16 by two of 13; 50,257 1.10 and 1.13.
+    On an H100, by pairs of blocks of 256 threads 25,001 columns of bfloat16 take 1.06, by one block of 512 1.09; by
+    pairs of 512 30,001 and 35,001 1.05 and 1.05, by one 1.10 and 1.11. float32: 25,001 columns take 1.10 with 7
+    vectors, by four blocks, two a multiprocessor, and 1.16 by two of 13; 50,257 1.10 and 1.13.
+
+    On an H200 30,001 and 40,001 columns take 1.12 and 1.15 by two and three blocks a multiprocessor of 256 threads, by
+    one of 512 1.33 and 1.26; 25,001 and 33,001 of float32 1.14 and 1.15 by eight blocks of 128, three a multiprocessor,
+    by two of 256 1.17 and 1.24; 50,257 by four of 512 1.13, by eight of 256 1.16.
     """
     several = replace(way, vectors=7, threads_per_row=256, blocks_per_row=8, blocks_per_multiprocessor=2)
     if way.width == 4:
         yield replace(way, vectors=10, blocks_per_row=2)
+        if device.has_fast_memory and problem.norm.centered:  # RMS norm of 30,001 takes 1.20 so, else 1.15
+            yield replace(several, vectors=10, threads_per_row=128, blocks_per_multiprocessor=3)
+            yield replace(way, vectors=7, threads_per_row=MOST_THREADS, blocks_per_row=4)
         yield several
     elif problem.residual is None:
-        yield replace(several, blocks_per_row=2)
+        yield replace(several, vectors=8 if device.has_fast_memory else 7, blocks_per_row=2)
+        if device.has_fast_memory:
+            yield replace(several, vectors=5, blocks_per_row=4, blocks_per_multiprocessor=3)
         yield replace(way, vectors=5, blocks_per_row=2)

@@ -23,7 +23,7 @@ def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
 
 def threads_for(vectors_per_row: int, most_vectors: float) -> int:
     """As few threads as leave none more than ``most_vectors``."""
-    return 1 << (math.ceil(vectors_per_row / most_vectors) - 1).bit_length()
+    return 1 << (max(1, math.ceil(vectors_per_row / most_vectors)) - 1).bit_length()
 
 
 def more_threads(problem: Problem, device: Device, wanted: tuple[int, int], block_threads: int) -> tuple[int, int]:

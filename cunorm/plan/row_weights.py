@@ -51,10 +51,11 @@ def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device
     if problem.x.dtype == "float64" or (problem.residual is not None and vectors <= 6):
         return True
     # Where there are many rows, the cache of a multiprocessor keeps weights from one row to the next: 13,107 rows of
-    # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07. Under silu 16,384 of 8192 take 1.07 and 1.09, 8192
-    # of 1024 1.22 and 1.08.
+    # 10,240 take 1.04 late, staged 1.06, 2048 of them 1.12 and 1.07; 8192 of 8192 float32 numbers 1.03 and 1.04. Under
+    # silu 16,384 of 8192 take 1.07 and 1.09, 8192 of 1024 1.22 and 1.08.
     waves = problem.rows / (geometry.rows_per_block * geometry.min_blocks * device.multiprocessors)
-    long = centered and geometry.threads_per_row > 128 and vectors > 4 and problem.residual is None
+    most = 3 if geometry.threads_per_row == MOST_THREADS else 4
+    long = centered and geometry.threads_per_row > 128 and vectors > most and problem.residual is None
     if vectors > 1 and waves > 4 and (activation is not None or long):
         return True
     # Of 5632 columns (6 vectors, not of all threads) 4096 rows take 1.21, late 1.13; of 6144 1.03 and 1.08.
