@@ -127,8 +127,8 @@ class RowBlock:
         return min(most, max(0, least) // self.width // self.threads_per_row)
 
     def _shares_weights(self, problem: Problem) -> bool:
-        """Whether it is a cluster that has weights and biases at hand, forward."""
-        forward = isinstance(problem, ForwardProblem) and self.blocks_per_row > 1
+        """Whether it is a cluster that has weights and biases by column at hand, forward."""
+        forward = isinstance(problem, ForwardProblem) and self.blocks_per_row > 1 and problem.channels is None
         return forward and len(problem.parameters) == 2 and self.stage == "ahead"
 
     def _wants_branches(self, problem: Problem) -> bool:
@@ -138,9 +138,9 @@ class RowBlock:
         with float32 weights 1.06 and 1.10, but 4000 of layer norm 1.02 and 0.99. Backward 8191 and 65,537 take 1.13 and
         1.32 so, else 1.15 and 1.50, but 50,257, of which a thread has 7 vectors, 1.40 and 1.30. Under an activation
         8191 take 1.53 so, else 1.39, and 7001 backward 1.77 and 1.62. Peeled rows of float32 are better off so: 25,001
-        columns take 1.12 backward, else 1.16, and 50,257 1.16 and 1.22.
+        columns take 1.12 backward, else 1.16, and 50,257 1.16 and 1.22. Rows of channels were not measured.
         """
-        if self.peeled and self.width < 8:
+        if problem.channels is not None or (self.peeled and self.width < 8):
             return True
         if problem.norm.activation is not None:
             return False

@@ -104,17 +104,16 @@ def _most_of_others(problem: ForwardProblem, device: Device, vectors_per_row: in
     Without a bias, or beside a residual, there is less to do for each, and 2 or 3 are best where there are many rows:
     1000, 2000 and 6144 columns of RMS norm of bfloat16 take 0.99, 0.99 and 1.00 so, with 6 and 8 1.03, 1.01 and 1.02;
     16,384 1.03 with 4, with 8 1.05; with a residual 1000, 4000 and 8192 1.02, 1.02 and 1.02, with 4 1.03, 1.03 and
-    1.04. But 4096 rows of 2048, RMS norm, take 0.99 with 2 and 0.95 with 8.
+    1.04. But 4096 columns, RMS norm, take 1.05 with 2, 1.02 with 4, and 4096 rows of 2048 0.99 with 2, 0.95 with 8.
     """
     itemsize, activation = DTYPES[problem.x.dtype].itemsize, problem.norm.activation
     many = vectors_for_all_threads(problem, device, vectors_per_row) >= 16
     light = activation is None and (not problem.norm.centered or problem.residual is not None)
     if itemsize == 8 or 1024 < vectors_per_row < 1920 or not (many or (in_part and not light)):
         return math.inf
-    if light and problem.residual is None and itemsize == 2 and vectors_per_row == 512:
-        return 4  # 4096 columns of RMS norm: 1.02, with 2 1.05
     if light:
-        return 3 if vectors_per_row <= (768 if problem.residual is None else 1024) else 4
+        most_of_few = 1024 if problem.residual is not None else 768 if itemsize == 4 else 384
+        return 3 if vectors_per_row <= most_of_few else 4
     if itemsize == 2 and are_wide(problem) and not 128 < vectors_per_row <= 512:
         return math.inf  # 1000 columns with float32 weights: 1.07, with 4 1.18
     if itemsize == 2 or activation in ("gelu", "gelu_tanh"):

@@ -94,9 +94,9 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
             many = problem.columns // width >= 2112 and problem.norm.activation is None and problem.channels is None
             few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
             eighth = -(-problem.columns // width // 8)
-            if many and device.has_fast_memory and not peeled and eighth <= 4 * 128 and eighth % 128 in range(1, 119):
-                # Not all threads would have as many vectors: 20,000, 26,624 and 30,000 columns take 1.36, 1.10 and 1.20
-                # by eight blocks, by pairs 1.09, 1.07 and 1.09.
+            if many and device.has_fast_memory and not peeled and eighth <= 4 * 128 and 0 < eighth % 128 < 119:
+                # Many threads would have a vector less than others: 20,000, 26,624 and 30,000 columns take 1.36, 1.10
+                # and 1.20 by eight blocks, by pairs 1.09, 1.07 and 1.09.
                 yield replace(way, vectors=5, threads_per_row=256, blocks_per_row=2)
                 yield replace(way, vectors=7, threads_per_row=256, blocks_per_row=2, weights="early")
                 yield replace(way, vectors=4, blocks_per_row=2)
@@ -148,7 +148,7 @@ def _long_ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBl
     """Of sixteen-bit numbers, from 57,344 columns on, by several blocks a multiprocessor.
 
     65,536 and 73,728 columns of layer norm take 1.05 and 1.05 so, by pairs of 512 threads 1.07 and 1.06; 80,000,
-    98,304, 163,840 and 196,608 1.04, 1.05, 1.10 and 1.08, by four and eight of 512 1.14, 1.10, 1.29 and 1.19. Under
+    98,304, 163,840 and 196,608 1.04, 1.05, 1.10 and 1.09, by four and eight of 512 1.14, 1.10, 1.29 and 1.19. Under
     silu 65,536 take 1.18, by pairs of 512 threads 1.16, but 80,000 and 131,072 1.25 and 1.23, by four of 512 1.39 and
     1.27.
     """
