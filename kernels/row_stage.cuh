@@ -72,7 +72,7 @@ struct Place {
   __device__ __forceinline__ int vector_index(int i) const {
     return i * THREADS_PER_ROW + static_cast<int>(threadIdx.x);
   }
-  // Whether rows have columns for the thread's i-th vector, as every row has for the first WHOLE_VECTORS of each thread.
+  // Whether rows have columns for the thread's i-th vector: every row has for the first WHOLE_VECTORS of each thread.
   __device__ __forceinline__ bool reaches(int i) const { return i < WHOLE_VECTORS || vector_index(i) < cut.vectors; }
   // Whether the thread's i-th vector is there.
   __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }

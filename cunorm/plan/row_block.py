@@ -113,8 +113,8 @@ class RowBlock:
         """How many vectors of each thread the kernel need not ask for: they are there in every row and part of it.
 
         100,000 columns of float16 take 1.11 so, with a branch for each vector 1.23 (backward 1.17 and 1.28), 50,257
-        1.19 and 1.22 (1.30 and 1.40); under silu 1000 1.04 and 1.08. Where clusters have weights and biases at hand,
-        one branch does no harm: 98,304 columns take 1.10 with it, 1.16 without, 262,144 1.05 and 1.09.
+        1.19 and 1.22 (1.30 with 3 of 7, 1.40 with none); under silu 1000 1.04 and 1.08. Where clusters have weights and
+        biases at hand, one branch does no harm: 98,304 columns take 1.10 with it, 1.16 without, 262,144 1.05 and 1.09.
         """
         if self.capacity == problem.columns and not self.peeled and not self._shares_weights(problem):
             return self.vectors
@@ -124,6 +124,8 @@ class RowBlock:
         if self.peeled:
             least -= 2 * margin_of(problem, self.width, self.weights) + self.width - 1
         most = self.vectors - int(self._shares_weights(problem))
+        if self.peeled and isinstance(problem, BackwardProblem):
+            most = int(problem.dresidual_out is None)  # with more 8 to 136 bytes would spill
         return min(most, max(0, least) // self.width // self.threads_per_row)
 
     def _shares_weights(self, problem: Problem) -> bool:
@@ -137,15 +139,16 @@ class RowBlock:
         Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, and 8000
         with float32 weights 1.06 and 1.10, but 4000 of layer norm 1.02 and 0.99. Backward 8191 and 65,537 take 1.13 and
         1.32 so, else 1.15 and 1.50, but 50,257, of which a thread has 7 vectors, 1.40 and 1.30. Under an activation
-        8191 take 1.53 so, else 1.39, and 7001 backward 1.77 and 1.62. Peeled rows of float32 are better off so: 25,001
+        8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so: 25,001
         columns take 1.12 backward, else 1.16, and 50,257 1.16 and 1.22. Rows of channels were not measured.
         """
         if problem.channels is not None or (self.peeled and self.width < 8):
             return True
-        if problem.norm.activation is not None:
+        backward, activated = isinstance(problem, BackwardProblem), problem.norm.activation is not None
+        if backward and self.peeled:
+            return self.vectors < 6 or (self.blocks_per_row == 1 and not activated)
+        if backward or activated:
             return False
-        if not isinstance(problem, ForwardProblem):
-            return self.peeled and (self.blocks_per_row == 1 or self.vectors < 6)
         like_x = [item for item in problem.parameters if item.dtype == problem.x.dtype]
         return self.stage == "direct" and (self.peeled or problem.residual is not None or len(like_x) < 2)
 
