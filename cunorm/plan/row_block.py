@@ -144,10 +144,10 @@ class RowBlock:
         """
         if problem.channels is not None or (self.peeled and self.width < 8):
             return True
-        backward, activated = isinstance(problem, BackwardProblem), problem.norm.activation is not None
-        if backward and self.peeled:
-            return self.vectors < 6 or (self.blocks_per_row == 1 and not activated)
-        if backward or activated:
+        activated = problem.norm.activation is not None
+        if isinstance(problem, BackwardProblem):
+            return self.peeled and (self.vectors < 6 or (self.blocks_per_row == 1 and not activated))
+        if activated:
             return False
         like_x = [item for item in problem.parameters if item.dtype == problem.x.dtype]
         return self.stage == "direct" and (self.peeled or problem.residual is not None or len(like_x) < 2)
