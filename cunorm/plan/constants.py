@@ -28,7 +28,7 @@ __all__ = [
     "weights_of",
 ]
 
-# What memory is fetched by, and of which parts of rows are whole if they have so many of them.
+# A line of the cache, and from how many of them on a part of a row is whole lines.
 _LINE_BYTES = 128
 _LEAST_LINES = 64
 

@@ -116,19 +116,19 @@ class RowBlock:
         1.19 and 1.22 (1.30 with 3 of 7, 1.40 with none); under silu 1000 1.04 and 1.08. Where clusters have weights and
         biases at hand, one branch does no harm: 98,304 columns take 1.10 with it, 1.16 without, 262,144 1.05 and 1.09.
         """
-        if self.capacity == problem.columns and not self.peeled and not self._shares_weights(problem):
+        if self.capacity == problem.columns and not self.peeled and not self._has_weights_at_hand(problem):
             return self.vectors
         if self._wants_branches(problem):
             return 0
         least = problem.columns - (self.blocks_per_row - 1) * self.columns_per_block(problem)
         if self.peeled:
             least -= 2 * margin_of(problem, self.width, self.weights) + self.width - 1
-        most = self.vectors - int(self._shares_weights(problem))
+        most = self.vectors - int(self._has_weights_at_hand(problem))
         if self.peeled and isinstance(problem, BackwardProblem):
             most = int(problem.dresidual_out is None)  # with more 8 to 136 bytes would spill
         return min(most, max(0, least) // self.width // self.threads_per_row)
 
-    def _shares_weights(self, problem: Problem) -> bool:
+    def _has_weights_at_hand(self, problem: Problem) -> bool:
         """Whether it is a cluster that has weights and biases by column at hand, forward."""
         forward = isinstance(problem, ForwardProblem) and self.blocks_per_row > 1 and problem.channels is None
         return forward and len(problem.parameters) == 2 and self.stage == "ahead"
@@ -139,8 +139,8 @@ class RowBlock:
         Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, and 8000
         with float32 weights 1.06 and 1.10, but 4000 of layer norm 1.02 and 0.99. Backward 8191 and 65,537 take 1.13 and
         1.32 so, else 1.15 and 1.50, but 50,257, of which a thread has 7 vectors, 1.40 and 1.30. Under an activation
-        8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so: 25,001
-        columns take 1.12 backward, else 1.16, and 50,257 1.16 and 1.22. Rows of channels were not measured.
+        8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so: 25,001 columns take 1.12 backward, else
+        1.16, and 50,257 1.16 and 1.22. Rows of channels were not measured.
         """
         if problem.channels is not None or (self.peeled and self.width < 8):
             return True
