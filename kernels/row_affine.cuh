@@ -72,7 +72,7 @@ struct Parameter {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != threadIdx.y) continue;
-      if (!(ROWS_SHARE_WEIGHTS ? place.reaches(i) : place.has(i))) continue;
+      if (!place.reaches(i)) continue;
       constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
       for (int j = 0; j < VECTOR; j += STEP) {
@@ -99,7 +99,7 @@ struct Parameter {
   __device__ __forceinline__ void fetch_early(const Place& place) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) early[i] = fetched(place, i);
+      if (place.reaches(i)) early[i] = fetched(place, i);
     }
   }
 

@@ -241,6 +241,29 @@ constexpr bool KEEPS_DZ = HAS_CHANNELS && activation != Activation::none && size
 constexpr int SHARING_THREADS = BLOCK_THREADS * MIN_BLOCKS;
 constexpr int KEPT = KEEPS_DZ ? most_kept(65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512)) : 0;
 
+// The registers of a thread, of 4 bytes, and those that it holds over a turn: x, dy, sums, and weights that came early.
+constexpr int REGISTERS = 65536 / SHARING_THREADS < 255 ? 65536 / SHARING_THREADS : 255;
+constexpr int EARLY_BYTES =
+    weights_come == Weights::early ? HAS_WEIGHT * sizeof(WEIGHT_TYPE) + HAS_BIAS * sizeof(BIAS_TYPE) : 0;
+constexpr int SUM_BYTES = (WANTS_DWEIGHT + WANTS_DBIAS) * sizeof(Compute);
+constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_BYTES) / 4;
+
+// Whether vectors that are not there are skipped, by a branch for each. Else they are zeros, and one instruction
+// follows another: ptxas then keeps the derivative of an activation from one pass for the next, if it has registers.
+// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but 12,288,
+// 3 vectors of 512 threads, 1.50, else 1.35, and peeled rows up to 1.4 times as long. Without an activation rows that
+// come ahead, whose branches are few, are better skipped: 4097 columns take 1.12, else 1.51.
+constexpr bool KEEPS_DERIVATIVE = activation != Activation::none &&
+                                  (PEELED ? VECTORS * VECTOR <= 8 : HELD + VECTORS * VECTOR + 36 <= REGISTERS);
+constexpr bool SKIPS = HAS_CHANNELS || !(KEEPS_DERIVATIVE || (stage == Stage::direct && !PEELED));
+
+// Whether the means of the sums are divisions. Their branches keep ptxas from spilling where registers are few: 8192
+// columns with a residual take 1.06 so, else 1.44. Elsewhere a product is as good, and less: under silu 8192 columns
+// take 1.09, else 1.49; 24,576 without an activation, 3 vectors of a thread, 1.07 and 1.13 (but 32,768, 4 vectors, 1.08
+// and 1.06).
+constexpr bool IS_LONG = activation == Activation::none && !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
+constexpr bool DIVIDES = IS_LONG || HELD * 5 / 4 + 36 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -276,6 +299,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     return place_of(x, part, first);
   };
   StatisticsAhead statistics = {arguments.mean, arguments.rstd, arguments.rows, step};
+  const Compute scale = reciprocal_of(static_cast<Compute>(arguments.columns));
+  const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / arguments.columns : sum * scale; };
   // What is ahead: rows in shared memory, and the next edges in registers.
   const auto fetch_rows = [&](long long first, int slot) {
     fetch(x, part, first, slot);
@@ -425,6 +450,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     edges = next_edges;
     get_vectors(x, part, place, slot, x_values);
     get_vectors(dy, part, place, slot, dy_values);
+    if constexpr (!SKIPS) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if (!place.has(i)) x_values[i] = dy_values[i] = {};
+      }
+    }
     const auto fetch_next = [&] {
       if constexpr (stage == Stage::direct) return;
       release_rows();
@@ -476,9 +507,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
           sums[1] += factor * own[1];
         }
         if constexpr (SUMS_CHANNELS) channel_sums.add(turn, i, own);
-      } else if (place.has(i)) {
-        Compute weight[VECTOR], bias[VECTOR], sum = 0, product = 0;
-        affine.get(place, i, weight, bias);
+      } else if (!SKIPS || place.has(i)) {
+        Compute weight[VECTOR] = {}, bias[VECTOR] = {}, sum = 0, product = 0;
+        if (SKIPS || place.reaches(i)) affine.get(place, i, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], dweight_sums.vectors[i][j],
@@ -525,8 +556,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with what is the same along the row put together: but for the
     // rstd in xhat, whose square could leave the range of float (see BY_DEVIATION in affine.cuh).
-    const Compute offset = -sums[0] / arguments.columns * rstd;
-    const Compute slope = -sums[1] / arguments.columns * rstd * (HAS_CHANNELS ? missing_scale(rstd) : 1);
+    const Compute offset = -mean_of(sums[0]) * rstd;
+    const Compute slope = -mean_of(sums[1]) * rstd * (HAS_CHANNELS ? missing_scale(rstd) : 1);
 
     // Finish and store.
     const auto dz_at = [&](Compute x, Compute dy, Compute weight, Compute bias) {
@@ -553,21 +584,20 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (HAS_DRESIDUAL && stage == Stage::direct) get_vectors(dresidual_out, part, place, slot, added);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) {
-        Compute weight[VECTOR], bias[VECTOR];
-        affine.get(place, i, weight, bias);
-        Compute results[VECTOR];
-        if constexpr (HAS_DRESIDUAL && stage != Stage::direct) {
-          added[i] = staged_vector(dresidual_out, part, place, slot, i);
-        }
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          const Compute x = widen(x_values[i], j);
-          const Compute dz = i < KEPT ? kept_dz[i][j] : dz_at(x, widen(dy_values[i], j), weight[j], bias[j]);
-          results[j] = dx_of(x, dz, weight[j], widen(added[i], j));
-        }
-        put(dx, part, place, i, rounded<X_TYPE>(results));
+      if (SKIPS && !place.has(i)) continue;
+      Compute weight[VECTOR] = {}, bias[VECTOR] = {};
+      if (SKIPS || place.reaches(i)) affine.get(place, i, weight, bias);
+      Compute results[VECTOR];
+      if constexpr (HAS_DRESIDUAL && stage != Stage::direct) {
+        if (SKIPS || place.reaches(i)) added[i] = staged_vector(dresidual_out, part, place, slot, i);
       }
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const Compute x = widen(x_values[i], j);
+        const Compute dz = i < KEPT ? kept_dz[i][j] : dz_at(x, widen(dy_values[i], j), weight[j], bias[j]);
+        results[j] = dx_of(x, dz, weight[j], widen(added[i], j));
+      }
+      if (place.has(i)) put(dx, part, place, i, rounded<X_TYPE>(results));
     }
     Edges added_edges;
     if constexpr (HAS_DRESIDUAL) get_edges(dresidual_out, part, place, added_edges);

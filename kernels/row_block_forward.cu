@@ -169,9 +169,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   Affine affine = affine_of(arguments, part, unused);
 
-  // Where a thread has many vectors, a division: its branches end a basic block, and without that ptxas keeps so much
-  // of one pass for the next that it spills. Elsewhere a division would be a good part of the work.
-  constexpr bool DIVIDES = VECTORS > 4 && stage != Stage::run;
+  // Where a thread has much of a row, a division: its branches end a basic block, and without that ptxas keeps so much
+  // of one pass for the next that it spills. Elsewhere a division would be a good part of the work, or of the time that
+  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11; the exact gelu, which
+  // leaves fewer registers anyway, 1.30 and 1.24 at 12,288.
+  constexpr bool DIVIDES =
+      VECTORS * VECTOR * sizeof(X_TYPE) > 64 && stage == Stage::direct && activation != Activation::gelu;
   const Compute scale = reciprocal_of(static_cast<Compute>(part.columns));
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
 
@@ -217,7 +220,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     affine.go_to(place);
     if constexpr (stage != Stage::direct) affine.by_channel.fetch(part, place.row);
 
-    // Load. Threads past the last row or column go along with nothing to add: the sums need every lane.
+    // Load. Threads past the last column go along with nothing to add, those past the last row with anything: the sums
+    // need every lane.
     wait_for_rows<ROWS_AHEAD - 1>();
     Vector<X_TYPE, VECTOR> values[VECTORS];
     if constexpr (stage == Stage::direct) fetch_edges(place);
@@ -228,10 +232,14 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       get_vectors(residual, part, place, slot, residual_values);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        if (place.has(i)) {
-          values[i] = sum_of(values[i], residual_values[i]);
-          put_anywhere(residual_out, part, place, i, values[i]);
-        }
+        if (!place.reads(i)) continue;
+        values[i] = sum_of(values[i], residual_values[i]);
+        if constexpr (ROWS_PER_BLOCK == 1) put_anywhere(residual_out, part, place, i, values[i]);
+      }
+      // Of several rows one after the other, so that sectors of memory go as a whole (see plan/row_short.py).
+#pragma unroll
+      for (int i = 0; i < VECTORS && ROWS_PER_BLOCK > 1; ++i) {
+        if (place.has(i)) put_anywhere(residual_out, part, place, i, values[i]);
       }
 #pragma unroll
       for (int i = 0; i < EDGES; ++i) {
@@ -252,7 +260,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       Compute sum[1] = {0};
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        if (place.has(i)) add_values(values[i], sum);
+        if (place.reads(i)) add_values(values[i], sum);
       }
 #pragma unroll
       for (int i = 0; i < EDGES; ++i) {
@@ -267,7 +275,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     Compute sums[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) add_differences(values[i], statistics.mean, sums);
+      if (place.reads(i)) add_differences(values[i], statistics.mean, sums);
     }
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {
@@ -293,9 +301,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
+    // Where all vectors are there, one branch for all of them.
+    if (PEELED || ROWS_PER_BLOCK == 1 || place.there) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) {
+      for (int i = 0; i < VECTORS; ++i) {
+        if (!(PEELED ? place.has(i) : place.reaches(i))) continue;
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
         if constexpr (weights_of == WeightsOf::part || weights_of == WeightsOf::vector) {

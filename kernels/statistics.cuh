@@ -1,7 +1,8 @@
 // The statistics of a row, of a part of one, or of a chunk; and the sums that they are made of.
 //
 // The squares are those of differences from a shift that lies near the mean, never of the values alone: rows far from
-// zero would lose their variance to rounding. Every vector is summed by itself first: less rounding, shorter chains.
+// zero would lose their variance to rounding. Every vector is summed by itself first: less rounding, shorter chains. It
+// begins with its first number: to begin with zero would be an addition more, which the compiler may not leave out.
 
 // The mean is the sum of two numbers: its rounding alone would show where a row lies far from zero.
 struct Statistics {
@@ -13,9 +14,9 @@ struct Statistics {
 // Adds what one vector has to a sum.
 template <int COUNT>
 __device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
-  Compute part = 0;
+  Compute part = widen(values, 0);
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) part += widen(values, i);
+  for (int i = 1; i < COUNT; ++i) part += widen(values, i);
   sum[0] += part;
 }
 
@@ -24,10 +25,12 @@ __device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, 
 template <int COUNT>
 __device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute shift,
                                                 Compute (&sums)[2]) {
-  Compute part = 0, part_of_squares = 0;
+  const auto difference_of = [&](int i) { return CENTERED ? widen(values, i) - shift : widen(values, i); };
+  const Compute first = difference_of(0);
+  Compute part = CENTERED ? first : 0, part_of_squares = first * first;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const Compute difference = CENTERED ? widen(values, i) - shift : widen(values, i);
+  for (int i = 1; i < COUNT; ++i) {
+    const Compute difference = difference_of(i);
     if constexpr (CENTERED) part += difference;
     part_of_squares += difference * difference;
   }

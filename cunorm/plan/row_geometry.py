@@ -13,6 +13,7 @@ from typing import Any
 from cunorm.plan import channel_row_geometry
 from cunorm.plan.constants import are_rows, compute_itemsize, row_width
 from cunorm.plan.launches import Device
+from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
 from cunorm.plan.row_narrow import narrow
@@ -222,6 +223,9 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
+    geometry = activated_row_backward(problem, device, width)
+    if geometry is not None:
+        return geometry
     short = problem.columns // width <= (64 if itemsize == 2 else 127)
     geometry = (_short_rows_backward if short else _long_rows_backward)(problem, device, width)
     if geometry is None:

@@ -6,7 +6,7 @@ part of it, unless the next store comes at once: 10 columns of float32, RMS norm
 the sectors and take 1.50, by two threads 1.2 times and 1.00. On the other hand each thread of a row pays for its sums,
 and sixteen-bit numbers, or an activation, leave little time for that.
 
-The numbers are of an H100, as the time over that of a copy of the same bytes, of layer norm and 256 MB of x where
+The numbers are of an H200, as the time over that of a copy of the same bytes, of layer norm and 256 MB of x where
 nothing else is said.
 """
 
@@ -46,37 +46,37 @@ def _threads_of_few(problem: Problem, device: Device, width: int) -> int:
 def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     """Blocks of 128 threads, whose weights come before their rows.
 
-    10 columns of float16 take 1.05 so, with weights that come late 1.41; 100 1.07 by 8 threads of 4 vectors, by 2 of 13
-    3.46; 101 1.10 peeled, else 1.34. One thread for a whole row is best where that is short: 20 columns take 0.99, by
-    two threads 1.20, by four 1.23, but with a residual 1.44 and by four 1.08. Longer ones, of number by number or of
-    pairs, come as a part of a run: 29 and 30 columns take 1.13 and 1.11 so, directly by 8 threads 1.36 and 1.36.
+    Few threads a row have few sums to share. 10, 20, 36, 60 and 100 columns of float16 take 1.02, 1.03, 1.15, 1.08 and
+    1.09 by 1, 1, 2, 4 and 4 threads; 36, 60 and 100 by twice as many 1.26, 1.26 and 1.13; under silu 1.18, 1.19 and
+    1.19, by twice as many 1.54, 1.46 and 1.35. But 44 take 1.17 by four, by two 1.25.
 
-    float32: 10 and 14 columns take 1.00 and 0.99 by two threads, by four 1.07 and 1.01, 10 as a run 1.03 (RMS norm 1.00
-    and 1.00, 1.05 and 1.01, 1.03); with a residual 1.01 and 1.02, by four 1.00 and 1.01; under silu 1.05 and 1.10 as a
-    run, by four 1.12 and 1.07; 25 and 42 columns 1.08 and 1.03 as a run, by 4 and 8 threads 1.00.
+    RMS norm, which loads no bias, and rows with a residual are done so soon that their sectors go in parts: as a run 20
+    columns take 1.15 and 1.26, directly by one thread 1.34 and 1.88; 36 1.06 and 1.11, directly by four 1.28 and 1.18;
+    50 1.14 and 1.13. RMS norm of 100 takes 1.07 peeled. Numbers one by one come as a run as well: 25 columns take 1.43
+    so, by four threads 1.74; but more of them peeled: 101 1.39, directly 1.54.
 
-    On an H200 10 columns of float32 take 1.05 as a run, by two threads 1.12 (RMS norm 1.02 and 1.01), with a residual
-    1.12, by four 1.06; 17 1.11 as a run, by four 1.18; 7 1.09 by one thread, as a run 1.15. 20 columns of float16, RMS
-    norm, take 1.09 to 1.26 as a run, by four threads 1.32. 100 take 1.25 peeled, by eight threads of 4 vectors 1.33 (on
-    an H100 1.04 and 1.08).
+    float32: 5 columns take 1.01 by one thread, but 7 1.14 as a run, directly 1.55; 10 1.04 as a run, by two threads
+    1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; 14 1.08 by two; 25, 33, 42 and 50 1.06,
+    1.15, 1.04 and 1.03; under silu 10, 17 and 25 1.20, 1.16 and 1.13 as a run.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
     fast, residual = device.has_fast_memory, problem.residual is not None
-    # Eight threads would have four vectors of 8 bytes each, some of them none; four can have three of 16.
-    in_part = width == 4 and vectors_per_row > 24 and problem.columns <= 103 and not activated
+    light = not activated and (residual or not problem.norm.centered or not problem.parameters)
+    in_part = light and width == 4 and 24 < vectors_per_row and problem.columns <= 103
     if itemsize == 2 and ((width < 4 and problem.columns >= 64) or in_part) and _can_be_peeled(problem, device):
         return _directly(problem, device, 8, 4, peeled=True)
     if itemsize == 2:
-        light = not activated and (residual or not problem.norm.centered or not problem.parameters)
-        alone = {1: 7, 2: 5 if light else 9, 4: 7 if activated else 3 if light else 5}[width]
-        run, by_four = 29 if width < 4 else 5 if light and fast else 0, 12
+        alone, run = (3 if light else 5) if width == 4 else 7, 0
+        threads = 2 if vectors_per_row <= (10 if width == 4 else 14) else 4 if vectors_per_row <= 28 else 8
+        if light or width == 1:
+            run = 14 if width == 4 else 29
     elif vector_bytes == 4:
-        alone, run, by_four = (7, 20, 32) if fast and not activated else (5, 32 if activated else 12, 32)
+        alone, run, threads = 5, 32 if activated else 20 if fast else 12, 4 if vectors_per_row <= 32 else 8
     else:
-        alone, run, by_four = 3, 16 if activated else 0 if residual else 5, 20
+        alone, run, threads = 3, 16 if activated else 0 if residual else 5, 4 if vectors_per_row <= 20 else 8
         as_run = fast and problem.norm.centered and vectors_per_row <= run
-        if itemsize == 4 and not activated and not residual and not as_run and alone < vectors_per_row <= 7:
+        if itemsize == 4 and not activated and not as_run and alone < vectors_per_row <= 7:
             return _directly(problem, device, width, 2)
     if vectors_per_row <= alone:
         return _directly(problem, device, width, 1)
@@ -84,64 +84,62 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     geometry = None
     if vectors_per_row <= run and problem.rows >= 3 * _BLOCK_THREADS * device.multiprocessors:
         geometry = _as_run(problem, device, width, 1)
-    threads = 4 if vectors_per_row <= by_four else max(8, threads_for(vectors_per_row, 8))
-    return geometry or _directly(problem, device, width, threads)
+    return geometry or _directly(problem, device, width, max(threads, threads_for(vectors_per_row, 8)))
 
 
 def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     """Blocks of 128 threads that take turns.
 
-    float16: a thread that has a whole row reads it directly; 20 columns take 1.14 so, ahead by two threads 1.24. What
-    several have comes ahead: 100 columns take 1.11 by 8 threads of 4 vectors, directly 1.23. What is read number by
-    number comes as a run, 23 columns by two threads 1.49, directly by eight 1.67; or peeled, 35 columns 1.37, as a run
-    1.46. So do numbers of 4 bytes: 19 columns take 1.10 by one thread, ahead by four 1.15. Under an activation lanes
-    without a number cost most: 20 and 36 columns take 1.34 and 1.38 by two threads, by one 1.69, by four 1.51.
+    A thread that has a whole row reads it directly: 10 and 18 columns of float16 take 1.18 and 1.17 so, by two threads
+    1.35 and 1.20; 7 of float32 1.16. What several have comes ahead: 36, 60, 84 and 100 columns of float16 take 1.13,
+    1.13, 1.13 and 1.16 by 2, 4, 8 and 8 threads; 44 by four 1.14. But pairs of float16, and float32, whose loads are
+    many, had better not: 50 columns of float16 take 1.24 by four threads, ahead 1.30, and 33 and 50 of float32 1.12 and
+    1.06, 50 ahead 1.13. (10 of float32 are as good either way by four blocks a multiprocessor, and there is room for
+    more: 1.09 ahead, 1.16 directly by five.) Numbers one by one come as a run: 25 columns of float16 take 1.60 by two
+    threads, 17 of float32 1.08 by one, by four 1.15.
 
-    On an H200 20 columns of float16 take 1.11 ahead by one thread, directly 1.22; 10 of float32 1.08, as a run 1.22,
-    but with a residual 1.20 and 1.16.
+    Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 60 take 1.24 by four
+    threads, by eight 1.38; 17 and 25 of float32 1.37 and 1.28 by four, as a run 1.65 and 1.69.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
     if itemsize == 2:
         alone = (3 if width == 4 else 5) if activated else (5 if width == 4 else 9)
     elif vector_bytes == 4:
-        alone = 9 if activated else 5
+        alone = 9 if activated else 7
     else:
-        alone = 5 if activated else 3
+        alone = 5 if activated or itemsize == 4 else 3
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 2
-    light = not activated and problem.channels is None and not (itemsize == 4 and problem.dresidual_out is not None)
-    light = light and device.has_fast_memory and device.capability >= 80
-    if light and not few and vector_bytes == 8 and vectors_per_row == 5:
-        return _ahead(problem, device, width, 1)
     if vectors_per_row <= alone and not few:
-        return _directly(problem, device, width, 1)
+        ahead = activated if itemsize == 2 else vector_bytes == 8 and vectors_per_row == 5 and not activated
+        ahead = ahead and itemsize < 8 and vector_bytes >= 4 and problem.dresidual_out is None and device.capability >= 80
+        return (_ahead if ahead else _directly)(problem, device, width, 1)
     if itemsize == 2 and width < 4 and vectors_per_row > 32 and _can_be_peeled(problem, device):
         return _ahead(problem, device, 8, 4 if problem.columns < 64 else 8, peeled=True)
-    threads = 0 if few else _threads_of_run(vectors_per_row, itemsize, width)
+    threads = 0 if few or activated else _threads_of_run(vectors_per_row, itemsize, width)
     geometry = _as_run(problem, device, width, threads) if threads else None
     if geometry is not None:
         return geometry
+    direct = problem.channels is not None or vector_bytes < 4 or device.capability < 80
     if few:
         threads = threads_for(vectors_per_row, 2)
-    elif vectors_per_row <= 12:
-        threads = 2 if activated and itemsize == 2 else 4
+    elif itemsize == 8:
+        threads = 4 if vectors_per_row <= 12 else max(8, threads_for(vectors_per_row, 8))
+    elif not activated and (vector_bytes == 4 or itemsize == 4):
+        return _directly(problem, device, width, threads_for(vectors_per_row, 9 if vector_bytes == 4 else 4))
     else:
-        threads = max(8, threads_for(vectors_per_row, 8))
-    most = 3 if activated and itemsize == 2 else 6
-    if problem.channels is None and vector_bytes >= 4 and vectors_per_row <= most * threads and device.capability >= 80:
-        return _ahead(problem, device, width, threads)
-    return _directly(problem, device, width, threads)
+        most = 8 if vector_bytes < 4 else 7 if vector_bytes == 4 and itemsize == 4 else 4 if activated else 5
+        threads = threads_for(vectors_per_row, most)
+    if direct or vectors_per_row > (4 if activated and itemsize == 2 else 6) * threads:
+        return _directly(problem, device, width, threads)
+    return _ahead(problem, device, width, threads)
 
 
 def _threads_of_run(vectors_per_row: int, itemsize: int, width: int) -> int:
     """How many threads have a row, backward, that comes as a part of a run; 0 where that is slower."""
     if itemsize == 2 and width == 1 and vectors_per_row <= 32:
         return threads_for(vectors_per_row, 13)
-    if itemsize == 2 and width == 2 and 12 < vectors_per_row <= 20:
-        return 2
-    if itemsize == 4 and width == 1 and vectors_per_row <= 40:
-        return 1 if vectors_per_row < 28 else 4
-    return int(itemsize == 4 and vectors_per_row <= 5)
+    return int(itemsize == 4 and width == 1 and vectors_per_row < 28)
 
 
 def _can_be_peeled(problem: Problem, device: Device) -> bool:
@@ -170,19 +168,10 @@ def _directly(problem: Problem, device: Device, width: int, threads: int, peeled
 
 
 def _ahead(problem: BackwardProblem, device: Device, width: int, threads: int, peeled: bool = False) -> RowBlock:
-    """Rows that come ahead, by four blocks at once: two rows where a thread has less than 32 bytes of each.
-
-    On an H200 36 and 84 columns of float16, 24 bytes of each thread, take 1.37 and 1.21 with one row ahead by six
-    blocks, so 1.49 and 1.30; 28 and 60, 16 bytes, 1.31 and 1.23 with two by six, by four 1.34 and 1.25.
-    """
+    """Rows that come ahead, by four blocks at once: two rows where a thread has less than 32 bytes of each."""
     geometry = replace(_laid(problem, width, threads, peeled), stage="ahead")
     few = geometry.vectors * width * DTYPES[problem.x.dtype].itemsize < 32
     share = 3 if peeled and device.capability > 90 else 4  # else they spill there
-    light = geometry.vectors <= 3 and not peeled and problem.norm.activation is None
-    if device.has_fast_memory and few and light:
-        crowd = replace(geometry, rows_ahead=2 if geometry.vectors <= 2 else 1, blocks_per_multiprocessor=6)
-        if _has_room(crowd, problem, device, 6):
-            return crowd
     geometry = replace(geometry, rows_ahead=2 if few and not peeled else 1, blocks_per_multiprocessor=share)
     for weights in (geometry.weights, "staged", "late"):
         geometry = replace(geometry, weights=weights if problem.parameters else "late")
