@@ -262,7 +262,8 @@ constexpr bool SKIPS = HAS_CHANNELS || !(KEEPS_DERIVATIVE || (stage == Stage::di
 // take 1.09, else 1.49; 24,576 without an activation, 3 vectors of a thread, 1.07 and 1.13 (but 32,768, 4 vectors, 1.08
 // and 1.06).
 constexpr bool IS_LONG = activation == Activation::none && !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
-constexpr bool DIVIDES = IS_LONG || HELD * 5 / 4 + 36 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
+constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 36 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
+constexpr bool DIVIDES = HAS_CHANNELS ? VECTORS > 5 : IS_LONG || FILLS_REGISTERS;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {

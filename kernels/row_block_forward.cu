@@ -171,10 +171,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   // Where a thread has much of a row, a division: its branches end a basic block, and without that ptxas keeps so much
   // of one pass for the next that it spills. Elsewhere a division would be a good part of the work, or of the time that
-  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11; the exact gelu, which
-  // leaves fewer registers anyway, 1.30 and 1.24 at 12,288.
-  constexpr bool DIVIDES =
-      VECTORS * VECTOR * sizeof(X_TYPE) > 64 && stage == Stage::direct && activation != Activation::gelu;
+  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11; and under the exact gelu,
+  // which leaves fewer registers anyway, 12,288 1.30 and 1.24. Rows that come ahead need it only if they have most of
+  // the registers: 262,144 float16 numbers of a group, 16 vectors of 512 threads, take 1.13 so, else 1.96.
+  constexpr int HELD = VECTORS * VECTOR * sizeof(X_TYPE) / 4 * (HAS_RESIDUAL ? 2 : 1);
+  constexpr bool IS_FULL = HELD * 5 / 2 >= 65536 / (BLOCK_THREADS * MIN_BLOCKS);
+  constexpr bool DIVIDES = VECTORS * VECTOR * sizeof(X_TYPE) > 64 && activation != Activation::gelu &&
+                           (stage == Stage::direct || (stage == Stage::ahead && IS_FULL));
   const Compute scale = reciprocal_of(static_cast<Compute>(part.columns));
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
 
