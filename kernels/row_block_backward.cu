@@ -254,7 +254,7 @@ constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_
 // 3 vectors of 512 threads, 1.50, else 1.35, and peeled rows up to 1.4 times as long. Without an activation rows that
 // come ahead, whose branches are few, are better skipped: 4097 columns take 1.12, else 1.51.
 constexpr bool KEEPS_DERIVATIVE = activation != Activation::none &&
-                                  (PEELED ? VECTORS * VECTOR <= 8 : HELD + VECTORS * VECTOR + 36 <= REGISTERS);
+                                  (PEELED ? VECTORS * VECTOR <= 8 : HELD + VECTORS * VECTOR + 44 <= REGISTERS);
 constexpr bool SKIPS = HAS_CHANNELS || !(KEEPS_DERIVATIVE || (stage == Stage::direct && !PEELED));
 
 // Whether the means of the sums are divisions. Their branches keep ptxas from spilling where registers are few: 8192
@@ -262,7 +262,7 @@ constexpr bool SKIPS = HAS_CHANNELS || !(KEEPS_DERIVATIVE || (stage == Stage::di
 // take 1.09, else 1.49; 24,576 without an activation, 3 vectors of a thread, 1.07 and 1.13 (but 32,768, 4 vectors, 1.08
 // and 1.06).
 constexpr bool IS_LONG = activation == Activation::none && !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
-constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 36 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
+constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 40 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
 constexpr bool DIVIDES = HAS_CHANNELS ? VECTORS > 5 : IS_LONG || FILLS_REGISTERS;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
@@ -557,8 +557,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), with what is the same along the row put together: but for the
     // rstd in xhat, whose square could leave the range of float (see BY_DEVIATION in affine.cuh).
-    const Compute offset = -mean_of(sums[0]) * rstd;
-    const Compute slope = -mean_of(sums[1]) * rstd * (HAS_CHANNELS ? missing_scale(rstd) : 1);
+    const Compute offset = mean_of(-sums[0]) * rstd;
+    const Compute slope = mean_of(-sums[1]) * rstd * (HAS_CHANNELS ? missing_scale(rstd) : 1);
 
     // Finish and store.
     const auto dz_at = [&](Compute x, Compute dy, Compute weight, Compute bias) {

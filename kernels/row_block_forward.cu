@@ -176,8 +176,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // the registers: 262,144 float16 numbers of a group, 16 vectors of 512 threads, take 1.13 so, else 1.96.
   constexpr int HELD = VECTORS * VECTOR * sizeof(X_TYPE) / 4 * (HAS_RESIDUAL ? 2 : 1);
   constexpr bool IS_FULL = HELD * 5 / 2 >= 65536 / (BLOCK_THREADS * MIN_BLOCKS);
-  constexpr bool DIVIDES = VECTORS * VECTOR * sizeof(X_TYPE) > 64 && activation != Activation::gelu &&
-                           (stage == Stage::direct || (stage == Stage::ahead && IS_FULL));
+  constexpr bool DIRECTLY = stage == Stage::direct && activation != Activation::gelu;
+  constexpr bool DIVIDES = VECTORS * VECTOR * sizeof(X_TYPE) > 64 && (DIRECTLY || (stage == Stage::ahead && IS_FULL));
   const Compute scale = reciprocal_of(static_cast<Compute>(part.columns));
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
 
@@ -230,6 +230,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (stage == Stage::direct) fetch_edges(place);
     edges = next_edges;
     get_vectors(x, part, place, slot, values);
+    // Else ptxas may add up what it has before it loads a last vector that not every thread has.
+    if constexpr (stage == Stage::direct && !PEELED && WHOLE_VECTORS < VECTORS) __syncwarp();
     if constexpr (HAS_RESIDUAL) {
       Vector<X_TYPE, VECTOR> residual_values[VECTORS];
       get_vectors(residual, part, place, slot, residual_values);

@@ -172,6 +172,8 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
         # With 64 registers seven vectors would spill; with the exact gelu behind it four fill them.
         held += 16 if problem.norm.activation is not None else 8
         held += 8 * are_shifted(problem)
+    if device.capability != 90 and any(DTYPES[vector.dtype].itemsize == 8 for vector in problem.parameters):
+        held += 48  # two vectors of 16 bytes would spill with 80 registers
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
     return replace(geometry, min_blocks=blocks_with(geometry, registers))
 

@@ -63,7 +63,7 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
     fast, residual = device.has_fast_memory, problem.residual is not None
     light = not activated and (residual or not problem.norm.centered or not problem.parameters)
-    in_part = light and width == 4 and 24 < vectors_per_row and problem.columns <= 103
+    in_part = light and width == 4 and vectors_per_row > 24 and problem.columns <= 103
     if itemsize == 2 and ((width < 4 and problem.columns >= 64) or in_part) and _can_be_peeled(problem, device):
         return _directly(problem, device, 8, 4, peeled=True)
     if itemsize == 2:
@@ -98,8 +98,8 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     more: 1.09 ahead, 1.16 directly by five.) Numbers one by one come as a run: 25 columns of float16 take 1.60 by two
     threads, 17 of float32 1.08 by one, by four 1.15.
 
-    Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 60 take 1.24 by four
-    threads, by eight 1.38; 17 and 25 of float32 1.37 and 1.28 by four, as a run 1.65 and 1.69.
+    Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 60 take 1.24 by
+    four threads, by eight 1.38; 17 and 25 of float32 1.37 and 1.28 by four, as a run 1.65 and 1.69.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
@@ -111,8 +111,8 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
         alone = 5 if activated or itemsize == 4 else 3
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 2
     if vectors_per_row <= alone and not few:
-        ahead = activated if itemsize == 2 else vector_bytes == 8 and vectors_per_row == 5 and not activated
-        ahead = ahead and itemsize < 8 and vector_bytes >= 4 and problem.dresidual_out is None and device.capability >= 80
+        ahead = activated if itemsize == 2 else itemsize == 4 and width == 2 and vectors_per_row == 5 and not activated
+        ahead = ahead and vector_bytes >= 4 and problem.dresidual_out is None and device.capability >= 80
         return (_ahead if ahead else _directly)(problem, device, width, 1)
     if itemsize == 2 and width < 4 and vectors_per_row > 32 and _can_be_peeled(problem, device):
         return _ahead(problem, device, 8, 4 if problem.columns < 64 else 8, peeled=True)
