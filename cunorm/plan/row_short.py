@@ -110,9 +110,10 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     else:
         alone = 5 if activated or itemsize == 4 else 3
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 2
+    direct = problem.channels is not None or vector_bytes < 4 or device.capability < 80
     if vectors_per_row <= alone and not few:
-        ahead = activated if itemsize == 2 else itemsize == 4 and width == 2 and vectors_per_row == 5 and not activated
-        ahead = ahead and vector_bytes >= 4 and problem.dresidual_out is None and device.capability >= 80
+        ten_floats = itemsize == 4 and width == 2 and vectors_per_row == 5 and not activated
+        ahead = ((itemsize == 2 and activated) or ten_floats) and not direct and problem.dresidual_out is None
         return (_ahead if ahead else _directly)(problem, device, width, 1)
     if itemsize == 2 and width < 4 and vectors_per_row > 32 and _can_be_peeled(problem, device):
         return _ahead(problem, device, 8, 4 if problem.columns < 64 else 8, peeled=True)
@@ -120,7 +121,6 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     geometry = _as_run(problem, device, width, threads) if threads else None
     if geometry is not None:
         return geometry
-    direct = problem.channels is not None or vector_bytes < 4 or device.capability < 80
     if few:
         threads = threads_for(vectors_per_row, 2)
     elif itemsize == 8:
