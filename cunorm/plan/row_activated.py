@@ -44,7 +44,7 @@ def activated_row_backward(problem: BackwardProblem, device: Device, width: int)
         geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", weights="early", rows_ahead=2)
         three = threads == 128 and vectors < (3 if blocks == 1 else 4)
         geometry = replace(geometry, blocks_per_multiprocessor=256 // threads + three)
-        groups = geometry.blocks_per_multiprocessor * device.groups(blocks)
-        if problem.rows > 3 * groups and fits_early(geometry, problem, device) and fits(geometry, problem, device):
-            return geometry
+        if fits_early(geometry, problem, device) and fits(geometry, problem, device):
+            few = problem.rows <= 3 * geometry.blocks_per_multiprocessor * device.groups(blocks)
+            return None if few else geometry
     return None

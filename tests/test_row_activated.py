@@ -1,0 +1,69 @@
+"""Rows of sixteen-bit numbers under an activation, backward: each way to lay them out, on the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import SMALL_DEVICE, Case, EmulatorRunner, Norm, check, data
+from emulator_cases import NEEDS_COMPILER
+from plan_cases import plain_backward
+from plan_rules import RULES
+
+from cunorm.plan import Device, Plan, RowBlock, plan
+from cunorm.plan.row_activated import activated_row_backward
+from cunorm.problem import BackwardProblem, Vector
+
+DEVICE = replace(SMALL_DEVICE, clusters=(1, 1, 1, 1))
+# Columns, and the blocks of a row, the threads of each and their vectors.
+WAYS = [(2048, (1, 128, 2)), (3080, (1, 128, 4)), (8000, (1, 256, 4)), (10_000, (2, 128, 5)), (16_384, (4, 128, 4))]
+
+
+def activated(rows: int, columns: int, dtype: str = "bfloat16", activation: str | None = "silu") -> BackwardProblem:
+    return replace(plain_backward(rows, columns, dtype), norm=Norm(activation=activation), bias=Vector(dtype))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(("columns", "way"), WAYS, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gradients(columns: int, way: tuple[int, int, int], activation: str) -> None:
+    ways = []
+
+    def choose(problem: Any, device: Device) -> Plan:
+        chosen = plan(problem, device)
+        for rule in RULES:
+            rule(problem, device, chosen)
+        constants = dict(chosen.launches[0].constants)
+        if isinstance(problem, BackwardProblem):
+            ways.append(tuple(constants[name] for name in ("BLOCKS_PER_ROW", "THREADS_PER_ROW", "VECTORS")))
+        return chosen
+
+    x = data(0, (21, columns), "bfloat16", outliers=False)
+    weight, bias = data(1, (columns,), "bfloat16", shift=1.0), data(2, (columns,), "bfloat16")
+    check(EmulatorRunner(DEVICE, choose), Case(x, weight, bias, norm=Norm(activation=activation)))
+    assert ways == [way]
+
+
+def test_every_row_has_as_many_threads_as_it_needs() -> None:
+    for columns in range(1544, 200_000, 1000):
+        geometry = activated_row_backward(activated(100_000, columns), Device(), 8)
+        assert isinstance(geometry, RowBlock) or columns > 150_000
+        assert geometry is None or geometry.capacity >= columns
+        assert geometry is None or geometry.threads * geometry.blocks_per_multiprocessor in (256, 384)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        activated(100_000, 4096, activation=None),
+        activated(100_000, 4096, "float32"),
+        activated(100_000, 1024),
+        activated(400, 4096),
+        replace(activated(100_000, 4096), weight=None, dweight=None),
+        replace(activated(100_000, 4096), dresidual_out=activated(1, 4096).x),
+    ],
+    ids=["no activation", "larger numbers", "short rows", "few rows", "no weight", "a residual"],
+)
+def test_others_are_laid_otherwise(problem: BackwardProblem) -> None:
+    assert activated_row_backward(problem, Device(), 16 // (4 if problem.x.dtype == "float32" else 2)) is None
