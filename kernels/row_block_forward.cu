@@ -241,10 +241,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         values[i] = sum_of(values[i], residual_values[i]);
         if constexpr (ROWS_PER_BLOCK == 1) put_anywhere(residual_out, part, place, i, values[i]);
       }
-      // Of several rows one after the other, so that sectors of memory go as a whole (see plan/row_short.py).
+      if constexpr (ROWS_PER_BLOCK > 1) {
+        // One directly after the other, so that sectors of memory go as a whole (see plan/row_short.py).
 #pragma unroll
-      for (int i = 0; i < VECTORS && ROWS_PER_BLOCK > 1; ++i) {
-        if (place.has(i)) put_anywhere(residual_out, part, place, i, values[i]);
+        for (int i = 0; i < VECTORS; ++i) {
+          if (place.has(i)) put_anywhere(residual_out, part, place, i, values[i]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < EDGES; ++i) {
@@ -306,7 +308,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
-    // Where all vectors are there, one branch for all of them.
+    // One branch for all vectors, but where each has one of its own.
     if (PEELED || ROWS_PER_BLOCK == 1 || place.there) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
