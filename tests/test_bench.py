@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -205,10 +206,21 @@ def test_absent_providers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {entry.provider for entry in results.measurements} == {"cunorm"}
 
 
-def test_a_copy_is_measured_once_for_a_number_of_bytes() -> None:
+def test_a_copy_is_measured_once_beside_the_same_tensors() -> None:
     machine = FakeMachine()
     measure(ROW, dataclasses.replace(ROW, direction="forward_stats"), machine=machine)
     assert machine.calls == 1 + 2
+
+
+def test_the_fastest_copy_of_a_run_counts_for_all_rows() -> None:
+    class Machine(FakeMachine):
+        def seconds(self, work: Callable[[], Any]) -> float:
+            super().seconds(work)
+            return {1: 5.0, 3: 3.0, 5: 4.0}.get(self.calls, 1.0)  # copies before each of three rows
+
+    rows = [dataclasses.replace(ROW, shape=shape) for shape in ((8, 40), (40, 8), (16, 20))]
+    results = measure(*rows, machine=Machine())
+    assert [entry.copy_seconds for entry in results.measurements] == [3.0, 3.0, 3.0]
 
 
 def test_host_times_are_medians_of_batches() -> None:
