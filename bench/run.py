@@ -126,8 +126,8 @@ def _broken(machine: Machine, what: str, row: Row) -> str:
 class _Copies:
     """The times of copies, of which the least of a run counts for each number of bytes.
 
-    It is taken again beside each size of tensors: on an H200 400 MB took 100 microseconds in seven runs, and 113 in
-    another, in all of its calls, which probably depends on where the tensors lie.
+    It is taken again beside each size of tensors: on an H200 400 MB took 100 microseconds in one run, and 113 in
+    another, which probably depends on where the tensors lie.
     """
 
     def __init__(self, machine: Machine) -> None:

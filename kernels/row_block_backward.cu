@@ -250,8 +250,8 @@ constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_
 
 // Whether vectors that are not there are skipped, by a branch for each. Else they are zeros, and one instruction
 // follows another: ptxas then keeps the derivative of an activation from one pass for the next, if it has registers.
-// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but 12,288,
-// 3 vectors of 512 threads, 1.50, else 1.35, and peeled rows up to 1.4 times as long. Without an activation rows that
+// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but 10,000,
+// 3 vectors of 512 threads, 1.66, else 1.47, and peeled rows up to 1.4 times as long. Without an activation rows that
 // come ahead, whose branches are few, are better skipped: 4097 columns take 1.12, else 1.51.
 constexpr bool KEEPS_DERIVATIVE = activation != Activation::none &&
                                   (PEELED ? VECTORS * VECTOR <= 8 : HELD + VECTORS * VECTOR + 44 <= REGISTERS);
