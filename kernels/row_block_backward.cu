@@ -224,24 +224,8 @@ struct ColumnSums {
   OfEdges<Compute> edges;
 };
 
-// Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
-// again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
-// are registers for, beside x, dy and others, where 512 threads share a multiprocessor.
-// With fewer, ptxas spills.
-constexpr int OTHER_REGISTERS = activation == Activation::gelu ? 72 : weights_of == WeightsOf::part ? 32 : 48;
-constexpr int registers_with(int kept) {
-  return OTHER_REGISTERS + kept * VECTOR + (2 * VECTORS - kept) * VECTOR / 2;
-}
-constexpr int most_kept(int registers) {
-  int kept = 0;
-  while (kept < VECTORS && registers_with(kept + 1) <= registers) ++kept;
-  return kept;
-}
-constexpr bool KEEPS_DZ = HAS_CHANNELS && activation != Activation::none && sizeof(X_TYPE) == 2;
-constexpr int SHARING_THREADS = BLOCK_THREADS * MIN_BLOCKS;
-constexpr int KEPT = KEEPS_DZ ? most_kept(65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512)) : 0;
-
 // The registers of a thread, of 4 bytes, and those that it holds over a turn: x, dy, sums, and weights that came early.
+constexpr int SHARING_THREADS = BLOCK_THREADS * MIN_BLOCKS;
 constexpr int REGISTERS = 65536 / SHARING_THREADS < 255 ? 65536 / SHARING_THREADS : 255;
 constexpr int EARLY_BYTES =
     weights_come == Weights::early ? HAS_WEIGHT * sizeof(WEIGHT_TYPE) + HAS_BIAS * sizeof(BIAS_TYPE) : 0;
@@ -251,19 +235,47 @@ constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_
 // Whether vectors that are not there are skipped, by a branch for each. Else they are zeros, and one instruction
 // follows another: ptxas then keeps the derivative of an activation from one pass for the next, if it has registers.
 // Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but 10,000,
-// 3 vectors of 512 threads, 1.66, else 1.47, and peeled rows up to 1.4 times as long. Without an activation rows that
-// come ahead, whose branches are few, are better skipped: 4097 columns take 1.12, else 1.51.
-constexpr bool KEEPS_DERIVATIVE = activation != Activation::none &&
-                                  (PEELED ? VECTORS * VECTOR <= 8 : HELD + VECTORS * VECTOR + 44 <= REGISTERS);
-constexpr bool SKIPS = HAS_CHANNELS || !(KEEPS_DERIVATIVE || (stage == Stage::direct && !PEELED));
+// 3 vectors of 512 threads, 1.66, else 1.47. On an H100 10,752, of which not all threads have 3 vectors, take 1.21 and
+// 1.10 (under the exact gelu 1.17 and 1.35), 50,256, of which some have 2 and others 4, 1.23 and 1.20; and 100 of
+// float32, read directly, 1.31 and 1.14. Peeled rows are always skipped, and without an activation rows that come ahead,
+// whose branches are few: 4097 columns take 1.12, else 1.51.
+constexpr int IN_PART = VECTORS - WHOLE_VECTORS;  // vectors that not every thread has
+constexpr int ROOM = 44 + (ROWS_PER_BLOCK == 1 && IN_PART > 0 && activation != Activation::gelu ? 12 : 0);
+constexpr bool KEEPS_DERIVATIVE = activation != Activation::none && !PEELED && IN_PART < 2 &&
+                                  HELD + VECTORS * VECTOR + ROOM <= REGISTERS;
+constexpr bool ZEROS_DIRECTLY = activation == Activation::none || (sizeof(X_TYPE) == 2 && !HAS_DRESIDUAL);
+constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZEROS_DIRECTLY : KEEPS_DERIVATIVE);
+
+// Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
+// again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
+// are registers for, beside what is held and others. With fewer, ptxas spills. Of channels, where 512 threads share a
+// multiprocessor; else all or none: on an H100 1023, 4097 and 50,257 columns take 1.14, 1.13 and 1.54 under silu so, else
+// 1.19, 1.18 and 1.82, and 1.17, 1.18 and 1.71 under the exact gelu, else 1.66, 1.58 and 2.48.
+constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
+                                : weights_of == WeightsOf::part ? 32
+                                : HAS_CHANNELS                  ? 48
+                                                                : 60;
+constexpr int registers_with(int kept) {
+  return OTHER_REGISTERS + (HAS_CHANNELS ? VECTORS * VECTOR : HELD) + kept * VECTOR / 2;
+}
+constexpr int most_kept(int registers) {
+  int kept = 0;
+  while (kept < VECTORS && registers_with(kept + 1) <= registers) ++kept;
+  return HAS_CHANNELS || kept == VECTORS ? kept : 0;
+}
+constexpr bool KEEPS_DZ = activation != Activation::none && sizeof(X_TYPE) == 2 && SKIPS;
+constexpr int KEEPING_REGISTERS = HAS_CHANNELS ? 65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512) : REGISTERS;
+constexpr int KEPT = KEEPS_DZ ? most_kept(KEEPING_REGISTERS) : 0;
 
 // Whether the means of the sums are divisions. Their branches keep ptxas from spilling where registers are few: 8192
-// columns with a residual take 1.06 so, else 1.44. Elsewhere a product is as good, and less: under silu 8192 columns
-// take 1.09, else 1.49; 24,576 without an activation, 3 vectors of a thread, 1.07 and 1.13 (but 32,768, 4 vectors, 1.08
-// and 1.06).
-constexpr bool IS_LONG = activation == Activation::none && !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
+// columns with a residual take 1.06 so, else 1.44. Elsewhere a product is as good, and less: 24,576, 3 vectors of a
+// thread, take 1.07, else 1.13 (but 32,768, 4 vectors, 1.08 and 1.06). Under an activation they would part what ptxas
+// keeps: 8192 columns take 1.09 under silu, else 1.49; on an H100 40,000 with a residual 1.08 and 1.15.
+constexpr bool IS_LONG = !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
 constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 40 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
-constexpr bool DIVIDES = HAS_CHANNELS ? VECTORS > 5 : IS_LONG || FILLS_REGISTERS;
+constexpr bool DIVIDES = HAS_CHANNELS                     ? VECTORS > 5
+                         : activation == Activation::none ? IS_LONG || FILLS_REGISTERS
+                                                          : stage == Stage::direct && HAS_DRESIDUAL;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
@@ -482,6 +494,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if constexpr (WANTS_DBIAS) dbias += gradient.dz;
       if constexpr (CENTERED) sum += gradient.g;
       product += gradient.g * gradient.xhat;
+      return gradient.dz;
     };
     const auto add_by_channel = [&](Compute x, Compute dy, Compute weight, Compute bias, Compute (&own)[2]) {
       const Compute deviation = deviation_of(x, mean, rstd);
@@ -513,9 +526,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         if (SKIPS || place.reaches(i)) affine.get(place, i, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-          add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j], dweight_sums.vectors[i][j],
-              dbias_sums.vectors[i][j],
-              sum, product);
+          const Compute dz = add(widen(x_values[i], j), widen(dy_values[i], j), weight[j], bias[j],
+                                 dweight_sums.vectors[i][j], dbias_sums.vectors[i][j], sum, product);
+          if (i < KEPT) kept_dz[i][j] = dz;
         }
         sums[0] += sum;
         sums[1] += product;

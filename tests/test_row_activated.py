@@ -16,8 +16,27 @@ from cunorm.plan.row_activated import activated_row_backward
 from cunorm.problem import BackwardProblem, Vector
 
 DEVICE = replace(SMALL_DEVICE, clusters=(1, 1, 1, 1))
-# Columns, and the blocks of a row, the threads of each and their vectors.
-WAYS = [(2048, (1, 128, 2)), (3080, (1, 128, 4)), (8000, (1, 256, 4)), (10_000, (2, 128, 5)), (16_384, (4, 128, 4))]
+# Rows and columns, whether there is a residual, and the blocks of a row, the threads of each and their vectors.
+WAYS = [
+    (21, 2048, False, (1, 128, 2)),
+    (21, 3080, False, (1, 128, 4)),
+    (21, 8000, False, (1, 256, 4)),
+    (21, 10_000, False, (2, 128, 5)),
+    (21, 16_384, False, (4, 128, 4)),
+    (21, 5120, True, (1, 256, 3)),
+    (21, 10_752, True, (2, 256, 3)),
+    (2500, 20, False, (1, 1, 5)),
+    (1500, 36, True, (1, 4, 3)),
+    (400, 64, False, (1, 8, 1)),
+    (400, 168, True, (1, 16, 2)),
+    (120, 257, True, (1, 32, 1)),  # from here on they begin anywhere
+    (120, 513, False, (1, 32, 2)),
+    (60, 1023, True, (1, 64, 2)),
+    (60, 1601, False, (1, 64, 4)),
+    (30, 4097, False, (1, 128, 4)),
+    (30, 8191, True, (2, 128, 4)),
+    (15, 15_873, False, (2, 256, 4)),
+]
 
 
 def activated(rows: int, columns: int, dtype: str = "bfloat16", activation: str | None = "silu") -> BackwardProblem:
@@ -25,9 +44,8 @@ def activated(rows: int, columns: int, dtype: str = "bfloat16", activation: str 
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("columns", "way"), WAYS, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gradients(columns: int, way: tuple[int, int, int], activation: str) -> None:
+@pytest.mark.parametrize(("rows", "columns", "residual", "way"), WAYS, ids=str)
+def test_gradients(rows: int, columns: int, residual: bool, way: tuple[int, int, int]) -> None:
     ways = []
 
     def choose(problem: Any, device: Device) -> Plan:
@@ -39,9 +57,11 @@ def test_gradients(columns: int, way: tuple[int, int, int], activation: str) -> 
             ways.append(tuple(constants[name] for name in ("BLOCKS_PER_ROW", "THREADS_PER_ROW", "VECTORS")))
         return chosen
 
-    x = data(0, (21, columns), "bfloat16", outliers=False)
+    x, added, sum_gradient = (data(seed, (rows, columns), "bfloat16", outliers=False) for seed in (0, 3, 4))
     weight, bias = data(1, (columns,), "bfloat16", shift=1.0), data(2, (columns,), "bfloat16")
-    check(EmulatorRunner(DEVICE, choose), Case(x, weight, bias, norm=Norm(activation=activation)))
+    norm = Norm(activation="gelu" if columns % 8 else "silu")
+    case = Case(x, weight, bias, norm=norm, residual=added if residual else None)
+    check(EmulatorRunner(DEVICE, choose), case, dresidual_out=sum_gradient if residual else None)
     assert ways == [way]
 
 
@@ -61,9 +81,9 @@ def test_every_row_has_as_many_threads_as_it_needs() -> None:
         activated(100_000, 1024),
         activated(400, 4096),
         replace(activated(100_000, 4096), weight=None, dweight=None),
-        replace(activated(100_000, 4096), dresidual_out=activated(1, 4096).x),
+        replace(activated(100_000, 2048), dresidual_out=activated(1, 2048).x),
     ],
-    ids=["no activation", "larger numbers", "short rows", "few rows", "no weight", "a residual"],
+    ids=["no activation", "larger numbers", "short rows", "few rows", "no weight", "a residual of short rows"],
 )
 def test_others_are_laid_otherwise(problem: BackwardProblem) -> None:
     assert activated_row_backward(problem, Device(), 16 // (4 if problem.x.dtype == "float32" else 2)) is None

@@ -2,39 +2,88 @@
 
 Its derivative is most of the work, and is needed twice. A thread keeps it from one pass for the next where it has few
 vectors and all the registers that it can have, so that one instruction follows the other without a branch between
-(SKIPS in kernels/row_block_backward.cu). Hence 256 threads a multiprocessor, weights in registers, and two rows ahead.
+(SKIPS in kernels/row_block_backward.cu). Hence 256 or 384 threads a multiprocessor, weights in registers, and two rows
+ahead.
 """
 
 from __future__ import annotations
 
-from cunorm.plan.constants import can_be_shared, columns_per_block
+from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early
+from cunorm.plan.row_spread import threads_for
 from cunorm.problem import DTYPES, BackwardProblem
 
-__all__ = ["activated_row_backward"]
+__all__ = ["activated_peeled_backward", "activated_row_backward"]
 
 # Blocks of a row, threads of a block, and the most vectors of a thread: the first that hold a row.
 _WAYS = ((1, 128, 5), (1, 256, 4), (2, 128, 5), (4, 128, 5), (8, 128, 5), (8, 256, 5), (16, 256, 5))
+_WAYS_WITH_RESIDUAL = ((1, 256, 3), (2, 256, 3), (4, 256, 3), (8, 256, 4), (16, 256, 4))
+# The same where rows begin anywhere, and rows of a block, blocks of a multiprocessor, and rows ahead.
+_WAYS_OF_PEELED = (
+    (1, 32, 1, 8, 2, 1),
+    (1, 32, 2, 4, 3, 1),
+    (1, 64, 2, 2, 3, 1),
+    (1, 64, 4, 2, 2, 1),
+    (1, 128, 4, 1, 2, 1),
+    (2, 128, 4, 1, 2, 1),
+    (2, 256, 4, 1, 1, 2),
+    (8, 256, 4, 1, 1, 1),
+)
+# Vectors of rows of which a block has several, and of those that it has one of, or clusters share, without a residual
+# and with one.
+_SHORT, _LONG, _LONG_WITH_RESIDUAL = range(4, 32), range(193, 1 << 20), range(385, 1 << 20)
 
 
 def activated_row_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """The geometry; None where another is better, or was not measured.
-
-    On an H200, as the time over that of a copy of the same bytes: under silu 2048, 3072 and 5120 columns of bfloat16
-    take 1.04, 1.04 and 1.06 so, with weights that are staged 1.24, 1.27 and 1.18; 10,000 and 12,288 1.16 and 1.10, by
-    one block of 512 threads 1.47 and 1.36; 80,000 and 131,072 1.50 and 1.40, staged 1.65 and 1.73. Under the exact gelu
-    4096 and 8192 take 1.13 and 1.19, by twice as many threads of half as many vectors 1.29 and 1.30. By three blocks a
-    multiprocessor 12,288, 3 vectors of a thread, take 1.10, by two 1.16; but 3072 1.14 and 1.04. RMS norm, relu and
-    gelu_tanh go likewise, and were not timed.
-    """
+    """The geometry; None where another is better, or was not measured. RMS norm, relu and gelu_tanh were not timed."""
     vectors_per_row = problem.columns // width
-    measured = device.capability == 90 and DTYPES[problem.x.dtype].itemsize == 2 and problem.norm.activation is not None
-    measured = measured and problem.weight is not None and problem.channels is None and problem.dresidual_out is None
-    if not measured or vectors_per_row <= 192:
+    if not _was_measured(problem, device):
         return None
-    for blocks, threads, most in _WAYS:
+    if vectors_per_row in _SHORT:
+        return _short(problem, device, width)
+    if vectors_per_row in (_LONG if problem.dresidual_out is None else _LONG_WITH_RESIDUAL):
+        return _long(problem, device, width)
+    return None
+
+
+def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """Three blocks of 128 threads a multiprocessor.
+
+    On an H100, as the time over that of a copy of the same bytes, read directly, or ahead by four blocks, in brackets:
+    28, 64, 100 and 168 columns of bfloat16 take 1.17 (1.20), 1.12 (1.26), 1.10 (1.25) and 1.13 (1.19) under silu, 1.17
+    (1.58), 1.13 (1.16), 1.25 (1.72) and 1.22 (1.56) under the exact gelu, and with a residual 64 1.07 (1.19), 100 1.11
+    (1.12) and 168 1.14 (1.12). 28 and 100 by twice as many threads take 1.23 and 1.26; 20 and 36 under the exact gelu 1.17
+    and 1.15 by 1 and 2 threads, by 2 and 4, a part of which idles, 1.33 and 1.40; 168 1.22 by eight, by sixteen 1.37.
+    """
+    vectors_per_row, alone = problem.columns // width, problem.dresidual_out is None
+    most = 1 if vectors_per_row <= 8 else 3 if problem.norm.activation == "gelu" and alone else 2
+    if width < 8:
+        most = 5 if alone else 4
+    threads = threads_for(vectors_per_row, most)
+    geometry = RowBlock(
+        width, -(-vectors_per_row // threads), threads, 128 // threads, 1, "ahead", False, "early", 3, 2, 3
+    )
+    few = problem.rows <= 9 * geometry.rows_per_block * device.multiprocessors
+    return geometry if not few and _have_room(geometry, problem, device) else None
+
+
+def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """A block for each row, or a cluster.
+
+    On an H200: under silu 2048, 3072 and 5120 columns of bfloat16 take 1.04, 1.04 and 1.06 so, with weights that are
+    staged 1.24, 1.27 and 1.18; 10,000 and 12,288 1.16 and 1.10, by one block of 512 threads 1.47 and 1.36; 80,000 and
+    131,072 1.50 and 1.40, staged 1.65 and 1.73. Under the exact gelu 4096 and 8192 take 1.13 and 1.19, by twice as many
+    threads of half as many vectors 1.29 and 1.30. By three blocks a multiprocessor 12,288, 3 vectors of a thread, take
+    1.10, by two 1.16; but 3072 1.14 and 1.04.
+
+    With a residual, on an H100: 8192, 12,288, 24,576, 50,256 and 98,304 columns take 1.06, 1.08, 1.07, 1.10 and 1.10
+    under silu, with weights that are staged 1.60, 1.13, 1.13, 1.18 and 1.15; 4096, 8192 and 16,384 1.07, 1.06 and 1.06
+    under the exact gelu, staged 1.16, 1.65 and 1.09.
+    """
+    has_residual = problem.dresidual_out is not None
+    for blocks, threads, most in _WAYS_WITH_RESIDUAL if has_residual else _WAYS:
         if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
             continue
         columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
@@ -43,7 +92,43 @@ def activated_row_backward(problem: BackwardProblem, device: Device, width: int)
             continue
         share = 256 // threads + (threads == 128 and vectors < (3 if blocks == 1 else 4))
         geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", False, "early", share, 2)
-        if fits_early(geometry, problem, device) and fits(geometry, problem, device):
+        if _have_room(geometry, problem, device):
             few = problem.rows <= 3 * share * device.groups(blocks)
             return None if few else geometry
     return None
+
+
+def activated_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """The same of rows that begin anywhere and whose edges are peeled off, which lie alike.
+
+    Their vectors have branches, so dz is kept (KEPT in kernels/row_block_backward.cu). On an H100, beside the layouts of
+    other norms in brackets, with which next to none is kept: 513, 1023, 2049, 4097, 8191 and 15,873 columns of bfloat16
+    take 1.13 (1.22), 1.14 (1.30), 1.12 (1.30), 1.12 (1.23), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16 (1.56), 1.17
+    (1.66), 1.14 (1.62), 1.21 (1.58), 1.30 (1.30) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and 1.69 (1.94 and
+    2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
+    """
+    if not _was_measured(problem, device) or 2048 < problem.columns // width <= 4096:
+        return None
+    inner = 2 * margin_of(problem, width, "early")
+    for blocks, threads, most, rows, share, ahead in _WAYS_OF_PEELED:
+        if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
+            continue
+        columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
+        vectors = -(-((columns - inner) // width) // threads)
+        if vectors > most:
+            continue
+        if problem.rows <= 3 * rows * share * device.groups(blocks):
+            return None
+        geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", True, "early", share, ahead)
+        return geometry if _have_room(geometry, problem, device) else None
+    return None
+
+
+def _was_measured(problem: BackwardProblem, device: Device) -> bool:
+    sixteen_bit, activated = DTYPES[problem.x.dtype].itemsize == 2, problem.norm.activation is not None
+    rows = problem.weight is not None and problem.channels is None
+    return device.capability == 90 and sixteen_bit and activated and rows
+
+
+def _have_room(geometry: RowBlock, problem: BackwardProblem, device: Device) -> bool:
+    return fits_early(geometry, problem, device) and fits(geometry, problem, device)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from cunorm.plan.constants import lie_alike
 from cunorm.plan.launches import Device
+from cunorm.plan.row_activated import activated_peeled_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import (
     fits,
@@ -64,8 +65,12 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         geometry = peeled_directly(problem, device, width)
         if geometry is not None:
             return geometry
-    vectors_per_row = problem.columns // width
     direct = not alike or device.capability < 80
+    if isinstance(problem, BackwardProblem) and not direct:
+        geometry = activated_peeled_backward(problem, device, width)
+        if geometry is not None:
+            return geometry
+    vectors_per_row = problem.columns // width
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 12
     threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct, few)
     while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
