@@ -15,8 +15,8 @@
 #include "cluster.cuh"
 #include "copy_async.cuh"
 #include "row_cut.cuh"
-#include "row_stage.cuh"
 #include "activation.cuh"
+#include "row_stage.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
 constexpr bool FORWARD = true;
@@ -171,17 +171,15 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   // Where a thread has much of a row, a division: its branches end a basic block, and without that ptxas keeps so much
   // of one pass for the next that it spills. Elsewhere a division would be a good part of the work, or of the time that
-  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11. Rows that come ahead need it
-  // only if they have most of the registers: 262,144 float16 numbers of a group, 16 vectors of 512 threads, take 1.13 so,
-  // else 1.96. The exact gelu leaves fewer registers anyway: 12,288 columns take 1.30 with a division, else 1.24; but on
-  // an H100 10,752 and 24,000, of which not all threads have as many vectors, 1.02 and 1.09, else 1.09 and 1.20. Peeled
-  // rows under silu need it sooner: there 257 columns take 1.07 so, else 1.28.
+  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11. Rows that come ahead need
+  // it only if they have most of the registers: 262,144 float16 numbers of a group, 16 vectors of 512 threads, take
+  // 1.13 so, else 1.96. The exact gelu leaves fewer registers anyway: 12,288 columns take 1.30 so, else 1.24; but on an
+  // H100 10,752 and 24,000, of which not all threads have as many vectors, 1.02 and 1.09, else 1.09 and 1.20.
   constexpr int HELD = VECTORS * VECTOR * sizeof(X_TYPE) / 4 * (HAS_RESIDUAL ? 2 : 1);
   constexpr bool IS_FULL = HELD * 5 / 2 >= 65536 / (BLOCK_THREADS * MIN_BLOCKS);
   constexpr bool IS_GELU = activation == Activation::gelu;
   constexpr bool DIRECTLY = stage == Stage::direct && !(IS_GELU && (PEELED || WHOLE_VECTORS == VECTORS));
-  constexpr int LEAST_BYTES = IS_GELU ? 96 : PEELED && activation != Activation::none ? 64 : 80;
-  constexpr bool IS_LONG = VECTORS * VECTOR * sizeof(X_TYPE) >= LEAST_BYTES;
+  constexpr bool IS_LONG = VECTORS * VECTOR * sizeof(X_TYPE) > (IS_GELU ? 80 : 64);
   constexpr bool DIVIDES = IS_LONG && (DIRECTLY || (stage == Stage::ahead && IS_FULL));
   const Compute scale = reciprocal_of(static_cast<Compute>(part.columns));
   const auto mean_of = [&](Compute sum) { return DIVIDES ? sum / part.columns : sum * scale; };
@@ -238,16 +236,19 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     // Else ptxas may add up what it has before it loads a last vector that not every thread has.
     if constexpr (stage == Stage::direct && !PEELED && WHOLE_VECTORS < VECTORS) __syncwarp();
     if constexpr (HAS_RESIDUAL) {
+      // Else one directly after the other, so that sectors of memory go as a whole (see plan/row_short.py). Of PEELED
+      // rows they go so anyway: 1023 columns of bfloat16 take 1.02 at once on an H100, else 1.03.
+      constexpr bool PUTS_AT_ONCE = ROWS_PER_BLOCK == 1 || PEELED;
       Vector<X_TYPE, VECTOR> residual_values[VECTORS];
       get_vectors(residual, part, place, slot, residual_values);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (!place.reads(i)) continue;
         values[i] = sum_of(values[i], residual_values[i]);
-        if constexpr (ROWS_PER_BLOCK == 1) put_anywhere(residual_out, part, place, i, values[i]);
+        const bool is_own = ROWS_PER_BLOCK == 1 || place.has(i);
+        if (PUTS_AT_ONCE && is_own) put_anywhere(residual_out, part, place, i, values[i]);
       }
-      if constexpr (ROWS_PER_BLOCK > 1) {
-        // One directly after the other, so that sectors of memory go as a whole (see plan/row_short.py).
+      if constexpr (!PUTS_AT_ONCE) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
           if (place.has(i)) put_anywhere(residual_out, part, place, i, values[i]);

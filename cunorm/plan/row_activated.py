@@ -80,7 +80,8 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
 
     With a residual, on an H100: 8192, 12,288, 24,576, 50,256 and 98,304 columns take 1.06, 1.08, 1.07, 1.10 and 1.10
     under silu, with weights that are staged 1.60, 1.13, 1.13, 1.18 and 1.15; 4096, 8192 and 16,384 1.07, 1.06 and 1.06
-    under the exact gelu, staged 1.16, 1.65 and 1.09.
+    under the exact gelu, staged 1.16, 1.65 and 1.09. Beside fast memory 256 threads that have 2 vectors each are too few:
+    16,384 and 32,768 take 1.29 and 1.32 under silu on an H200, staged 1.17 and 1.18.
     """
     has_residual = problem.dresidual_out is not None
     for blocks, threads, most in _WAYS_WITH_RESIDUAL if has_residual else _WAYS:
@@ -94,7 +95,8 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
         geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", False, "early", share, 2)
         if _have_room(geometry, problem, device):
             few = problem.rows <= 3 * share * device.groups(blocks)
-            return None if few else geometry
+            idle = has_residual and device.has_fast_memory and vectors == 2 and blocks > 2
+            return None if few or idle else geometry
     return None
 
 

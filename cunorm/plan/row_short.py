@@ -115,14 +115,16 @@ def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) ->
     fast, light, residual = device.has_fast_memory, _is_light(problem), problem.residual is not None
     threads = 2 if vectors_per_row <= (10 if width == 4 else 14) else 4 if vectors_per_row <= 28 else 8
     if width == 1:
-        by_two = vectors_per_row == 7 and not light
-        return 5, 0 if by_two else 63, threads
+        # The exact gelu leaves no time for lanes that are idle.
+        by_two = vectors_per_row == 7 and not light and problem.norm.activation != "gelu"
+        return 5 if by_two or light else 7, 0 if by_two else 63, threads
     if activated and residual:
         return 3, 0, threads_for(vectors_per_row, 3.5)
-    if not fast and width == 4 and vectors_per_row > 5:
-        more = residual or not problem.norm.centered or (vectors_per_row > 20 and not activated)
-        if more:
-            return 5, 0, threads_for(vectors_per_row, 3.5)
+    if width == 4 and vectors_per_row > (14 if fast else 5):
+        if residual or not problem.norm.centered:
+            return 5, 0, threads_for(vectors_per_row, 2.7)
+        if not fast and not activated and vectors_per_row > 20:
+            return 5, 0, 8
     run = (14 if width == 4 else 29) if light else 0
     return (3 if light else 5) if width == 4 else 7, run, threads
 
