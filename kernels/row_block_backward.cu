@@ -250,8 +250,9 @@ constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZER
 // again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
 // are registers for, beside what is held and others. With fewer, ptxas spills. Of channels, where 512 threads share a
 // multiprocessor; else all or none. On an H100 1023, 4097 and 50,257 columns take 1.14, 1.13 and 1.54 under silu so,
-// else 1.19, 1.18 and 1.82, and 1.17, 1.18 and 1.71 under the exact gelu, else 1.66, 1.58 and 2.48. Of float32, where it
-// takes the registers of dy, all, but where several rows come ahead: 500 columns would spill, and take 1.43, else 1.17.
+// else 1.19, 1.18 and 1.82, and 1.17, 1.18 and 1.71 under the exact gelu, else 1.66, 1.58 and 2.48. Of float32, where
+// it takes the registers of dy, all, but where several rows come ahead: 500 columns would spill, and take 1.43, else
+// 1.17.
 constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
                                 : weights_of == WeightsOf::part ? 32
                                 : HAS_CHANNELS                  ? 48

@@ -54,7 +54,7 @@ WAYS = [
     (25, "float16", ("run 1x25", "run 2x13")),
     (30, "float16", ("direct 4x4", "direct 2x8")),
     (36, "bfloat16", ("direct 2x5", "ahead 2x5")),
-    (41, "float16", ("run 1x41", "ahead peeled 4x2")),
+    (41, "float16", ("run 2x21", "ahead peeled 4x2")),
     (60, "float16", ("direct 4x4", "ahead 4x4")),
     (101, "bfloat16", ("direct peeled 4x3", "ahead peeled 8x2")),
     (108, "float16", ("direct 8x4", "ahead 8x4")),

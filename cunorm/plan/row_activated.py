@@ -54,8 +54,9 @@ def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | N
     On an H100, as the time over that of a copy of the same bytes, read directly, or ahead by four blocks, in brackets:
     28, 64, 100 and 168 columns of bfloat16 take 1.17 (1.20), 1.12 (1.26), 1.10 (1.25) and 1.13 (1.19) under silu, 1.17
     (1.58), 1.13 (1.16), 1.25 (1.72) and 1.22 (1.56) under the exact gelu, and with a residual 64 1.07 (1.19), 100 1.11
-    (1.12) and 168 1.14 (1.12). 28 and 100 by twice as many threads take 1.23 and 1.26; 20 and 36 under the exact gelu 1.17
-    and 1.15 by 1 and 2 threads, by 2 and 4, a part of which idles, 1.33 and 1.40; 168 1.22 by eight, by sixteen 1.37.
+    (1.12) and 168 1.14 (1.12). 28 and 100 by twice as many threads take 1.23 and 1.26; 168 by eight 1.17, under the
+    exact gelu 1.22 and by sixteen 1.37; 20 and 36 under it 1.17 and 1.15 by 1 and 2 threads, by 2 and 4, a part of
+    which idles, 1.33 and 1.40.
     """
     vectors_per_row, alone = problem.columns // width, problem.dresidual_out is None
     most = 1 if vectors_per_row <= 8 else 3 if problem.norm.activation == "gelu" and alone else 2
@@ -80,8 +81,8 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
 
     With a residual, on an H100: 8192, 12,288, 24,576, 50,256 and 98,304 columns take 1.06, 1.08, 1.07, 1.10 and 1.10
     under silu, with weights that are staged 1.60, 1.13, 1.13, 1.18 and 1.15; 4096, 8192 and 16,384 1.07, 1.06 and 1.06
-    under the exact gelu, staged 1.16, 1.65 and 1.09. Beside fast memory 256 threads that have 2 vectors each are too few:
-    16,384 and 32,768 take 1.29 and 1.32 under silu on an H200, staged 1.17 and 1.18.
+    under the exact gelu, staged 1.16, 1.65 and 1.09. Beside fast memory 256 threads that have 2 vectors each are too
+    few: 16,384 and 32,768 take 1.29 and 1.32 under silu on an H200, staged 1.17 and 1.18.
     """
     has_residual = problem.dresidual_out is not None
     for blocks, threads, most in _WAYS_WITH_RESIDUAL if has_residual else _WAYS:
@@ -103,11 +104,11 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
 def activated_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """The same of rows that begin anywhere and whose edges are peeled off, which lie alike.
 
-    Their vectors have branches, so dz is kept (KEPT in kernels/row_block_backward.cu). On an H100, beside the layouts of
-    other norms in brackets, with which next to none is kept: 513, 1023, 2049, 4097, 8191 and 15,873 columns of bfloat16
-    take 1.13 (1.22), 1.14 (1.30), 1.12 (1.30), 1.12 (1.23), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16 (1.56), 1.17
-    (1.66), 1.14 (1.62), 1.21 (1.58), 1.30 (1.30) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and 1.69 (1.94 and
-    2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
+    Their vectors have branches, so dz is kept (KEPT in kernels/row_block_backward.cu). On an H100, beside the layouts
+    of other norms in brackets, with which next to none is kept: 513, 1023, 2049, 4097, 8191 and 15,873 columns of
+    bfloat16 take 1.13 (1.22), 1.14 (1.30), 1.12 (1.30), 1.12 (1.23), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16
+    (1.56), 1.17 (1.66), 1.14 (1.62), 1.21 (1.58), 1.30 (1.30) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and
+    1.69 (1.94 and 2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
     """
     if not _was_measured(problem, device) or 2048 < problem.columns // width <= 4096:
         return None

@@ -80,7 +80,8 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     # Fewer rows would not make a block for every multiprocessor.
     geometry = None
     if vectors_per_row <= run and problem.rows >= 3 * _BLOCK_THREADS * device.multiprocessors:
-        geometry = _as_run(problem, device, width, 1)
+        # More squares would add up to more than 3e-7 of rounding.
+        geometry = _as_run(problem, device, width, 1 if vectors_per_row <= 32 else 2)
     return geometry or _directly(problem, device, width, max(threads, threads_for(vectors_per_row, 8)))
 
 
@@ -101,15 +102,15 @@ def _is_better_peeled(problem: ForwardProblem, device: Device, width: int) -> bo
 def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) -> tuple[int, int, int]:
     """Up to how many vectors one thread reads a row directly, or rows come as a run; and by how many threads else.
 
-    Numbers one by one, on an H100: 33, 39, 51 and 63 columns of bfloat16 take 1.04, 1.07, 1.11 and 1.13 as a run (under
-    silu 1.14, 1.10, 1.09 and 1.14), by four threads or peeled 1.28, 1.18, 1.18 and 1.28; 7 1.30 by two threads, as a
+    Numbers one by one, on an H100: 33, 39, 51 and 63 columns of bfloat16 take 1.06, 1.07, 1.10 and 1.09 as a run (under
+    silu 1.15, 1.11, 1.18 and 1.17), by four and eight threads 1.28, 1.18, 1.18 and 1.28; 7 1.30 by two threads, as a
     run 1.36, by one 2.00; and RMS norm and rows with a residual 1.20 and 1.10 as a run, by two 1.21 and 1.35.
 
-    Where memory is slower, or under an activation behind a residual, more threads make whole sectors of what leaves in
-    parts. On an H100 RMS norm of 60 columns takes 0.99 by eight threads, by four 1.16; with a residual 36, 60 and 100
-    take 1.03, 1.01 and 1.03 by 4, 8 and 8, as a run 1.06, by four 1.06, peeled 1.09; under silu behind that 10, 20, 36
-    and 100 1.05, 1.04, 1.03 and 1.01 by 2, 2, 4 and 8, by half as many 1.16, 1.52, 1.21 and 1.20; layer norm of 100 0.99
-    by eight, by four 1.03.
+    Where memory is slower, rows are long or there is an activation behind a residual, more threads make whole sectors
+    of what leaves in parts. On an H100 RMS norm of 44, 60 and 100 columns takes 1.02, 0.99 and 0.98 by 8, 8 and 16
+    threads, by 4, 4 and 8 1.10, 1.16 and 1.01; with a residual 36, 60 and 100 take 1.03, 1.01 and 1.03 by 4, 8 and 8 or
+    16, as a run 1.06, by four 1.06, peeled 1.09; under silu behind that 10, 20, 36 and 100 1.05, 1.04, 1.03 and 1.01 by
+    2, 2, 4 and 8, by half as many 1.16, 1.52, 1.21 and 1.20; layer norm of 100 0.99 by eight, by four 1.03.
     """
     vectors_per_row, activated = problem.columns // width, problem.norm.activation is not None
     fast, light, residual = device.has_fast_memory, _is_light(problem), problem.residual is not None
@@ -236,7 +237,7 @@ def _as_run(problem: Problem, device: Device, width: int, threads: int) -> RowBl
         return None
     backward = isinstance(problem, BackwardProblem)
     geometry = replace(_laid(problem, width, threads), stage="run", weights="late")
-    if backward or problem.columns // width > 32:
+    if backward:
         geometry = replace(geometry, rows_per_block=geometry.rows_per_block // 2)
     most = 6 if not backward and DTYPES[problem.x.dtype].itemsize == 2 and width > 1 else 8
     for share in range(most, 2, -1):
