@@ -277,13 +277,15 @@ constexpr int KEPT = !KEEPS_DZ ? 0 : DZ_WORDS > 0 ? most_kept(KEEPING_REGISTERS)
 // columns with a residual take 1.06 so, else 1.44. Elsewhere a product is as good, and less: 24,576, 3 vectors of a
 // thread, take 1.07, else 1.13 (but 32,768, 4 vectors, 1.08 and 1.06). Under an activation they would part what ptxas
 // keeps: 8192 columns take 1.09 under silu, else 1.49; on an H100 40,000 with a residual 1.08 and 1.15. But where dz is
-// kept and fills the registers 20,000 take 1.12 so, else 1.20.
+// kept and fills the registers 20,000 take 1.12 so on an H100, else 1.20; and where x, dy and the sums fill them
+// 262,144 1.94, else 2.55, since 368 bytes spill.
 constexpr bool IS_LONG = !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
 constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 40 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
 constexpr bool KEEPS_MOST = KEPT * DZ_WORDS > 0 && !PEELED && registers_with(KEPT) + 12 > REGISTERS;
+constexpr bool IS_FULL = HELD + VECTORS * VECTOR >= REGISTERS;
 constexpr bool DIVIDES = HAS_CHANNELS                     ? VECTORS > 5
                          : activation == Activation::none ? IS_LONG || FILLS_REGISTERS
-                                                          : KEEPS_MOST;
+                                                          : KEEPS_MOST || IS_FULL;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {
