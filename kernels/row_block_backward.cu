@@ -234,11 +234,10 @@ constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_
 
 // Whether vectors that are not there are skipped, by a branch for each. Else they are zeros, and one instruction
 // follows another: ptxas then keeps the derivative of an activation from one pass for the next, if it has registers.
-// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but 10,000,
-// 3 vectors of 512 threads, 1.66, else 1.47. On an H100 10,752, of which not all threads have 3 vectors, take 1.21 and
-// 1.10 (under the exact gelu 1.17 and 1.35), 50,256, of which some have 2 and others 4, 1.23 and 1.20; and 100 of
-// float32, read directly, 1.31 and 1.14. Peeled rows are always skipped, and without an activation rows that come
-// ahead, whose branches are few: 4097 columns take 1.12, else 1.51.
+// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but on
+// an H100 10,752, of which not all threads have 3 vectors, take 1.21 and 1.10 (under the exact gelu 1.17 and 1.35), and
+// 100 of float32, read directly, 1.31 and 1.14. Peeled rows are always skipped, and without an activation rows that
+// come ahead, whose branches are few: 4097 columns take 1.12, else 1.51.
 constexpr int IN_PART = VECTORS - WHOLE_VECTORS;  // vectors that not every thread has
 constexpr int ROOM = 44 + (ROWS_PER_BLOCK == 1 && IN_PART > 0 && activation != Activation::gelu ? 12 : 0);
 constexpr bool KEEPS_DERIVATIVE = activation != Activation::none && !PEELED && IN_PART < 2 &&
@@ -249,10 +248,9 @@ constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZER
 // Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
 // again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
 // are registers for, beside what is held and others. With fewer, ptxas spills. Of channels, where 512 threads share a
-// multiprocessor; else all or none. On an H100 1023, 4097 and 50,257 columns take 1.14, 1.13 and 1.54 under silu so,
-// else 1.19, 1.18 and 1.82, and 1.17, 1.18 and 1.71 under the exact gelu, else 1.66, 1.58 and 2.48. Of float32, where
-// it takes the registers of dy, all, but where several rows come ahead: 500 columns would spill, and take 1.43, else
-// 1.17.
+// multiprocessor; else all or none. On an H100 4097 and 50,257 columns take 1.13 and 1.54 under silu so, else 1.18 and
+// 1.82, and 1.18 and 1.71 under the exact gelu, else 1.58 and 2.48. Of float32, where it takes the registers of dy,
+// all, but where several rows come ahead: 500 columns would spill, and take 1.43, else 1.17.
 constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
                                 : weights_of == WeightsOf::part ? 32
                                 : HAS_CHANNELS                  ? 48

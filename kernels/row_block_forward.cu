@@ -171,7 +171,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 
   // Where a thread has much of a row, a division: its branches end a basic block, and without that ptxas keeps so much
   // of one pass for the next that it spills. Elsewhere a division would be a good part of the work, or of the time that
-  // a row takes where blocks take turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11. Rows that come ahead need
+  // a row takes in turns: 50,257 columns of bfloat16 take 1.19 so, else 1.11. Rows that come ahead need
   // it only if they have most of the registers: 262,144 float16 numbers of a group, 16 vectors of 512 threads, take
   // 1.13 so, else 1.96. The exact gelu leaves fewer registers anyway: 12,288 columns take 1.30 so, else 1.24; but on an
   // H100 10,752 and 24,000, of which not all threads have as many vectors, 1.02 and 1.09, else 1.09 and 1.20.

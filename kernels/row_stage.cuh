@@ -81,7 +81,7 @@ struct Place {
   __device__ __forceinline__ bool has(int i) const { return (ROWS_PER_BLOCK == 1 || there) && reaches(i); }
   // Whether the thread goes along with it. The vectors of PEELED rows have a branch each anyway, which keeps ptxas from
   // loading too many at once: on an H100 257 columns of bfloat16 take 1.00 so, and 1.10 if all go along; 4097 under
-  // silu 1.01 and 1.22; 101 of float16 1.39 and 1.56 on an H200. But 513, 4 vectors under silu, take 1.08 and 1.04.
+  // silu 1.01 and 1.22. But 513, 4 vectors of a thread under silu, 1.08 and 1.04.
   __device__ __forceinline__ bool reads(int i) const {
     constexpr bool ALL_GO_ALONG = !PEELED || (activation != Activation::none && VECTORS == 4);
     return ALL_GO_ALONG ? reaches(i) : has(i);

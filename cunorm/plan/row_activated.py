@@ -1,12 +1,13 @@
 """Rows of sixteen-bit numbers under an activation, backward.
 
-Its derivative is most of the work, and is needed twice. A thread keeps it from one pass for the next where it has few
-vectors and all the registers that it can have, so that one instruction follows the other without a branch between
-(SKIPS in kernels/row_block_backward.cu). Hence 256 or 384 threads a multiprocessor, weights in registers, and two rows
-ahead.
+Its derivative is most of the work, and is needed twice. A thread keeps it, or dz, from one pass for the next where it
+has few vectors and many registers (SKIPS and KEPT in kernels/row_block_backward.cu). Hence 256 or 384 threads a
+multiprocessor, weights in registers, and two rows ahead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.launches import Device
@@ -17,27 +18,23 @@ from cunorm.problem import DTYPES, BackwardProblem
 
 __all__ = ["activated_peeled_backward", "activated_row_backward"]
 
-# Blocks of a row, threads of a block, and the most vectors of a thread: the first that hold a row.
-_WAYS = ((1, 128, 5), (1, 256, 4), (2, 128, 5), (4, 128, 5), (8, 128, 5), (8, 256, 5), (16, 256, 5))
-_WAYS_WITH_RESIDUAL = ((1, 256, 3), (2, 256, 3), (4, 256, 3), (8, 256, 4), (16, 256, 4))
-# The same where rows begin anywhere, and rows of a block, blocks of a multiprocessor, and rows ahead.
+# Blocks of a row, threads and rows of a block, blocks of a multiprocessor, and the most vectors of a thread, of rows of
+# whole vectors, of those with a residual, and of rows that begin anywhere: the first that hold a row.
+_WAYS = (
+    (1, 128, 1, 3, 2), (1, 128, 1, 2, 5), (1, 256, 1, 1, 4), (2, 128, 1, 3, 3), (2, 128, 1, 2, 5), (4, 128, 1, 3, 3),
+    (4, 128, 1, 2, 5), (8, 128, 1, 3, 3), (8, 128, 1, 2, 5), (8, 256, 1, 1, 5), (16, 256, 1, 1, 5),
+)  # fmt: skip
+_WAYS_WITH_RESIDUAL = ((1, 256, 1, 1, 3), (2, 256, 1, 1, 3), (4, 256, 1, 1, 3), (8, 256, 1, 1, 4), (16, 256, 1, 1, 4))
 _WAYS_OF_PEELED = (
-    (1, 32, 1, 8, 2, 1),
-    (1, 32, 2, 4, 3, 1),
-    (1, 64, 2, 2, 3, 1),
-    (1, 64, 4, 2, 2, 1),
-    (1, 128, 4, 1, 2, 1),
-    (2, 128, 4, 1, 2, 1),
-    (2, 256, 4, 1, 1, 2),
-    (8, 256, 4, 1, 1, 1),
-)
-# Vectors of rows of which a block has several, and of those that it has one of, or clusters share, without a residual
-# and with one.
+    (1, 32, 8, 2, 1), (1, 32, 4, 3, 2), (1, 64, 2, 3, 2), (1, 64, 2, 2, 4), (1, 128, 1, 2, 4), (2, 128, 1, 2, 4),
+    (2, 256, 1, 1, 4), (8, 256, 1, 1, 4),
+)  # fmt: skip
+# Vectors of rows of which a block has several, and of others without a residual and with one.
 _SHORT, _LONG, _LONG_WITH_RESIDUAL = range(4, 32), range(193, 1 << 20), range(385, 1 << 20)
 
 
 def activated_row_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """The geometry; None where another is better, or was not measured. RMS norm, relu and gelu_tanh were not timed."""
+    """The geometry; None where another is better, or was not measured. relu and gelu_tanh were not timed."""
     vectors_per_row = problem.columns // width
     if not _was_measured(problem, device):
         return None
@@ -53,10 +50,9 @@ def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | N
 
     On an H100, as the time over that of a copy of the same bytes, read directly, or ahead by four blocks, in brackets:
     28, 64, 100 and 168 columns of bfloat16 take 1.17 (1.20), 1.12 (1.26), 1.10 (1.25) and 1.13 (1.19) under silu, 1.17
-    (1.58), 1.13 (1.16), 1.25 (1.72) and 1.22 (1.56) under the exact gelu, and with a residual 64 1.07 (1.19), 100 1.11
-    (1.12) and 168 1.14 (1.12). 28 and 100 by twice as many threads take 1.23 and 1.26; 168 by eight 1.17, under the
-    exact gelu 1.22 and by sixteen 1.37; 20 and 36 under it 1.17 and 1.15 by 1 and 2 threads, by 2 and 4, a part of
-    which idles, 1.33 and 1.40.
+    (1.58), 1.13 (1.16), 1.25 (1.72) and 1.22 (1.56) under the exact gelu, 64 with a residual 1.07 (1.19). By twice as
+    many threads 28 and 100 take 1.23 and 1.26; under the exact gelu 20, 36 and 168, a part of which then idles, 1.33
+    (by fewer 1.17), 1.40 (1.15) and 1.37 (1.22).
     """
     vectors_per_row, alone = problem.columns // width, problem.dresidual_out is None
     most = 1 if vectors_per_row <= 8 else 3 if problem.norm.activation == "gelu" and alone else 2
@@ -73,57 +69,54 @@ def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | N
 def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """A block for each row, or a cluster.
 
-    On an H200: under silu 2048, 3072 and 5120 columns of bfloat16 take 1.04, 1.04 and 1.06 so, with weights that are
-    staged 1.24, 1.27 and 1.18; 10,000 and 12,288 1.16 and 1.10, by one block of 512 threads 1.47 and 1.36; 80,000 and
-    131,072 1.50 and 1.40, staged 1.65 and 1.73. Under the exact gelu 4096 and 8192 take 1.13 and 1.19, by twice as many
-    threads of half as many vectors 1.29 and 1.30. By three blocks a multiprocessor 12,288, 3 vectors of a thread, take
-    1.10, by two 1.16; but 3072 1.14 and 1.04.
+    On an H200: under silu 2048 and 5120 columns of bfloat16 take 1.04 and 1.06 so, with weights that are staged 1.24
+    and 1.18; 12,288 1.10, by one block of 512 threads 1.36; 131,072 1.40, staged 1.73. Under the exact gelu 4096 take
+    1.13, by twice as many threads of half as many vectors 1.29. By three blocks a multiprocessor 12,288, 3 vectors of a
+    thread, take 1.10, by two 1.16; but 3072 1.14 and 1.04.
 
-    With a residual, on an H100: 8192, 12,288, 24,576, 50,256 and 98,304 columns take 1.06, 1.08, 1.07, 1.10 and 1.10
-    under silu, with weights that are staged 1.60, 1.13, 1.13, 1.18 and 1.15; 4096, 8192 and 16,384 1.07, 1.06 and 1.06
-    under the exact gelu, staged 1.16, 1.65 and 1.09. Beside fast memory 256 threads that have 2 vectors each are too
-    few: 16,384 and 32,768 take 1.29 and 1.32 under silu on an H200, staged 1.17 and 1.18.
+    With a residual, on an H100: 8192, 24,576 and 98,304 columns take 1.06, 1.07 and 1.10 under silu, with weights that
+    are staged 1.60, 1.13 and 1.15; 4096 and 16,384 1.07 and 1.06 under the exact gelu, staged 1.16 and 1.09. Beside
+    fast memory 256 threads that have 2 vectors each are too few: 16,384 take 1.29 under silu on an H200, staged 1.17.
     """
-    has_residual = problem.dresidual_out is not None
-    for blocks, threads, most in _WAYS_WITH_RESIDUAL if has_residual else _WAYS:
-        if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
-            continue
-        columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
-        vectors = -(-(columns // width) // threads)
-        if vectors > most:
-            continue
-        share = 256 // threads + (threads == 128 and vectors < (3 if blocks == 1 else 4))
-        geometry = RowBlock(width, vectors, threads, 1, blocks, "ahead", False, "early", share, 2)
-        if _have_room(geometry, problem, device):
-            few = problem.rows <= 3 * share * device.groups(blocks)
-            idle = has_residual and device.has_fast_memory and vectors == 2 and blocks > 2
-            return None if few or idle else geometry
-    return None
+    if problem.dresidual_out is None:
+        return _first_of(_WAYS, problem, device, width)
+    geometry = _first_of(_WAYS_WITH_RESIDUAL, problem, device, width)
+    idle = geometry is not None and geometry.vectors == 2 and geometry.blocks_per_row > 2
+    return None if idle and device.has_fast_memory else geometry
 
 
 def activated_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """The same of rows that begin anywhere and whose edges are peeled off, which lie alike.
 
-    Their vectors have branches, so dz is kept (KEPT in kernels/row_block_backward.cu). On an H100, beside the layouts
-    of other norms in brackets, with which next to none is kept: 513, 1023, 2049, 4097, 8191 and 15,873 columns of
-    bfloat16 take 1.13 (1.22), 1.14 (1.30), 1.12 (1.30), 1.12 (1.23), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16
-    (1.56), 1.17 (1.66), 1.14 (1.62), 1.21 (1.58), 1.30 (1.30) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and
-    1.69 (1.94 and 2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
+    Their vectors have branches, so dz is kept. On an H100, beside the layouts
+    of other norms in brackets, with which next to none is: 513, 2049, 8191 and 15,873 columns of bfloat16 take 1.13
+    (1.22), 1.12 (1.30), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16 (1.56), 1.14 (1.62), 1.30 (1.30) and 1.34 (1.36)
+    under the exact gelu; 50,257 1.54 and 1.69 (1.94 and 2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
     """
     if not _was_measured(problem, device) or 2048 < problem.columns // width <= 4096:
         return None
-    inner = 2 * margin_of(problem, width, "early")
-    for blocks, threads, most, rows, share, ahead in _WAYS_OF_PEELED:
+    return _first_of(_WAYS_OF_PEELED, problem, device, width, peeled=True)
+
+
+def _first_of(
+    ways: Iterable[tuple[int, int, int, int, int]],
+    problem: BackwardProblem,
+    device: Device,
+    width: int,
+    peeled: bool = False,
+) -> RowBlock | None:
+    """The first of these that holds a row and has room; None where rows are few, or none does."""
+    edges = 2 * margin_of(problem, width, "early") if peeled else 0
+    for blocks, threads, rows, share, most in ways:
         if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
             continue
         columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
-        vectors = -(-((columns - inner) // width) // threads)
-        if vectors > most:
-            continue
-        if problem.rows <= 3 * rows * share * device.groups(blocks):
-            return None
-        geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", True, "early", share, ahead)
-        return geometry if _have_room(geometry, problem, device) else None
+        vectors = -(-((columns - edges) // width) // threads)
+        # Of peeled rows a second one ahead takes more time than it saves, but where a thread has all registers.
+        ahead = 1 if peeled and (blocks > 2 or share > 1) else 2
+        geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", peeled, "early", share, ahead)
+        if vectors <= most and _have_room(geometry, problem, device):
+            return None if problem.rows <= 3 * rows * share * device.groups(blocks) else geometry
     return None
 
 

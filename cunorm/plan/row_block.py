@@ -136,11 +136,10 @@ class RowBlock:
     def _wants_branches(self, problem: Problem) -> bool:
         """Whether ptxas had better have a branch for each vector, which keeps it from loading too many at once.
 
-        Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, and 8000
-        with float32 weights 1.06 and 1.10, but 4000 of layer norm 1.02 and 0.99. Backward 8191 and 65,537 take 1.13 and
-        1.32 so, else 1.15 and 1.50, but 50,257, of which a thread has 7 vectors, 1.40 and 1.30. Under an activation
-        8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so: 25,001 columns take 1.12 backward, else
-        1.16, and 50,257 1.16 and 1.22. Rows of channels were not measured.
+        Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, but 4000 of
+        layer norm 1.02 and 0.99. Backward 65,537 take 1.32 so, else 1.50, but 50,257, of which a thread has 7 vectors,
+        1.40 and 1.30. Under an activation 8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so:
+        50,257 columns take 1.16 backward, else 1.22. Rows of channels were not measured.
         """
         if problem.channels is not None or (self.peeled and self.width < 8):
             return True
@@ -192,8 +191,7 @@ class RowBlock:
 
         It is so for a single one too where ptxas does better: without the loop 8 vectors of one channel spill 24 to 48
         bytes, and each number of a row that is read number by number has a branch around it, unless the row is full.
-        Read so, 32,768 rows of 4095 float32 numbers take 1.87 then, with it 1.08; but of 257, whose weights come early,
-        1.09 and 1.14.
+        Read so, 32,768 rows of 4095 float32 numbers take 1.87 then, with it 1.08.
         """
         if self.blocks_per_multiprocessor > 0 or problem.channels is not None:
             return True

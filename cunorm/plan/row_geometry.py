@@ -76,9 +76,8 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
 def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
     """Vectors of a thread, at most, where a row has up to 64, for the reason that row_short gives.
 
-    On an H100 40, 56 and 168 columns of float16 take 1.05, 1.01 and 1.00 with 3, 2 and 3, with 5, 4 and 6 1.62, 1.32
-    and 1.21; 72 of RMS norm 1.01 with 2, with 3 1.09; 20 and 36 of float32 1.01 and 1.00 with 2, with 3 1.19 and 1.06;
-    100 and 148 1.00 and 1.00 with 2 and 3, with 4 and 5 1.01 and 1.03.
+    On an H100 40 and 168 columns of float16 take 1.05 and 1.00 with 3, with 5 and 6 1.62 and 1.21; 72 of RMS norm 1.01
+    with 2, with 3 1.09; 20 of float32 1.01 with 2, with 3 1.19; 148 1.00 with 3, with 5 1.03.
     Under the exact gelu lanes without a vector cost most: 296 columns of float16 take 1.05 with 5, 1.23 with 3.
     """
     if problem.norm.activation in ("gelu", "gelu_tanh") and vectors_per_row > 12:
@@ -96,11 +95,11 @@ def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
 def _most_of_others(problem: ForwardProblem, device: Device, vectors_per_row: int, in_part: bool) -> float:
     """Vectors of a thread, at most, in longer rows; `in_part`: where not all threads have as many.
 
-    8 that not all have, whose weights come late, are too many: layer norm of 1000, 2000 and 4000 columns of float16
-    takes 0.99, 0.99 and 0.99 with 4, with 8 1.05, 1.03 and 1.03, and 32,768 rows of them 1.02, 1.01 and 1.02, else
-    1.22, 1.08 and 1.06; under silu 1000 and 2000 of bfloat16 1.07 and 1.07, else 1.17 and 1.09. But 1416, 1720 and 2824
-    take 1.02, 1.02 and 1.01 with 6 and 7, with 3 and 4 1.06, 1.06 and 1.06. Of float32 500 and 1000 take 0.99 and 0.99
-    with 2, with 8 1.04 and 1.03, and 2000 and 4000 1.00 and 1.00 with 4, with 8 1.03 and 1.03; 8192 1.03 and 1.05.
+    8 that not all have, whose weights come late, are too many: layer norm of 1000 and 4000 columns of float16 takes
+    0.99 and 0.99 with 4, with 8 1.05 and 1.03, and 32,768 rows of them 1.02 and 1.02, else 1.22 and 1.06; under silu
+    1000 of bfloat16 1.07, else 1.17. But 1416 and 2824 take 1.02 and 1.01 with 6 and 7, with 3 and 4 1.06 and 1.06. Of
+    float32 500 and 1000 take 0.99 and 0.99 with 2, with 8 1.04 and 1.03, and 2000 and 4000 1.00 and 1.00 with 4, with 8
+    1.03 and 1.03; 8192 1.03 and 1.05.
 
     Without a bias, or beside a residual, there is less to do for each, and 2 or 3 are best where there are many rows:
     1000, 2000 and 6144 columns of RMS norm of bfloat16 take 0.99, 0.99 and 1.00 so, with 6 and 8 1.03, 1.01 and 1.02;

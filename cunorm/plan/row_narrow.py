@@ -114,9 +114,8 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
     """Rows of a block where they are short, threads of a multiprocessor, and rows ahead.
 
-    bfloat16 forward, of what is not read directly: 1601 columns (7 vectors a thread) take 1.17 with 384 threads a
-    multiprocessor; 4097 (8) 1.17 with 256, with 384 1.20.
-    Backward: 257 columns take 1.57 with 768 threads a multiprocessor, with 512 and two rows ahead 1.72.
+    bfloat16 forward, of what is not read directly: 4097 columns (8 vectors a thread) take 1.17 with 256 threads a
+    multiprocessor, with 384 1.20. Backward: 257 take 1.57 with 768, with 512 and two rows ahead 1.72.
     """
     if forward:
         most = 768 if vectors <= 2 else 512 if vectors <= 4 else 384 if vectors <= 7 else 256

@@ -59,14 +59,13 @@ def _laid(problem: ForwardProblem, device: Device, width: int, wanted: float) ->
 def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """Rows of sixteen-bit numbers with weights and biases, or wide ones, which each reads across two pieces.
 
-    On an H100 257, 513, 1537, 2049, 4097 and 8191 columns of bfloat16 take 1.03, 1.01, 1.00, 1.01, 1.00 and 1.02, in
-    turns 1.13, 1.10, 1.09, 1.07, 1.02 and 1.05; 1025 and 4097 with float32 weights 1.02 and 1.02, in turns 1.20 and
-    1.12; 2049 under silu 1.03 and 1.07, but under the exact gelu 1.22 and 1.10.
+    On an H100 257, 1537, 4097 and 8191 columns of bfloat16 take 1.03, 1.00, 1.00 and 1.02, in turns 1.13, 1.09, 1.02
+    and 1.05; 1025 with float32 weights 1.02, in turns 1.20; 2049 under silu 1.03 and 1.07, but under gelu 1.22 and
+    1.10.
 
     On an H200, whose memory does not wait for so many instructions, 769 and 1025 take 1.12 and 1.06, in turns 1.14 and
-    1.11, but 513, 1537, 3001, 4097 and 5121 1.22, 1.14, 1.16, 1.14 and 1.25, in turns 1.13, 1.10, 1.10, 1.08 and 1.05,
-    if there are many: 1024 rows of 4097 take 1.03 and 1.18. With float32 weights 513, 1537 and 2049 take 1.20, 1.18 and
-    1.19, in turns 1.25, 1.32 and 1.27, but 3001 1.26 and 1.15.
+    1.11, but 513, 1537, 4097 and 5121 1.22, 1.14, 1.14 and 1.25, in turns 1.13, 1.10, 1.08 and 1.05, if there are many:
+    1024 rows of 4097 take 1.03 and 1.18. With float32 weights 513 take 1.20, in turns 1.25, but 3001 1.26 and 1.15.
     """
     vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
     would_spill = wide and device.capability >= 100
@@ -142,9 +141,8 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     take 1.06, ahead 1.15, but 20,001 1.12 and 1.04.
 
     On an H200 one block of 512 threads a multiprocessor does not keep up: RMS norm of 50,257 columns takes 1.22 so, by
-    pairs of blocks 1.09; with a residual 30,001 1.16 and 1.11, but 15,873 of float32 1.05 and 1.14; 15,873 of float32
-    without one 1.25, ahead 1.09, and 10,001 1.10 by 256, ahead 1.06. By three blocks of 256 threads 10,001, 12,001 and
-    15,873 columns of layer norm take 1.09, 1.06 and 1.08. Under silu 15,873 take 1.22, ahead 1.21.
+    pairs of blocks 1.09; with a residual 15,873 of float32 1.05 and 1.14, without one 1.25, ahead 1.09. By three blocks
+    of 256 threads 10,001 and 15,873 columns of layer norm take 1.09 and 1.08. Under silu 15,873 take 1.22, ahead 1.21.
     """
     vectors_per_row, activation = problem.columns // width, problem.norm.activation
     measured = device.capability == 90 and problem.channels is None and not are_wide(problem)

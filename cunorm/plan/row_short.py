@@ -48,13 +48,13 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     """Blocks of 128 threads, whose weights come before their rows.
 
     Few threads a row have few sums to share. 10, 20, 36, 60 and 100 columns of float16 take 1.02, 1.03, 1.15, 1.08 and
-    1.09 by 1, 1, 2, 4 and 4 threads; 36, 60 and 100 by twice as many 1.26, 1.26 and 1.13; under silu 1.18, 1.19 and
-    1.19, by twice as many 1.54, 1.46 and 1.35. But 44 take 1.17 by four, by two 1.25.
+    1.09 by 1, 1, 2, 4 and 4 threads; 36 and 100 by twice as many 1.26 and 1.13; under silu 1.18 and 1.19, by twice as
+    many 1.54 and 1.35. But 44 take 1.17 by four, by two 1.25.
 
     RMS norm, which loads no bias, and rows with a residual are done so soon that their sectors go in parts: as a run 20
-    columns take 1.09 and 1.14, directly by one thread 1.34 and 1.88; 36 1.06 and 1.11, directly by four 1.28 and 1.18;
-    50 1.14 and 1.13. RMS norm of 100 takes 1.07 peeled. Numbers one by one come as a run as well: 25 columns take 1.43
-    so, by four threads 1.74; but more of them peeled: 101 1.39, directly 1.54.
+    columns take 1.09 and 1.14, directly by one thread 1.34 and 1.88; 36 1.06 and 1.11, directly by four 1.28 and 1.18.
+    RMS norm of 100 takes 1.07 peeled. Numbers one by one come as a run as well: 25 columns take 1.43 so, by four
+    threads 1.74; but more of them peeled: 101 1.39, directly 1.54.
 
     float32: 5 columns take 1.01 by one thread, but 7 1.14 as a run, directly 1.55; 10 1.04 as a run, by two threads
     1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; 14 1.08 by two; 25, 33, 42 and 50 1.06,
@@ -102,15 +102,13 @@ def _is_better_peeled(problem: ForwardProblem, device: Device, width: int) -> bo
 def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) -> tuple[int, int, int]:
     """Up to how many vectors one thread reads a row directly, or rows come as a run; and by how many threads else.
 
-    Numbers one by one, on an H100: 33, 39, 51 and 63 columns of bfloat16 take 1.06, 1.07, 1.10 and 1.09 as a run (under
-    silu 1.15, 1.11, 1.18 and 1.17), by four and eight threads 1.28, 1.18, 1.18 and 1.28; 7 1.30 by two threads, as a
-    run 1.36, by one 2.00; and RMS norm and rows with a residual 1.20 and 1.10 as a run, by two 1.21 and 1.35.
+    Numbers one by one, on an H100: 33 and 63 columns of bfloat16 take 1.06 and 1.09 as a run, directly 1.28 and 1.28; 7
+    1.30 by two threads, as a run 1.36, by one 2.00, but with a residual 1.10 as a run, by two 1.35.
 
     Where memory is slower, rows are long or there is an activation behind a residual, more threads make whole sectors
-    of what leaves in parts. On an H100 RMS norm of 44, 60 and 100 columns takes 1.02, 0.99 and 0.98 by 8, 8 and 16
-    threads, by 4, 4 and 8 1.10, 1.16 and 1.01; with a residual 36, 60 and 100 take 1.03, 1.01 and 1.03 by 4, 8 and 8 or
-    16, as a run 1.06, by four 1.06, peeled 1.09; under silu behind that 10, 20, 36 and 100 1.05, 1.04, 1.03 and 1.01 by
-    2, 2, 4 and 8, by half as many 1.16, 1.52, 1.21 and 1.20; layer norm of 100 0.99 by eight, by four 1.03.
+    of what leaves in parts. On an H100 RMS norm of 60 columns takes 0.99 by eight threads, by four 1.16; with a
+    residual 36 take 1.03 by four, as a run 1.06; under silu behind that 20 and 100 1.04 and 1.01 by 2 and 8, by half as
+    many 1.52 and 1.20; layer norm of 100 0.99 by eight, by four 1.03.
     """
     vectors_per_row, activated = problem.columns // width, problem.norm.activation is not None
     fast, light, residual = device.has_fast_memory, _is_light(problem), problem.residual is not None
@@ -141,8 +139,8 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     more: 1.09 ahead, 1.16 directly by five.) Numbers one by one come as a run: 25 columns of float16 take 1.60 by two
     threads, 17 of float32 1.08 by one, by four 1.15.
 
-    Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 60 take 1.24 by
-    four threads, by eight 1.38; 17 and 25 of float32 1.37 and 1.28 by four, as a run 1.65 and 1.69.
+    Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 17 and 25 of
+    float32 take 1.37 and 1.28 by four, as a run 1.65 and 1.69.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
