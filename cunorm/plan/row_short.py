@@ -115,8 +115,8 @@ def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) ->
     threads = 2 if vectors_per_row <= (10 if width == 4 else 14) else 4 if vectors_per_row <= 28 else 8
     if width == 1:
         # The exact gelu leaves no time for lanes that are idle.
-        by_two = vectors_per_row == 7 and not light and problem.norm.activation != "gelu"
-        return 5 if by_two or light else 7, 0 if by_two else 63, threads
+        by_two = vectors_per_row == 7 and not light and not residual and problem.norm.activation != "gelu"
+        return 5 if by_two or light or residual else 7, 0 if by_two else 63, threads
     if activated and residual:
         return 3, 0, threads_for(vectors_per_row, 3.5)
     if width == 4 and vectors_per_row > (14 if fast else 5):
