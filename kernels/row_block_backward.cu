@@ -250,7 +250,7 @@ constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZER
 // are registers for, beside what is held and others. With fewer, ptxas spills. Of channels, where 512 threads share a
 // multiprocessor; else all or none. On an H100 4097 and 50,257 columns take 1.13 and 1.54 under silu so, else 1.18 and
 // 1.82, and 1.18 and 1.71 under the exact gelu, else 1.58 and 2.48. Of float32, where it takes the registers of dy,
-// all, but where several rows come ahead: 500 columns would spill, and take 1.43, else 1.17.
+// all, where nothing spills so (500 columns take 1.43, else 1.17).
 constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
                                 : weights_of == WeightsOf::part ? 32
                                 : HAS_CHANNELS                  ? 48
@@ -265,7 +265,8 @@ constexpr int most_kept(int registers) {
   while (kept < VECTORS && registers_with(kept + 1) <= registers) ++kept;
   return HAS_CHANNELS || kept == VECTORS ? kept : 0;
 }
-constexpr bool OF_FLOATS = sizeof(X_TYPE) == 4 && (ROWS_PER_BLOCK == 1 || PEELED || stage == Stage::direct);
+constexpr bool OF_FLOATS = sizeof(X_TYPE) == 4 && (PEELED ? !HAS_DRESIDUAL || VECTORS <= 5
+                                                          : ROWS_PER_BLOCK == 1 || stage == Stage::direct);
 constexpr bool KEEPS_DZ =
     activation != Activation::none && SKIPS && (sizeof(X_TYPE) == 2 || (OF_FLOATS && !HAS_CHANNELS));
 constexpr int KEEPING_REGISTERS = HAS_CHANNELS ? 65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512) : REGISTERS;

@@ -57,8 +57,8 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     threads 1.74; but more of them peeled: 101 1.39, directly 1.54.
 
     float32: 5 columns take 1.01 by one thread, but 7 1.14 as a run, directly 1.55; 10 1.04 as a run, by two threads
-    1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; 14 1.08 by two; 25, 33, 42 and 50 1.06,
-    1.15, 1.04 and 1.03; under silu 10, 17 and 25 1.20, 1.16 and 1.13 as a run.
+    1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; under silu 10, 17 and 25 1.20, 1.16 and
+    1.13 as a run.
     """
     itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
     if _is_better_peeled(problem, device, width):
