@@ -279,10 +279,9 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     """Rows of up to 24 vectors, or of 31 of larger numbers, read directly by 512 threads of a multiprocessor at once.
 
     On an H100 24, 56, 104 and 168 columns of float16 take 1.21, 1.13, 1.16 and 1.08 so, fetched ahead 1.47, 1.27, 1.14
-    and 1.14; 20, 36, 60 and 100 of float32 1.14, 1.12, 1.08 and 1.08, with more vectors of each thread 1.37, 1.31, 1.11
-    and 1.08. On an H200 20 and 60 of float32 take 1.09 and 1.08 by 1024 threads of 2 vectors, by 512 of 3 and 2 1.18
-    and 1.15. With a residual 64 and 128 of bfloat16 take 1.07 and 1.06 ahead on an H100, a vector a thread, directly
-    1.11 and 1.11.
+    and 1.14; 20 and 36 of float32 1.14 and 1.12, with more vectors of each thread 1.37 and 1.31. On an H200 20 and 60
+    of float32 take 1.09 and 1.08 by 1024 threads of 2 vectors, by 512 of 3 and 2 1.18 and 1.15. With a residual 64 and
+    128 of bfloat16 take 1.07 and 1.06 ahead on an H100, a vector a thread, directly 1.11 and 1.11.
     """
     vectors_per_row = problem.columns // width
     has_residual, sixteen_bit = problem.dresidual_out is not None, DTYPES[problem.x.dtype].itemsize == 2
