@@ -12,7 +12,7 @@ from plan_cases import plain_backward
 from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, RowBlock, plan
-from cunorm.plan.row_activated import activated_row_backward
+from cunorm.plan.row_activated import activated_peeled_backward, activated_row_backward
 from cunorm.problem import BackwardProblem, Vector
 
 DEVICE = replace(SMALL_DEVICE, clusters=(1, 1, 1, 1))
@@ -45,7 +45,8 @@ def activated(rows: int, columns: int, dtype: str = "bfloat16", activation: str 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("rows", "columns", "residual", "way"), WAYS, ids=str)
-def test_gradients(rows: int, columns: int, residual: bool, way: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gradients(rows: int, columns: int, residual: bool, way: tuple[int, int, int], activation: str) -> None:
     ways = []
 
     def choose(problem: Any, device: Device) -> Plan:
@@ -59,8 +60,7 @@ def test_gradients(rows: int, columns: int, residual: bool, way: tuple[int, int,
 
     x, added, sum_gradient = (data(seed, (rows, columns), "bfloat16", outliers=False) for seed in (0, 3, 4))
     weight, bias = data(1, (columns,), "bfloat16", shift=1.0), data(2, (columns,), "bfloat16")
-    norm = Norm(activation="gelu" if columns % 8 else "silu")
-    case = Case(x, weight, bias, norm=norm, residual=added if residual else None)
+    case = Case(x, weight, bias, norm=Norm(activation=activation), residual=added if residual else None)
     check(EmulatorRunner(DEVICE, choose), case, dresidual_out=sum_gradient if residual else None)
     assert ways == [way]
 
@@ -87,3 +87,18 @@ def test_every_row_has_as_many_threads_as_it_needs() -> None:
 )
 def test_others_are_laid_otherwise(problem: BackwardProblem) -> None:
     assert activated_row_backward(problem, Device(), 16 // (4 if problem.x.dtype == "float32" else 2)) is None
+
+
+@pytest.mark.parametrize(("columns", "there"), [(5120, True), (16_384, False), (24_576, True)], ids=str)
+def test_pairs_of_vectors_do_not_keep_fast_memory_busy(columns: int, there: bool) -> None:
+    """By clusters of four and more, with a residual: they are laid as other norms are."""
+    problem = replace(activated(100_000, columns), dresidual_out=activated(1, columns).x)
+    assert activated_row_backward(problem, Device(memory_rate=22e3), 8) is not None
+    assert (activated_row_backward(problem, Device(), 8) is not None) == there
+
+
+@pytest.mark.parametrize(
+    ("columns", "there"), [(15_873, True), (20_001, False), (32_777, True), (70_001, False)], ids=str
+)
+def test_odd_rows_between_are_laid_otherwise(columns: int, there: bool) -> None:
+    assert (activated_peeled_backward(activated(100_000, columns), Device(), 8) is not None) == there

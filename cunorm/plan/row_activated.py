@@ -88,10 +88,10 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
 def activated_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """The same of rows that begin anywhere and whose edges are peeled off, which lie alike.
 
-    Their vectors have branches, so dz is kept. On an H100, beside the layouts
-    of other norms in brackets, with which next to none is: 513, 2049, 8191 and 15,873 columns of bfloat16 take 1.13
-    (1.22), 1.12 (1.30), 1.13 (1.16) and 1.20 (1.23) under silu, 1.16 (1.56), 1.14 (1.62), 1.30 (1.30) and 1.34 (1.36)
-    under the exact gelu; 50,257 1.54 and 1.69 (1.94 and 2.13), but 20,001 by four blocks 1.46 and 1.66 (1.26 and 1.39).
+    Their vectors have branches, so dz is kept. On an H100, beside the layouts of other norms in brackets, with which
+    next to none is: 513, 2049 and 15,873 columns of bfloat16 take 1.13 (1.22), 1.12 (1.30) and 1.20 (1.23) under silu,
+    1.16 (1.56), 1.14 (1.62) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and 1.69 (1.94 and 2.13), but 20,001 by
+    four blocks 1.46 and 1.66 (1.26 and 1.39).
     """
     if not _was_measured(problem, device) or 2048 < problem.columns // width <= 4096:
         return None
@@ -112,7 +112,7 @@ def _first_of(
             continue
         columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
         vectors = -(-((columns - edges) // width) // threads)
-        # Of peeled rows a second one ahead takes more time than it saves, but where a thread has all registers.
+        # Of peeled rows only 256 threads of pairs of blocks were faster with a second one ahead.
         ahead = 1 if peeled and (blocks > 2 or share > 1) else 2
         geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", peeled, "early", share, ahead)
         if vectors <= most and _have_room(geometry, problem, device):

@@ -92,11 +92,14 @@ def _is_light(problem: ForwardProblem) -> bool:
 
 
 def _is_better_peeled(problem: ForwardProblem, device: Device, width: int) -> bool:
-    """Whether rows of sixteen-bit numbers are longer than what goes by their own vectors: see `_forward`."""
+    """Whether rows of sixteen-bit numbers had better go as pieces of 16 bytes: see `_forward`."""
     if DTYPES[problem.x.dtype].itemsize > 2 or not _can_be_peeled(problem, device):
         return False
-    in_part = device.has_fast_memory and _is_light(problem) and width == 4 and 100 <= problem.columns <= 103
-    return (width < 4 and problem.columns >= 64) or in_part
+    if width < 4:
+        return problem.columns >= 64
+    # 3 of them a thread are 96 columns, and up to 7 are edges.
+    few = 96 < problem.columns <= 103
+    return width == 4 and few and device.has_fast_memory and _is_light(problem)
 
 
 def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) -> tuple[int, int, int]:
