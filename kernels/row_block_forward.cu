@@ -285,10 +285,17 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
     }
-    Compute sums[2] = {0, 0};
+    Compute sums[2] = {0, 0}, of_second_half[2] = {0, 0};
+    // Numbers one by one in two halves: 32 squares one after the other would be rounded by up to 4e-7.
+    constexpr bool HALVES = VECTOR == 1 && VECTORS > 1;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.reads(i)) add_differences(values[i], statistics.mean, sums);
+      const bool is_second = HALVES && i >= VECTORS / 2;
+      if (place.reads(i)) add_differences(values[i], statistics.mean, is_second ? of_second_half : sums);
+    }
+    if constexpr (HALVES) {
+      sums[0] += of_second_half[0];
+      sums[1] += of_second_half[1];
     }
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {
