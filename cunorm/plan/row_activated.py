@@ -75,14 +75,15 @@ def _long(problem: BackwardProblem, device: Device, width: int) -> RowBlock | No
     thread, take 1.10, by two 1.16; but 3072 1.14 and 1.04.
 
     With a residual, on an H100: 8192, 24,576 and 98,304 columns take 1.06, 1.07 and 1.10 under silu, with weights that
-    are staged 1.60, 1.13 and 1.15; 4096 and 16,384 1.07 and 1.06 under the exact gelu, staged 1.16 and 1.09. Beside
-    fast memory 256 threads that have 2 vectors each are too few: 16,384 take 1.29 under silu on an H200, staged 1.17.
+    are staged 1.60, 1.13 and 1.15; 4096 and 16,384 1.07 and 1.06 under the exact gelu, staged 1.16 and 1.09. But
+    clusters of 256 threads that have 2 vectors each are too few on an H200: 16,384 take 1.29 under silu, staged 1.17
+    (on an H100 1.07 and 1.07).
     """
     if problem.dresidual_out is None:
         return _first_of(_WAYS, problem, device, width)
     geometry = _first_of(_WAYS_WITH_RESIDUAL, problem, device, width)
     idle = geometry is not None and geometry.vectors == 2 and geometry.blocks_per_row > 2
-    return None if idle and device.has_fast_memory else geometry
+    return None if idle else geometry
 
 
 def activated_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:

@@ -101,7 +101,7 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     elif vectors_per_row < 512 and problem.norm.activation not in ("gelu", "gelu_tanh"):
         wanted = 2.9  # 1537 and 3001 columns take 1.10 and 1.10 with 3, with 6 1.11 and 1.13
     busy = wide or problem.norm.activation in ("relu", "silu")
-    if busy and vectors_per_row >= 320 and device.has_fast_memory and device.capability == 90:
+    if busy and vectors_per_row >= 320 and device.capability == 90:
         return _ahead_in_turns(problem, device, width)
     geometry = _laid(problem, device, width, wanted)
     if wide or not 96 <= vectors_per_row <= 160:
@@ -164,7 +164,7 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     if vectors > (most if threads == 256 else most_shared):
         return None
     geometry = RowBlock(width, vectors, threads, 1, 1, "direct", True, "staged" if problem.parameters else "late")
-    share = 1 if threads == MOST_THREADS else 3 if vectors <= (8 if device.has_fast_memory else 6) else 2
+    share = 1 if threads == MOST_THREADS else 3 if vectors <= 8 else 2
     takes_turns = many_weights and (width == 8 or threads == MOST_THREADS)
     if takes_turns and problem.rows >= 8 * share * device.multiprocessors:
         geometry = replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)

@@ -19,8 +19,8 @@ from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["shared_row"]
 
-# Of a row that is shared by the blocks of a cluster, forward.
-_MOST_SHARED_BYTES = 1 << 20
+# What a row may have to read, forward, where the blocks of a cluster share it.
+_MOST_READ_BYTES = 1 << 20
 
 
 def shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
@@ -62,7 +62,7 @@ def _is_slow_in_clusters(problem: Problem, width: int) -> bool:
         return False
     itemsize = DTYPES[problem.x.dtype].itemsize
     read = problem.columns * itemsize * len(problem.matrices_read)
-    return width * itemsize == 16 and read > _MOST_SHARED_BYTES
+    return width * itemsize == 16 and read > _MOST_READ_BYTES
 
 
 def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> Iterator[RowBlock]:
@@ -71,78 +71,24 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     threads = 256 if peeled and width == 4 else MOST_THREADS
     way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
     if isinstance(problem, BackwardProblem):
-        if peeled and width == 4:
-            # On an H100 25,001 columns of float32 take 1.10 with 7 vectors, in four blocks, in two 1.19; 50,257 1.11
-            # and 1.12. On an H200 20,001, 25,001 and 50,257 take 1.13, 1.12 and 1.23 with two rows ahead and weights
-            # that come early, with one row and staged 1.19, 1.22 and 1.27; but 15,873 1.27, by pairs of blocks 1.14.
-            if device.has_fast_memory:
-                yield replace(way, vectors=8, blocks_per_row=2)
-                yield replace(way, vectors=7, weights="early", rows_ahead=2)
-            yield replace(way, vectors=10)
-        # 32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04.
-        ahead = (2, 1) if not peeled and problem.dresidual_out is None else (1,)
-        if width == 8 and device.capability == 90:
-            # 32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512.
-            # Weights come early where there are registers: 15,872 columns, of which not all threads have as many, take
-            # 1.05 so, staged 1.19 (but 16,384 1.09 and 1.06). 7 vectors would spill so, 8 in any case; 12,800 columns
-            # take 1.19 with 7, and by four blocks 1.32.
-            crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
-            pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
-            # On an H100 17,000, 20,480 and 24,576 columns take 1.12, 1.04 and 1.06 by eight blocks, by four, of 5 or 6
-            # vectors, 1.27, 1.09 and 1.11, but 16,640 1.13 and 1.09; with a residual 1.11, 1.02 and 1.05, with one row
-            # ahead 1.18, 1.06 and 1.07. Under silu 22,016 take 1.37 and 2.16, but 20,480 1.44 and 1.31.
-            many = problem.columns // width >= 2112 and problem.norm.activation is None and problem.channels is None
-            few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
-            eighth = -(-problem.columns // width // 8)
-            if many and device.has_fast_memory and not peeled and eighth <= 4 * 128 and 0 < eighth % 128 < 119:
-                # Many threads would have a vector less than others: 20,000, 26,624 and 30,000 columns take 1.36, 1.10
-                # and 1.20 by eight blocks, by pairs 1.09, 1.07 and 1.09.
-                yield replace(way, vectors=5, threads_per_row=256, blocks_per_row=2)
-                yield replace(way, vectors=7, threads_per_row=256, blocks_per_row=2, weights="early")
-                yield replace(way, vectors=4, blocks_per_row=2)
-            if peeled:
-                yield from _peeled_ways_backward(problem, crowd, device)
-            elif problem.dresidual_out is None:
-                for each, rows in itertools.product((pair, few, early, replace(early, vectors=7), crowd), ahead):
-                    yield replace(each, rows_ahead=rows)
-            else:
-                yield pair
-                if many:
-                    yield replace(few, vectors=3, rows_ahead=2)
-                yield from (early, crowd)
-        if not peeled and problem.weight is not None and device.capability == 90 and device.has_fast_memory:
-            yield from _long_ways_backward(problem, way)
-        if not peeled and problem.weight is not None and width >= 4 and device.capability == 90:
-            # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
-            # one, and 1.14 staged by four blocks of 512 threads.
-            early = replace(way, weights="early")
-            if width == 4:
-                # On an H100 10,000 columns of float32 take 1.06 by pairs of blocks of 256 threads, of 512 1.07; 12,000
-                # by four blocks 1.06, by pairs 1.07, 16,384 1.07 and 1.07, 13,000 1.12 and 1.10; 19,000, 22,000 and
-                # 30,000 by eight 1.03, 1.04 and 1.04, by fewer, of 512 threads, 1.10, 1.12 and 1.13. With a residual
-                # 16,384 take 1.05 by four, by pairs 1.03; under silu 19,000 1.28 by eight, by four of 512 1.06.
-                if problem.dresidual_out is None:
-                    yield replace(early, vectors=5, threads_per_row=256, blocks_per_row=2)
-                    # Under silu 16,384 take 1.04 by four blocks of 256, on an H200, by four of 512 1.20.
-                    blocks = 8 if problem.norm.activation is None else 16
-                    yield replace(early, vectors=4, threads_per_row=256, blocks_per_row=blocks, rows_ahead=2)
-                yield early
-            else:
-                for rows in ahead:
-                    yield replace(early, threads_per_row=256, blocks_per_row=8, rows_ahead=rows)
-    elif peeled and device.capability == 90 and problem.norm.activation is None:
-        yield from _peeled_ways_forward(problem, way, device)
-    elif not peeled and problem.residual is not None:
+        yield from (_peeled_ways_backward if peeled else _ways_backward)(problem, device, way)
+    else:
+        yield from (_peeled_ways_forward if peeled else _ways_forward)(problem, device, way)
+    yield way
+    if threads < MOST_THREADS:
+        yield replace(way, threads_per_row=MOST_THREADS)
+    yield replace(way, threads_per_row=MOST_THREADS, weights="late")
+
+
+def _ways_forward(problem: ForwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
+    if problem.residual is not None:
         # 65,536 columns of bfloat16 with a residual take 1.02 in four blocks, RMS norm in two 1.04.
         yield replace(way, vectors=6, blocks_per_row=8)
-    elif not peeled and width == 8:
-        if len(problem.parameters) == 2 and device.has_fast_memory:
+    elif way.width == 8:
+        if len(problem.parameters) == 2:
             yield from _long_ways_forward(problem, way)
         # 40,960 columns of bfloat16 take 1.04, with 512 threads a block 1.06; but 49,152 1.04 and 1.03.
         yield replace(way, vectors=10, threads_per_row=256, blocks_per_row=2)
-    yield way
-    yield replace(way, threads_per_row=MOST_THREADS)
-    yield replace(way, threads_per_row=MOST_THREADS, weights="late")
 
 
 def _long_ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBlock]:
@@ -165,12 +111,88 @@ def _long_ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBl
     yield replace(small, threads_per_row=256, rows_ahead=2)
 
 
+def _ways_backward(problem: BackwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
+    if device.capability != 90:
+        return
+    if way.width == 8:
+        yield from _sixteen_bit_ways_backward(problem, device, way)
+    if problem.weight is not None and way.width >= 4:
+        yield from _long_ways_backward(problem, way)
+        # 100,000 columns of float32 take 1.14, staged 1.17; 65536 of bfloat16 1.07 with two rows ahead, 1.26 with
+        # one, and 1.14 staged by four blocks of 512 threads.
+        early = replace(way, weights="early")
+        if way.width == 4:
+            yield from _float_ways_backward(problem, early)
+        else:
+            for rows in _rows_ahead(problem):
+                yield replace(early, threads_per_row=256, blocks_per_row=8, rows_ahead=rows)
+
+
+def _rows_ahead(problem: BackwardProblem) -> tuple[int, ...]:
+    """32,768 columns of bfloat16 take 1.07 with two rows ahead, 1.19 with one; with a residual 1.06 and 1.04."""
+    return (2, 1) if problem.dresidual_out is None else (1,)
+
+
+def _sixteen_bit_ways_backward(problem: BackwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
+    """32768 columns of bfloat16 take 1.07 with two blocks of 128 threads a multiprocessor, 1.10 with one of 512.
+
+    Weights come early where there are registers: 15,872 columns, of which not all threads have as many, take 1.05 so,
+    staged 1.19 (but 16,384 1.09 and 1.06). 7 vectors would spill so, 8 in any case; 12,800 columns take 1.19 with 7,
+    and by four blocks 1.32.
+
+    On an H100 17,000, 20,480 and 24,576 columns take 1.12, 1.04 and 1.06 by eight blocks, by four, of 5 or 6 vectors,
+    1.27, 1.09 and 1.11, but 16,640 1.13 and 1.09; with a residual 1.11, 1.02 and 1.05, with one row ahead 1.18, 1.06
+    and 1.07. Under silu 22,016 take 1.37 and 2.16, but 20,480 1.44 and 1.31.
+    """
+    crowd = _crowd(way)
+    pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
+    many = problem.columns // way.width >= 2112 and problem.norm.activation is None and problem.channels is None
+    few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
+    eighth = -(-problem.columns // way.width // 8)
+    if many and device.has_fast_memory and eighth <= 4 * 128 and 0 < eighth % 128 < 119:
+        # Many threads would have a vector less than others: 20,000, 26,624 and 30,000 columns take 1.36, 1.10 and 1.20
+        # by eight blocks, by pairs 1.09, 1.07 and 1.09; but on an H100 1.12, 1.10 and 1.15, by pairs 1.13, 1.16, 1.21.
+        yield replace(way, vectors=5, threads_per_row=256, blocks_per_row=2)
+        yield replace(way, vectors=7, threads_per_row=256, blocks_per_row=2, weights="early")
+        yield replace(way, vectors=4, blocks_per_row=2)
+    if problem.dresidual_out is None:
+        ways = (pair, few, early, replace(early, vectors=7), crowd)
+        for each, rows in itertools.product(ways, _rows_ahead(problem)):
+            yield replace(each, rows_ahead=rows)
+    else:
+        yield pair
+        if many:
+            yield replace(few, vectors=3, rows_ahead=2)
+        yield from (early, crowd)
+
+
+def _crowd(way: RowBlock) -> RowBlock:
+    """Two blocks of 128 threads a multiprocessor."""
+    return replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
+
+
+def _float_ways_backward(problem: BackwardProblem, early: RowBlock) -> Iterator[RowBlock]:
+    """On an H100 10,000 columns of float32 take 1.06 by pairs of blocks of 256 threads, of 512 1.07.
+
+    12,000 take 1.06 by four blocks, by pairs 1.07, 16,384 1.07 and 1.07, 13,000 1.12 and 1.10; 19,000, 22,000 and
+    30,000 by eight 1.03, 1.04 and 1.04, by fewer, of 512 threads, 1.10, 1.12 and 1.13. With a residual 16,384 take 1.05
+    by four, by pairs 1.03; under silu 19,000 1.28 by eight, by four of 512 1.06, and 16,384 1.04 by four of 256, on an
+    H200, by four of 512 1.20.
+    """
+    if problem.dresidual_out is None:
+        yield replace(early, vectors=5, threads_per_row=256, blocks_per_row=2)
+        blocks = 8 if problem.norm.activation is None else 16
+        yield replace(early, vectors=4, threads_per_row=256, blocks_per_row=blocks, rows_ahead=2)
+    yield early
+
+
 def _long_ways_backward(problem: BackwardProblem, way: RowBlock) -> Iterator[RowBlock]:
     """Two rows ahead by more blocks of fewer threads.
 
     196,608 and 262,144 columns of bfloat16 take 1.13 and 1.14 so, one ahead by 512 threads 1.30 and 1.18; with a
     residual 131,072 1.05 and 1.14, 196,608 by 512 threads 1.06, by 256 1.12; under silu 100,000 and 196,608 1.87 and
-    1.82, with weights that come early 2.42 and 2.60. float32: 20,000 and 40,000 columns 1.04 and 1.02, by 256 and 512
+    1.82, with weights that come early 2.42 and 2.60 (on an H100 196,608 1.24, one ahead by 512 threads 1.34; but
+    262,144 1.41 and 1.26). float32: 20,000 and 40,000 columns 1.04 and 1.02, by 256 and 512
     threads 1.12 and 1.07; 65,536, 80,000 and 131,072 1.05, 1.05 and 1.05, one ahead 1.07, 1.08 and 1.07.
     """
     vectors_per_row, residual = problem.columns // way.width, problem.dresidual_out is not None
@@ -178,7 +200,7 @@ def _long_ways_backward(problem: BackwardProblem, way: RowBlock) -> Iterator[Row
     deep, staged = (replace(way, weights=weights, rows_ahead=2) for weights in ("early", "staged"))
     if way.width == 8 and activated and not residual and vectors_per_row > 8192:
         for blocks in (8, 16):
-            yield replace(staged, vectors=8, threads_per_row=256, blocks_per_row=blocks)
+            yield replace(staged, vectors=7, threads_per_row=256, blocks_per_row=blocks)
     elif way.width == 8 and not activated and vectors_per_row > 16384 - residual:
         yield replace(deep, vectors=5 if residual else 6, threads_per_row=256)
         yield replace(staged, vectors=4) if residual else replace(staged, vectors=8, threads_per_row=256)
@@ -189,61 +211,65 @@ def _long_ways_backward(problem: BackwardProblem, way: RowBlock) -> Iterator[Row
             yield replace(deep, vectors=4, blocks_per_row=blocks)
 
 
-def _peeled_ways_backward(problem: BackwardProblem, crowd: RowBlock, device: Device) -> Iterator[RowBlock]:
-    """Of sixteen-bit numbers. The numbers are of an H100, but for those below.
+def _peeled_ways_backward(problem: BackwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
+    if way.width == 4:
+        # 20,001, 25,001 and 50,257 columns of float32 take 1.13, 1.12 and 1.23 with two rows ahead and weights that
+        # come early, with one row and staged 1.19, 1.22 and 1.27; but 15,873 1.27, by pairs of blocks 1.14.
+        yield replace(way, vectors=8, blocks_per_row=2)
+        yield replace(way, vectors=7, weights="early", rows_ahead=2)
+        yield replace(way, vectors=10)
+    elif way.width == 8 and device.capability == 90:
+        yield from _peeled_sixteen_bit_ways_backward(problem, way)
 
-    By pairs of blocks of 256 threads 15,873 columns of bfloat16 take 1.08, by four blocks of 128 1.15; 20,001 1.07 and
-    1.12; 22,001, which are 6 vectors, 1.10 and 1.11. But 26,001, of 7, take 1.15 and 1.10, by eight blocks 1.21. Rows
-    that need those come two ahead, where there is room for them: 32,769 and 35,001 columns take 1.12 and 1.13 so, with
-    one ahead 1.20 and 1.19. So do longer ones, by 256 threads: 65,537 columns take 1.16, with one ahead 1.25, by 512
-    threads 1.23, and with a residual, which those have no registers for, 1.15 and 1.84; 131,073 1.28 and 1.35.
 
-    An H200 wants three blocks of 128 threads a multiprocessor: 15,873, 18,001 and 20,001 columns take 1.18, 1.21 and
-    1.18 by four blocks so, by pairs of 256 1.43, 1.34 and 1.31; 30,001 and 35,001 by eight 1.26 and 1.28, by two a
-    multiprocessor 1.47 and 1.44; 65,537 by eight of 512 threads 1.47, of 256 1.65. (By sixteen they take 1.32; but
-    synccheck 2025.3.1 ends with an illegal address where clusters of sixteen share multiprocessors, of which nothing
-    else is seen.)
+def _peeled_sixteen_bit_ways_backward(problem: BackwardProblem, way: RowBlock) -> Iterator[RowBlock]:
+    """By three blocks of 128 threads a multiprocessor.
+
+    15,873, 18,001 and 20,001 columns of bfloat16 take 1.18, 1.21 and 1.18 by four blocks so, by pairs of 256 1.43, 1.34
+    and 1.31 (on an H100 15,873 and 20,001 1.19 and 1.21, and 1.16 and 1.15); 30,001 and 35,001 by eight 1.26 and 1.28,
+    by two a multiprocessor 1.47 and 1.44; 65,537 by eight of 512 threads 1.47, of 256 1.65. (By sixteen they take 1.32;
+    but synccheck 2025.3.1 ends with an illegal address where clusters of sixteen share multiprocessors, of which
+    nothing else is seen.) With a residual 15,873 take 1.42 with weights that come early, staged 1.17.
+
+    On an H100 32,769 columns and more come two rows ahead, where there is room for them: 1.12, with one ahead 1.20; by
+    256 threads 131,073 take 1.28 so, with one ahead 1.35.
     """
+    crowd = _crowd(way)
     alone = replace(crowd, threads_per_row=256, blocks_per_multiprocessor=1)
     three = replace(crowd, vectors=5, blocks_per_multiprocessor=3)
-    early = replace(three, vectors=4, weights="early")
-    if device.has_fast_memory:
-        yield replace(three, vectors=3, threads_per_row=256, blocks_per_row=2, blocks_per_multiprocessor=2)
-        if problem.dresidual_out is None:  # with one 15,873 columns take 1.42 so, with weights that are staged 1.17
-            yield replace(early, blocks_per_row=4)
-        yield replace(three, blocks_per_row=4)
+    yield replace(three, vectors=3, threads_per_row=256, blocks_per_row=2, blocks_per_multiprocessor=2)
+    if problem.dresidual_out is None:
+        yield replace(three, vectors=4, weights="early", blocks_per_row=4)
+    yield replace(three, blocks_per_row=4)
     yield replace(alone, vectors=6, blocks_per_row=2)
-    if device.has_fast_memory and problem.norm.activation is None:
+    if problem.norm.activation is None:
         yield from (replace(three, rows_ahead=2), three)
     yield replace(crowd, blocks_per_row=4)
     yield replace(crowd, vectors=5, rows_ahead=2)
     yield crowd
-    if device.has_fast_memory:
-        yield replace(alone, vectors=2, threads_per_row=512, weights="early")
+    yield replace(alone, vectors=2, threads_per_row=512, weights="early")
     for rows in (2, 1):
         yield replace(alone, blocks_per_row=16, rows_ahead=rows)
 
 
-def _peeled_ways_forward(problem: ForwardProblem, way: RowBlock, device: Device) -> Iterator[RowBlock]:
+def _peeled_ways_forward(problem: ForwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
     """The numbers are of layer norm.
 
-    On an H100, by pairs of blocks of 256 threads 25,001 columns of bfloat16 take 1.06, by one block of 512 1.09; by
-    pairs of 512 30,001 and 35,001 1.05 and 1.05, by one 1.10 and 1.11. float32: 25,001 columns take 1.10 with 7
-    vectors, by four blocks, two a multiprocessor, and 1.16 by two of 13; 50,257 1.10 and 1.13.
-
-    On an H200 30,001 and 40,001 columns take 1.12 and 1.15 by two and three blocks a multiprocessor of 256 threads, by
+    30,001 and 40,001 columns of bfloat16 take 1.12 and 1.15 by two and three blocks a multiprocessor of 256 threads, by
     one of 512 1.33 and 1.26; 25,001 and 33,001 of float32 1.14 and 1.15 by eight blocks of 128, three a multiprocessor,
-    by two of 256 1.17 and 1.24; 50,257 by four of 512 1.13, by eight of 256 1.16.
+    by two of 256 1.17 and 1.24 (but RMS norm of 30,001 1.20 and 1.15); 50,257 by four of 512 1.13, by eight of 256
+    1.16. On an H100 25,001 columns of bfloat16 take 1.06 by pairs of blocks of 256 threads, by one block of 512 1.09.
     """
+    if device.capability != 90 or problem.norm.activation is not None:
+        return
     several = replace(way, vectors=7, threads_per_row=256, blocks_per_row=8, blocks_per_multiprocessor=2)
     if way.width == 4:
         yield replace(way, vectors=10, blocks_per_row=2)
-        if device.has_fast_memory and problem.norm.centered:  # RMS norm of 30,001 takes 1.20 so, else 1.15
+        if problem.norm.centered:
             yield replace(several, vectors=10, threads_per_row=128, blocks_per_multiprocessor=3)
             yield replace(way, vectors=7, threads_per_row=MOST_THREADS, blocks_per_row=4)
         yield several
     elif problem.residual is None:
-        yield replace(several, vectors=8 if device.has_fast_memory else 7, blocks_per_row=2)
-        if device.has_fast_memory:
-            yield replace(several, vectors=5, blocks_per_row=4, blocks_per_multiprocessor=3)
+        yield replace(several, vectors=8, blocks_per_row=2)
+        yield replace(several, vectors=5, blocks_per_row=4, blocks_per_multiprocessor=3)
         yield replace(way, vectors=5, blocks_per_row=2)
