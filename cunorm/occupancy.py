@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cunorm.plan import Device
+from cunorm.plan.launches import REGISTERS, RESERVED_BYTES, Device
 
 __all__ = ["Occupancy", "occupancy"]
 
 # From the CUDA C++ Programming Guide's table of compute capabilities.
-_REGISTERS = 65536
 _BLOCKS = {75: 16, 80: 32, 86: 16, 87: 16, 90: 32, 100: 32, 103: 32}
 _OTHER_BLOCKS = 24
 # Registers are given to warps in such pieces, and warps in fours, one for each part of a multiprocessor.
 _REGISTER_PIECE = 256
-# What the runtime keeps of shared memory for each block, from sm_80 on.
-_RESERVED_BYTES = 1024
 
 
 class Occupancy(NamedTuple):
@@ -30,10 +27,10 @@ def occupancy(device: Device, threads: int, registers: int, shared_bytes: int) -
     """For blocks of so many threads, with so many registers each, and static and dynamic shared memory of a block."""
     warps = -(-threads // 32)
     per_warp = -(-max(registers, 1) * 32 // _REGISTER_PIECE) * _REGISTER_PIECE
-    reserved = _RESERVED_BYTES if device.capability >= 80 else 0
+    reserved = RESERVED_BYTES if device.capability >= 80 else 0
     limits = {
         "threads": device.threads_per_multiprocessor // 32 // warps,
-        "registers": _REGISTERS // per_warp // 4 * 4 // warps,
+        "registers": REGISTERS // per_warp // 4 * 4 // warps,
         "shared memory": (device.shared_bytes + reserved) // max(1, shared_bytes + reserved),
         "blocks": _BLOCKS.get(device.capability, _OTHER_BLOCKS),
     }

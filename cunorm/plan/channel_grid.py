@@ -17,7 +17,7 @@ from cunorm.plan.channel_tiles import (
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
@@ -34,8 +34,6 @@ _RESIDENT = {1: 8, 2: 4}
 # vectors that are held.
 _VECTORS_PER_PIVOT = 64
 # What the runtime keeps of shared memory for each block.
-_RESERVED_BYTES = 1024
-_MOST_STATIC_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             continue
         resident = tiles.min_blocks
         multiprocessors = device.multiprocessors * resident
-        shared_bytes = (device.shared_bytes + _RESERVED_BYTES) // resident - _RESERVED_BYTES
+        shared_bytes = device.shared_bytes_of(resident)
         point_vectors = -(-problem.points // tiles.point_vector)
         slabs = tiles.count(problem)
         for groups in range(min(slabs, multiprocessors // 2), 0, -1):
@@ -169,7 +167,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             slot_bytes = read * tiles.holders * tiles.width * DTYPES[problem.x.dtype].itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
             room = min(free // slot_bytes, _MOST_SLOTS)
-            if grid.static_bytes(problem) > _MOST_STATIC_BYTES:
+            if grid.static_bytes(problem) > MOST_STATIC_BYTES:
                 continue
             if room >= vectors:
                 slots = min(room, 2 * vectors if turns > 1 else vectors)

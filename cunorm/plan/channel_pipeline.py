@@ -16,7 +16,7 @@ from cunorm.plan.channel_tiles import (
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import compute_itemsize
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
@@ -45,8 +45,8 @@ _THREADS, _FEWER_THREADS = (512, 384), (384,)
 _MOST_RESIDENT = 12
 # Warps that tell, with SET_LANES lanes for each set.
 _TELLING_WARPS = 2
-# What a kernel declares of shared memory beside what is counted here, and the most that it may.
-_OTHER_STATIC_BYTES, _MOST_STATIC_BYTES = 256, 48 << 10
+# What a kernel declares of shared memory beside what is counted here.
+_OTHER_STATIC_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
                 continue
             static = pipeline.static_bytes(problem)
             ahead = min((device.shared_bytes - static - pipeline.shared_bytes(problem)) // part_bytes, _MOST_AHEAD)
-            if ahead >= _LEAST_AHEAD and static <= _MOST_STATIC_BYTES:
+            if ahead >= _LEAST_AHEAD and static <= MOST_STATIC_BYTES:
                 yield replace(pipeline, ahead=ahead, lag=ahead - (2 if ahead >= 5 else 1))
 
 

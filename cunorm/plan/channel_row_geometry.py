@@ -11,7 +11,7 @@ from dataclasses import replace
 from cunorm.plan.constants import can_be_shared, columns_per_block, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, fits, has_channels
+from cunorm.plan.row_fit import STATIC_SHARED_BYTES, blocks_with, fits, has_channels
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry", "with_channels"]
@@ -152,8 +152,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 def _ahead(geometry: RowBlock, crowd: int, problem: Problem, device: Device) -> RowBlock | None:
     """The geometry, in turns, with as many blocks on a multiprocessor; None where these have no room."""
     ahead = with_channels(replace(geometry, stage="ahead", blocks_per_multiprocessor=crowd), problem, device)
-    taken = ahead.shared_bytes(problem) + 4 * 1024  # with what a kernel declares, and what the runtime keeps
-    return ahead if crowd * taken <= device.shared_bytes + 1024 else None
+    return ahead if device.blocks_with(ahead.shared_bytes(problem) + STATIC_SHARED_BYTES) >= crowd else None
 
 
 def _width(problem: Problem, device: Device) -> int:

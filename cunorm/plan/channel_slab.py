@@ -16,7 +16,7 @@ from cunorm.plan.channel_tiles import (
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.launches import Builder, Constants, Device
+from cunorm.plan.launches import MOST_STATIC_BYTES, REGISTERS, Builder, Constants, Device
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
@@ -25,11 +25,9 @@ __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
 # Vectors of a thread.
 _MOST_VECTORS = 64
 # What the runtime keeps of shared memory for each block.
-_RESERVED_BYTES = 1024
 # Registers that a thread may have: no kernel spills for it.
 _REGISTERS = 96
 # Static shared memory that a kernel may have.
-_MOST_STATIC_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,8 @@ class Slab:
 
     def resident(self, problem: ChannelProblem, device: Device) -> int:
         """How many blocks share a multiprocessor."""
-        shared = self.shared_bytes(problem) + self.static_bytes(problem) + _RESERVED_BYTES
-        return min((device.shared_bytes + _RESERVED_BYTES) // shared, self.tiles.min_blocks)
+        shared_bytes = self.shared_bytes(problem) + self.static_bytes(problem)
+        return min(device.blocks_with(shared_bytes), self.tiles.min_blocks)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
@@ -84,7 +82,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
         if way is None or (not way.along_channels and most_threads & most_threads - 1):
             continue
         for lanes, threads in tile_lanes(problem, way, most_threads):
-            by_threads = min(device.threads_per_multiprocessor, 65536 // _REGISTERS) // threads
+            by_threads = min(device.threads_per_multiprocessor, REGISTERS // _REGISTERS) // threads
             tiles = Tiles(way, lanes, threads, by_threads)
             for blocks in (1, 2, 4, 8, 16):
                 if not device.groups(blocks):
@@ -96,7 +94,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
                     continue
                 slab = Slab(tiles, blocks, per_block * tiles.point_vector, vectors)
                 total = slab.shared_bytes(problem) + slab.static_bytes(problem)
-                if total <= device.shared_bytes and slab.static_bytes(problem) <= _MOST_STATIC_BYTES:
+                if total <= device.shared_bytes and slab.static_bytes(problem) <= MOST_STATIC_BYTES:
                     yield slab
 
 

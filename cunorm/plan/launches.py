@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Builder", "Constants", "Device", "Launch", "Plan", "Scratch", "Value"]
+__all__ = [
+    "MOST_STATIC_BYTES",
+    "REGISTERS",
+    "RESERVED_BYTES",
+    "Builder",
+    "Constants",
+    "Device",
+    "Launch",
+    "Plan",
+    "Scratch",
+    "Value",
+]
 
 Value = int | float | str | tuple[int, ...]
 Constants = dict[str, int | str]
 
 _MOST_BLOCKS = 2**31 - 1
+# Of a multiprocessor.
+REGISTERS = 65536
+# What the runtime keeps of shared memory for each block, from sm_80 on.
+RESERVED_BYTES = 1024
+# What a kernel may declare of it.
+MOST_STATIC_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,14 @@ class Device:
         """The most shared memory of a block."""
         # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.
         return {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
+
+    def blocks_with(self, shared_bytes: int) -> int:
+        """How many blocks with so much shared memory, that which kernels declare included, a multiprocessor has."""
+        return (self.shared_bytes + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
+
+    def shared_bytes_of(self, blocks: int) -> int:
+        """How much shared memory each of so many blocks of a multiprocessor may have."""
+        return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
 
     def groups(self, blocks: int) -> int:
         """How many groups of 1, 2, 4, 8 or 16 blocks, each filling a multiprocessor, run at the same time; or 0."""

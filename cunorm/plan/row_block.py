@@ -20,7 +20,7 @@ from cunorm.plan.constants import (
     vector_shift,
     weights_of,
 )
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.launches import REGISTERS, Builder, Constants, Device, Value
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
@@ -209,7 +209,7 @@ class RowBlock:
         possible = self.rows_per_block == 1 and self.threads_per_row > 32 and self.stage != "run"
         possible = possible and (self.stage == "direct" or self.rows_ahead == 1)
         possible = possible and not (self.peeled and self.blocks_per_row > 1 and self.width < 8)
-        possible = possible and 65536 // self.threads >= 80 * self.compiled_for(problem)
+        possible = possible and REGISTERS // self.threads >= 80 * self.compiled_for(problem)
         possible = possible and (problem.norm.activation is None or self.vectors <= 8)
         # Before sm_90 launches do not overlap, and nothing was measured.
         if not self.blocks_per_multiprocessor or not possible or device.capability < 90:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cunorm.plan.constants import are_rows, lie_alike, margin_of, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_early, fits_registers, resident
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_short import SHORT_BYTES
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 
@@ -54,7 +54,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                     in_turns = replace(deeper, blocks_per_multiprocessor=share)
                     if share <= most and fits(in_turns, problem, device):
                         yield in_turns
-                        if share > 1 and _are_short(problem, width) and _have_registers(in_turns, problem, device):
+                        if share > 1 and _are_short(problem, width) and fits_crowd(in_turns, problem, device, share):
                             yield replace(in_turns, min_blocks=share)
 
 
@@ -62,16 +62,6 @@ def _are_short(problem: Problem, width: int) -> bool:
     """Whether rows are short and of narrow vectors: see row_short."""
     itemsize = DTYPES[problem.x.dtype].itemsize
     return problem.columns * itemsize < SHORT_BYTES and width * itemsize < 16
-
-
-def _have_registers(geometry: RowBlock, problem: Problem, device: Device) -> bool:
-    """Whether all blocks that are to share a multiprocessor have the registers at once."""
-    threads = geometry.threads * geometry.blocks_per_multiprocessor
-    direct = geometry.stage == "direct"
-    crowd = replace(geometry, min_blocks=geometry.blocks_per_multiprocessor)
-    if geometry.weights == "early" and not fits_early(crowd, problem, device):
-        return False
-    return fits_registers(problem, device, geometry.width, geometry.vectors, threads, geometry.peeled, direct)
 
 
 def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:

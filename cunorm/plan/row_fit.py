@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cunorm.plan.constants import are_shifted, compute_itemsize, lie_alike
-from cunorm.plan.launches import Device
+from cunorm.plan.launches import REGISTERS, Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [
+    "STATIC_SHARED_BYTES",
     "blocks_with",
     "crowded",
     "fits",
+    "fits_crowd",
     "fits_early",
     "fits_registers",
     "has_channels",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 # What the kernels declare of shared memory themselves, mostly at most.
-_STATIC_SHARED_BYTES = 3 * 1024
+STATIC_SHARED_BYTES = 3 * 1024
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
@@ -36,6 +38,11 @@ _DERIVATIVE_REGISTERS = 24
 def has_channels(problem: Problem) -> bool:
     """Whether rows have several channels each."""
     return problem.channels is not None and problem.channels.channels_per_row > 1
+
+
+def _registers_of_each(threads: int) -> int:
+    """How many registers each of so many threads of a multiprocessor can have."""
+    return min(255, REGISTERS // threads // 8 * 8)
 
 
 def _registers(problem: Problem, width: int) -> tuple[int, int]:
@@ -94,7 +101,7 @@ def fits_registers(
         # Read directly, all of a thread's are loaded at once.
         if direct:
             other += vectors * width * DTYPES[problem.x.dtype].itemsize // 4 + 32 * peeled
-    return vectors * registers + more + other <= min(255, 65536 // threads // 8 * 8)
+    return vectors * registers + more + other <= _registers_of_each(threads)
 
 
 def _of_shifted(problem: Problem, device: Device, vectors: int) -> int:
@@ -118,13 +125,21 @@ def fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
         other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
     other += 12 * geometry.peeled + _of_shifted(problem, device, geometry.vectors)
     total = geometry.vectors * (registers + words) + more + other
-    return total <= min(255, 65536 // (geometry.threads * geometry.compiled_for(problem)) // 8 * 8)
+    return total <= _registers_of_each(geometry.threads * geometry.compiled_for(problem))
+
+
+def fits_crowd(geometry: RowBlock, problem: Problem, device: Device, share: int) -> bool:
+    """Whether so many of its blocks have the registers at once, also for weights that come early."""
+    if geometry.weights == "early" and not fits_early(replace(geometry, min_blocks=share), problem, device):
+        return False
+    threads, direct = share * geometry.threads, geometry.stage == "direct"
+    return fits_registers(problem, device, geometry.width, geometry.vectors, threads, geometry.peeled, direct)
 
 
 def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     # Many rows a block have sums that take more, each in two places, of up to two numbers.
     sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
-    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
+    static_bytes = max(STATIC_SHARED_BYTES, sums + 1024)
     return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
 
 
@@ -149,15 +164,14 @@ def with_room(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
 def resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
     """How many of its blocks share a multiprocessor, about."""
     registers, more = _registers(problem, geometry.width)
-    by_registers = 65536 // (geometry.threads * (geometry.vectors * registers + more + 32))
+    by_registers = REGISTERS // (geometry.threads * (geometry.vectors * registers + more + 32))
     by_memory = resident_by_memory(geometry, problem, device)
     return max(1, min(by_memory, by_registers, device.threads_per_multiprocessor // geometry.threads))
 
 
 def resident_by_memory(geometry: RowBlock, problem: Problem, device: Device) -> int:
     """How many of its blocks have the shared memory that they need."""
-    # The runtime keeps 1 KB of shared memory for itself.
-    return (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
+    return device.blocks_with(geometry.shared_bytes(problem) + STATIC_SHARED_BYTES)
 
 
 def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
@@ -180,7 +194,7 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
 
 def blocks_with(geometry: RowBlock, registers: int) -> int:
     """How many of its blocks leave each thread so many registers."""
-    return max(1, 65536 // (geometry.threads * registers))
+    return max(1, REGISTERS // (geometry.threads * registers))
 
 
 def persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:

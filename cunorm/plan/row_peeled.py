@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_registers
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
 from cunorm.problem import DTYPES, ForwardProblem
@@ -122,11 +122,10 @@ def _ahead_in_turns(problem: ForwardProblem, device: Device, width: int) -> RowB
     vectors = -(-vectors_per_row // threads)
     geometry = RowBlock(width, vectors, threads, 1, 1, "ahead", True, "staged")
     most = 768 if vectors <= 4 and not are_wide(problem) else 512
-    room = (device.shared_bytes + 1024) // (geometry.shared_bytes(problem) + 2048)
+    room = device.blocks_with(geometry.shared_bytes(problem) + 1024)
     share = max(1, min(most // threads, room))
     geometry = replace(geometry, blocks_per_multiprocessor=share)
-    in_registers = fits_registers(problem, device, width, vectors, threads * share, True)
-    return geometry if in_registers and fits(geometry, problem, device) else None
+    return geometry if fits_crowd(geometry, problem, device, share) and fits(geometry, problem, device) else None
 
 
 def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -168,7 +167,7 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     takes_turns = many_weights and (width == 8 or threads == MOST_THREADS)
     if takes_turns and problem.rows >= 8 * share * device.multiprocessors:
         geometry = replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
-    in_registers = fits_registers(problem, device, width, vectors, threads * geometry.min_blocks, True, True)
+    in_registers = fits_crowd(geometry, problem, device, geometry.min_blocks)
     return geometry if in_registers and fits(geometry, problem, device) else None
 
 

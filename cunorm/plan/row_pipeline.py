@@ -48,7 +48,6 @@ _MOST_LAG = 5
 _MOST_RESIDENT = 12
 # What a kernel declares of shared memory itself, and what the runtime keeps for each block.
 _STATIC_SHARED_BYTES = 1024
-_RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
                 continue
             if (block.threads + _OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
                 continue
-            room = (device.shared_bytes + _RESERVED_BYTES) // block.share - _RESERVED_BYTES - _STATIC_SHARED_BYTES
+            room = device.shared_bytes_of(block.share) - _STATIC_SHARED_BYTES
             most_lag = max(2, min(_MOST_LAG, turns))
             # More rows ahead than a group has would wait for nothing.
             ahead = min(_MOST_ROWS_AHEAD, room // way.shared_bytes(problem), turns + most_lag)

@@ -18,7 +18,7 @@ from cunorm.plan.constants import lie_alike
 from cunorm.plan.launches import Device
 from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_early, fits_registers
+from cunorm.plan.row_fit import fits, fits_crowd
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
@@ -250,11 +250,7 @@ def _as_run(problem: Problem, device: Device, width: int, threads: int) -> RowBl
 
 def _has_room(geometry: RowBlock, problem: Problem, device: Device, share: int) -> bool:
     """Whether so many blocks at once have the threads, the registers and the shared memory."""
-    threads, direct = share * geometry.threads, geometry.stage == "direct"
-    if threads > device.threads_per_multiprocessor or not fits(geometry, problem, device):
+    if share * geometry.threads > device.threads_per_multiprocessor or not fits(geometry, problem, device):
         return False
-    if geometry.weights == "early" and not fits_early(geometry, problem, device):
-        return False
-    shared_bytes = share * (geometry.shared_bytes(problem) + 1024)  # which the runtime keeps
-    registers = fits_registers(problem, device, geometry.width, geometry.vectors, threads, geometry.peeled, direct)
-    return registers and shared_bytes <= device.shared_bytes
+    has_memory = device.blocks_with(geometry.shared_bytes(problem)) >= share
+    return has_memory and fits_crowd(geometry, problem, device, share)
