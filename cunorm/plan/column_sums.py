@@ -13,7 +13,7 @@ __all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]
 _THREADS = 512
 
 
-def _sums(problem: BackwardProblem | ChannelBackward) -> int:
+def _gradient_length(problem: BackwardProblem | ChannelBackward) -> int:
     """How many numbers dweight has, and dbias."""
     if isinstance(problem, ChannelBackward):
         return problem.channels
@@ -35,7 +35,9 @@ def column_sum_targets(
         if dtype is not None and count == 1:
             arguments[name], sum_dtype = name, dtype
         elif dtype is not None:
-            arguments[name] = builder.reserve(f"{name}_sums", count * _sums(problem), compute_itemsize(problem))
+            arguments[name] = builder.reserve(
+                f"{name}_sums", count * _gradient_length(problem), compute_itemsize(problem)
+            )
         constants |= {f"WANTS_{name.upper()}": int(dtype is not None), f"{name.upper()}_TYPE": DTYPES[sum_dtype].cuda}
     return arguments, constants
 
@@ -46,14 +48,18 @@ def launch_column_sums(
     """Add up what a kernel wrote to the ``targets``."""
     wanted = [(name, dtype) for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)) if dtype]
     if wanted and count != 1:
-        launch_sum(builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, _sums(problem))
+        launch_sum(
+            builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, _gradient_length(problem)
+        )
 
 
 def launch_sum(
     builder: Builder, problem: AnyProblem, matrices: Sequence[tuple[Value, Value, str]], rows: int, columns: int
 ) -> None:
     """Add up one or two matrices of partial sums: (partial sums, sums, the sums' dtype) for each."""
-    (partials, sums, dtype), (second_partials, second_sums, second_dtype) = (*matrices, (0, 0, matrices[0][2]))[:2]
+    first, *second = matrices
+    partials, sums, dtype = first
+    second_partials, second_sums, second_dtype = second[0] if second else (0, 0, dtype)
     # Few partial rows leave nothing to share between threads.
     row_threads = 1 if rows <= 8 else 16
     builder.launch(

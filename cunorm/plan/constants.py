@@ -54,9 +54,9 @@ def are_rows(problem: Problem) -> bool:
 
 
 def are_shifted(problem: Problem) -> bool:
-    """Whether such rows are whole pieces of 16 bytes that are aligned where they are written, but not all where read.
+    """Whether rows are a multiple of 16 bytes long and apart, and written at such multiples, but not all read there.
 
-    Those of each tensor all begin in the same way then, and lie one behind the other.
+    All rows of a tensor have the same offset from a multiple then.
     """
     if not are_rows(problem) or problem.channels is not None:
         return False
@@ -64,8 +64,8 @@ def are_shifted(problem: Problem) -> bool:
     offsets = [matrix.offset for matrix in problem.matrices_read]
     strides = [matrix.row_strides[0] for matrix in problem.matrices]
     whole = math.gcd(problem.columns, *strides) * itemsize % 16 == 0
-    forward = problem.rows == 1 or all(matrix.row_strides[0] > 0 for matrix in problem.matrices_read)
-    return whole and forward and any(offsets) and all(matrix.offset == 0 for matrix in problem.matrices_written)
+    ascending = problem.rows == 1 or all(matrix.row_strides[0] > 0 for matrix in problem.matrices_read)
+    return whole and ascending and any(offsets) and all(matrix.offset == 0 for matrix in problem.matrices_written)
 
 
 def row_width(problem: Problem) -> int:

@@ -8,6 +8,7 @@ multiprocessor, weights in registers, and two rows ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.launches import Device
@@ -18,17 +19,46 @@ from cunorm.problem import DTYPES, BackwardProblem
 
 __all__ = ["activated_peeled_backward", "activated_row_backward"]
 
-# Blocks of a row, threads and rows of a block, blocks of a multiprocessor, and the most vectors of a thread, of rows of
-# whole vectors, of those with a residual, and of rows that begin anywhere: the first that hold a row.
+
+class _Way(NamedTuple):
+    blocks_per_row: int
+    threads_per_row: int
+    rows_per_block: int
+    blocks_per_multiprocessor: int
+    most_vectors: int  # of a thread
+
+
+# Of rows of whole vectors, of those with a residual, and of rows that begin anywhere: the first that holds a row.
 _WAYS = (
-    (1, 128, 1, 3, 2), (1, 128, 1, 2, 5), (1, 256, 1, 1, 4), (2, 128, 1, 3, 3), (2, 128, 1, 2, 5), (4, 128, 1, 3, 3),
-    (4, 128, 1, 2, 5), (8, 128, 1, 3, 3), (8, 128, 1, 2, 5), (8, 256, 1, 1, 5), (16, 256, 1, 1, 5),
-)  # fmt: skip
-_WAYS_WITH_RESIDUAL = ((1, 256, 1, 1, 3), (2, 256, 1, 1, 3), (4, 256, 1, 1, 3), (8, 256, 1, 1, 4), (16, 256, 1, 1, 4))
+    _Way(1, 128, 1, 3, 2),
+    _Way(1, 128, 1, 2, 5),
+    _Way(1, 256, 1, 1, 4),
+    _Way(2, 128, 1, 3, 3),
+    _Way(2, 128, 1, 2, 5),
+    _Way(4, 128, 1, 3, 3),
+    _Way(4, 128, 1, 2, 5),
+    _Way(8, 128, 1, 3, 3),
+    _Way(8, 128, 1, 2, 5),
+    _Way(8, 256, 1, 1, 5),
+    _Way(16, 256, 1, 1, 5),
+)
+_WAYS_WITH_RESIDUAL = (
+    _Way(1, 256, 1, 1, 3),
+    _Way(2, 256, 1, 1, 3),
+    _Way(4, 256, 1, 1, 3),
+    _Way(8, 256, 1, 1, 4),
+    _Way(16, 256, 1, 1, 4),
+)
 _WAYS_OF_PEELED = (
-    (1, 32, 8, 2, 1), (1, 32, 4, 3, 2), (1, 64, 2, 3, 2), (1, 64, 2, 2, 4), (1, 128, 1, 2, 4), (2, 128, 1, 2, 4),
-    (2, 256, 1, 1, 4), (8, 256, 1, 1, 4),
-)  # fmt: skip
+    _Way(1, 32, 8, 2, 1),
+    _Way(1, 32, 4, 3, 2),
+    _Way(1, 64, 2, 3, 2),
+    _Way(1, 64, 2, 2, 4),
+    _Way(1, 128, 1, 2, 4),
+    _Way(2, 128, 1, 2, 4),
+    _Way(2, 256, 1, 1, 4),
+    _Way(8, 256, 1, 1, 4),
+)
 # Vectors of rows of which a block has several, and of others without a residual and with one.
 _SHORT, _LONG, _LONG_WITH_RESIDUAL = range(4, 32), range(193, 1 << 20), range(385, 1 << 20)
 
@@ -60,7 +90,15 @@ def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | N
         most = 5 if alone else 4
     threads = threads_for(vectors_per_row, most)
     geometry = RowBlock(
-        width, -(-vectors_per_row // threads), threads, 128 // threads, 1, "ahead", False, "early", 3, 2, 3
+        width,
+        -(-vectors_per_row // threads),
+        threads,
+        128 // threads,
+        stage="ahead",
+        weights="early",
+        blocks_per_multiprocessor=3,
+        rows_ahead=2,
+        min_blocks=3,
     )
     few = problem.rows <= 9 * geometry.rows_per_block * device.multiprocessors
     return geometry if not few and _have_room(geometry, problem, device) else None
@@ -100,24 +138,31 @@ def activated_peeled_backward(problem: BackwardProblem, device: Device, width: i
 
 
 def _first_of(
-    ways: Iterable[tuple[int, int, int, int, int]],
-    problem: BackwardProblem,
-    device: Device,
-    width: int,
-    peeled: bool = False,
+    ways: Iterable[_Way], problem: BackwardProblem, device: Device, width: int, peeled: bool = False
 ) -> RowBlock | None:
     """The first of these that holds a row and has room; None where rows are few, or none does."""
     edges = 2 * margin_of(problem, width, "early") if peeled else 0
-    for blocks, threads, rows, share, most in ways:
+    for way in ways:
+        blocks, share = way.blocks_per_row, way.blocks_per_multiprocessor
         if not device.groups(blocks) or not can_be_shared(problem, blocks, width):
             continue
         columns = columns_per_block(problem, blocks, width) if blocks > 1 else problem.columns
-        vectors = -(-((columns - edges) // width) // threads)
-        # Of peeled rows only 256 threads of pairs of blocks were faster with a second one ahead.
-        ahead = 1 if peeled and (blocks > 2 or share > 1) else 2
-        geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", peeled, "early", share, ahead)
-        if vectors <= most and _have_room(geometry, problem, device):
-            return None if problem.rows <= 3 * rows * share * device.groups(blocks) else geometry
+        geometry = RowBlock(
+            width,
+            -(-((columns - edges) // width) // way.threads_per_row),
+            way.threads_per_row,
+            way.rows_per_block,
+            blocks,
+            stage="ahead",
+            peeled=peeled,
+            weights="early",
+            blocks_per_multiprocessor=share,
+            # Of peeled rows only 256 threads of pairs of blocks were faster with a second one ahead.
+            rows_ahead=1 if peeled and (blocks > 2 or share > 1) else 2,
+        )
+        if geometry.vectors <= way.most_vectors and _have_room(geometry, problem, device):
+            few = problem.rows <= 3 * way.rows_per_block * share * device.groups(blocks)
+            return None if few else geometry
     return None
 
 

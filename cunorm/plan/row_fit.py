@@ -46,12 +46,11 @@ def _registers_of_each(threads: int) -> int:
 
 
 def _registers(problem: Problem, width: int) -> tuple[int, int]:
-    """4-byte registers for one vector of a row: what was loaded and, backward, its two column sums; and once a thread.
+    """How many 4-byte registers a thread has for each of its vectors, and how many it has once.
 
-    A vector of less than 16 bytes counts more: there are many of them, and each has its own bounds to check. So does
-    one of sixteen-bit numbers, which are unpacked. Once a thread counts the weight, that intermediate results in double
-    take twice as much, and what an activation needs. A compile for every architecture shows that next to nothing
-    spills.
+    For each vector: what was loaded and, backward, its two column sums. One of less than 16 bytes counts more, since
+    there are many, each with its own bounds to check; so does one of sixteen-bit numbers, which are unpacked. Once: the
+    weight, intermediate results in double, and what an activation needs.
     """
     loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
     loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16

@@ -286,7 +286,17 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     vectors_per_row = problem.columns // width
     has_residual, sixteen_bit = problem.dresidual_out is not None, DTYPES[problem.x.dtype].itemsize == 2
     if sixteen_bit and has_residual and vectors_per_row in (8, 16) and device.capability == 90:
-        ahead = RowBlock(width, 1, vectors_per_row, 128 // vectors_per_row, 1, "ahead", False, "early", 3, 2, 3)
+        ahead = RowBlock(
+            width,
+            1,
+            vectors_per_row,
+            128 // vectors_per_row,
+            stage="ahead",
+            weights="early",
+            blocks_per_multiprocessor=3,
+            rows_ahead=2,
+            min_blocks=3,
+        )
         if problem.parameters and fits_early(ahead, problem, device):
             return ahead
     light = DTYPES[problem.x.dtype].itemsize == 4 and problem.dresidual_out is None and problem.norm.activation is None
