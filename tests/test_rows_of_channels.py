@@ -24,9 +24,10 @@ from cases import (
     view_of,
 )
 from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels
+from plan_rules import rows_and_columns_are_covered
 
 from cunorm import reference, tuning_file
-from cunorm.plan import Plan, RowBlock, row_block, row_grid, row_pipeline
+from cunorm.plan import Plan, RowBlock, row_block, row_grid, row_pipeline, rows_of_channels
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
@@ -588,3 +589,14 @@ def test_what_tuning_found_for_layer_norm_is_not_theirs(monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning_file.launch, "gpu_name", lambda index: "a GPU")
     assert tuning_file.entry_for(layer_norm, 0) is entry
     assert tuning_file.entry_for(rows, 0) is None
+
+
+@pytest.mark.parametrize("of", [plain_channel_forward, plain_channel_backward], ids=["forward", "backward"])
+def test_candidates_hold_a_part_of_whole_channels(of: Callable[..., Any]) -> None:
+    """Of ten channels four blocks take three each, and the last one: more columns than a quarter of the row."""
+    problem, device = of(2, 320, 10, 4096, "float16"), GPUS["sm_90"]
+    rows = as_rows(problem)
+    found = list(rows_of_channels.candidates(problem, device))
+    assert rows is not None and any(geometry.blocks_per_row == 4 for geometry in found)
+    for geometry in found:
+        rows_and_columns_are_covered(rows, device, rows_of_channels.plan_with(problem, device, geometry))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import are_rows, lie_alike, margin_of, row_width
+from cunorm.plan.constants import are_rows, can_be_shared, columns_per_block, lie_alike, margin_of, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
@@ -77,7 +77,9 @@ def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: b
     all_threads = [1 << i for i in range(3 if peeled else 0, 11)]
     all_rows = [1 << i for i in range(9)]
     for blocks, threads_per_row, rows, weights in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows, ways):
-        columns = problem.columns if peeled and blocks == 1 else -(-problem.columns // blocks // width) * width
+        if not can_be_shared(problem, blocks, width):
+            continue
+        columns = min(columns_per_block(problem, blocks, width), problem.columns)
         inner = columns - (2 * margin_of(problem, width, weights) if peeled else 0)
         vectors, threads = max(1, -(-(inner // width) // threads_per_row)), threads_per_row * rows
         if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
