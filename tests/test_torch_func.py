@@ -51,6 +51,56 @@ def test_forward_mode_and_second_derivatives_are_refused(function: Any) -> None:
             function(lambda x, case=case: tuple_of(case(x))[0], (x,), (x,))
 
 
+def cubed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = cunorm.layer_norm(x, weight, eps=1e-5)
+    return y.pow(3).sum()
+
+
+def torch_cubed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, (8,), weight).pow(3).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_a_transformation_returns_can_be_differentiated(compiled: bool) -> None:
+    """By autograd around it, and by a transformation around it."""
+    x, samples = data(2, 8), data(3, 2, 8)
+    found = []
+    for function in (cubed, torch_cubed):
+
+        def value(weight: torch.Tensor, function: Any = function) -> torch.Tensor:
+            return torch.func.grad_and_value(lambda x: function(x, weight))(x)[1]
+
+        def values(weight: torch.Tensor, function: Any = function) -> torch.Tensor:
+            return torch.func.vmap(torch.func.grad_and_value(lambda x: function(x, weight)))(samples)[1].sum()
+
+        weight = data(8).requires_grad_()
+        run = torch.compile(value, backend="aot_eager") if compiled else value
+        (outside,) = torch.autograd.grad(run(weight) + weight.square().sum(), weight)
+        found.append((outside, torch.func.grad(values)(weight.detach())))
+    torch.testing.assert_close(*found)
+
+
+def test_nested_transformations_are_refused() -> None:
+    x, weight, grad = data(2, 8), ROW["weight"].detach(), torch.func.grad
+    twice = [
+        lambda: grad(lambda x: grad(cubed)(x, weight).sum())(x),
+        lambda: torch.func.hessian(cubed)(x, weight),
+        lambda: torch.func.jvp(lambda x: grad(cubed)(x, weight), (x,), (x,)),
+        lambda: grad(cubed)(x.clone().requires_grad_(), weight).square().sum().backward(),
+    ]
+    for differentiate in twice:
+        with pytest.raises(RuntimeError, match=r"forward mode AD|cannot be differentiated"):
+            differentiate()
+
+
+def test_a_transformation_without_gradients_around_it() -> None:
+    x, weight = data(2, 8), data(8).requires_grad_()
+    with torch.no_grad():
+        dx, value = torch.func.grad_and_value(cubed)(x, weight)
+    assert not dx.requires_grad and not value.requires_grad
+    torch.testing.assert_close(dx, torch.func.grad(torch_cubed)(x, weight.detach()))
+
+
 def mapped(case: Case, batched: tuple[str, ...]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:
     """The tensors of a case, of which some are stacks of three others, each along another axis."""
     tensors, places = [], []

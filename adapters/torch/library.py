@@ -11,8 +11,9 @@ modifies anything: running statistics come back as results, and `apply` copies t
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -311,12 +312,27 @@ class _Operator(abc.ABC):
         """
 
 
+@contextlib.contextmanager
+def _as_at_the_next_level() -> Iterator[None]:
+    """The modes that the next level of nested transformations of functions is to find.
+
+    A Function switches derivatives off in its forward: this level's, which has recorded it, but a level further out has
+    not yet.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
 class _Recorded(_SingleLevelFunction):
     """The node of any operator in PyTorch's graph of derivatives."""
 
     @staticmethod
     def forward(ctx: Any, operator: _Operator, keyset: Any, *arguments: Any) -> Any:
-        results = operator.below_autograd(keyset, arguments)
+        with _as_at_the_next_level():
+            results = operator.below_autograd(keyset, arguments)
         ctx.operator, ctx.count = operator, len(arguments) + 2
         ctx.set_materialize_grads(False)
         operator.keep(ctx, operator.call_of(arguments), results)
