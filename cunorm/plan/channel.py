@@ -20,6 +20,7 @@ __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 _OfChannels = Slab | Grid | ChannelPipeline | Split
 Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way")
+_SMALL_SET_BYTES = 12 << 10
 
 
 def is_empty(problem: ChannelProblem) -> bool:
@@ -121,8 +122,8 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
 
     They do in three cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
     1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an activation, likewise for a channel: 32,768
-    float32 numbers take 1.57 under silu, as slabs 1.39. And so for many sets of several channels: 512 of 16,384 float16
-    numbers take 1.71 and 1.51; but 64 of 65,536 1.71 and 1.78.
+    float32 numbers take 1.57 under silu, as slabs 1.39. And so for many small sets of several channels: on an H100 1024
+    of 784 float16 numbers take 2.41, as slabs 2.15; but 1024 of 6272 1.36 and 1.65.
     """
     one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
     if isinstance(problem, ChannelForward):
@@ -131,4 +132,5 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
         return 0
     if one:
         return 8 if clusters else 0
-    return 1 if problem.sets > 2 * device.multiprocessors else 0
+    small = problem.channels_per_set * problem.points * DTYPES[problem.x.dtype].itemsize <= _SMALL_SET_BYTES
+    return 1 if small and problem.sets > 2 * device.multiprocessors else 0
