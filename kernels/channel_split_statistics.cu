@@ -1,5 +1,5 @@
 // Mean and squared deviation of one chunk of points of each channel (the first of three launches:
-// channel_split_statistics, channel_split_merge, channel_split_forward); where a chunk is all that a mean is taken over
+// channel_split_statistics, split_merge, channel_split_forward); where a chunk is all that a mean is taken over
 // (ONE_CHUNK), mean and rstd, and nothing is to be merged. Reads x once.
 //
 // The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. A chunk has no more

@@ -1,5 +1,5 @@
 // Mean and squared deviation of one chunk of columns of a row, for rows that no block can hold (the first of three
-// launches: row_split_statistics, row_split_merge, row_split_forward); where a row is ONE_CHUNK, its mean and rstd, and
+// launches: row_split_statistics, split_merge, row_split_forward); where a row is ONE_CHUNK, its mean and rstd, and
 // nothing is to be merged. Reads x once; with a residual, reads that too and writes residual_out = x + residual, which
 // the rest works on. RMS norm (not CENTERED) has 0 for the mean.
 //

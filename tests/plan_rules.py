@@ -125,6 +125,8 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     ),
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
     "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
+    "a double a chunk of a set": lambda a, groups, size: a["sets"] * a["splits"] * 8,
+    "one a set": lambda a, groups, size: a["sets"] * size,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "two a row": lambda a, groups, size: 2 * a["rows"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
@@ -145,11 +147,10 @@ _SCRATCH = {
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "two a block, with a tag beside each word, for the turns that are kept"},
-    **dict.fromkeys(
-        ["row_split_statistics", "row_split_merge"],
-        dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
-        | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
-    ),
+    "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
+    | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    "split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk of a set")
+    | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a set"),
     "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "row_split_gradient_sums": {"sums": "two a chunk"},
     "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a row"},
@@ -422,7 +423,10 @@ def rows_and_columns_are_covered(problem: Problem, device: Device, chosen: Plan)
     for item in chosen.launches:
         arguments: dict[str, Any] = dict(item.arguments)
         _COVERS[item.kernel](item, dict(item.constants), arguments, device)
-        if item.kernel not in ("column_sums", "zeros"):
+        if item.kernel == "split_merge":  # a row is a sample of one channel
+            assert (arguments["channels"], arguments["channels_per_set"]) == (1, 1)
+            assert (arguments["sets"], arguments["points"]) == (problem.rows, problem.columns)
+        elif item.kernel not in ("column_sums", "zeros"):
             assert (arguments["rows"], arguments["columns"]) == (problem.rows, problem.columns)
 
 
@@ -537,11 +541,14 @@ def _tile(item: Launch, constants: Constants) -> int:
 
 
 def _covers_merge(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
-    assert item.block == (32, constants["ROWS_PER_BLOCK"])
-    assert item.grid == -(-arguments["rows"] // constants["ROWS_PER_BLOCK"])
-    chunk, splits = arguments["columns_per_split"], arguments["splits"]
-    assert splits * chunk >= arguments["columns"]
-    assert splits == 0 or arguments["columns"] > (splits - 1) * chunk
+    lanes, sets = constants["SET_LANES"], constants["SETS_PER_BLOCK"]
+    assert item.block == (lanes, sets) and lanes * sets % 32 == 0
+    # Part of a warp, by shuffles, or all of a block, by its shared memory.
+    assert lanes in (1, 2, 4, 8, 16, 32) or (lanes % 32 == 0 and sets == 1)
+    assert item.grid == -(-arguments["sets"] // sets)
+    chunk, splits = arguments["points_per_split"], arguments["splits"]
+    assert splits * chunk >= arguments["points"]
+    assert splits == 0 or arguments["points"] > (splits - 1) * chunk
 
 
 def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
@@ -573,7 +580,7 @@ _COVERS = {
     "row_split_forward": _covers_row_split,
     "row_split_gradient_sums": _covers_row_split,
     "row_split_backward": _covers_row_split_backward,
-    "row_split_merge": _covers_merge,
+    "split_merge": _covers_merge,
     "row_weight_gradients": _covers_weight_gradients,
     "column_sums": _covers_column_sums,
     "zeros": covers_zeros,
@@ -588,7 +595,8 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
     for item in chosen.launches:
         constants, arguments = dict(item.constants), dict(item.arguments)
         if problem.channels is None or "WEIGHTS_OF" not in constants:
-            assert constants.get("WEIGHTS_OF", "columns") == "columns" and not arguments.get("channels")
+            assert constants.get("WEIGHTS_OF", "columns") == "columns"
+            assert item.kernel == "split_merge" or not arguments.get("channels")  # whose are sets
             continue
         width: Any = constants["VECTOR"]
         per_block: Any = arguments["columns_per_block"]

@@ -277,7 +277,7 @@ def _slot_bytes(problem: ChannelProblem, constants: Constants) -> int:
 
 
 def _covers_merge(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
-    forward = item.kernel == "channel_split_merge"
+    forward = item.kernel == "split_merge"
     lanes, items = ("SET_LANES", "SETS_PER_BLOCK") if forward else ("ITEM_LANES", "ITEMS_PER_BLOCK")
     assert item.block == (constants[lanes], constants[items])
     # Part of a warp, by shuffles, or all of a block, by its shared memory.
@@ -347,7 +347,7 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, dev
         } | dict.fromkeys(("mean", "mean_remainder", "rstd"), problem.sets * size)
         for name, value in item.arguments:
             writes = item.kernel in ("channel_split_statistics", "channel_split_gradient_sums", "channel_slab_backward")
-            merges = item.kernel in ("channel_split_merge", "channel_split_gradient_merge")
+            merges = item.kernel in ("split_merge", "channel_split_gradient_merge")
             if value in sizes and (writes or merges):
                 assert sizes[str(value)] == expected[name], (item.kernel, name)
 

@@ -13,9 +13,9 @@ which one takes from a tenth of a second to two. Covered is:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
-   of every kind, pointwise_*, channel_* along points and along channels, row_weight_gradients, zeros and column_sums:
-   for every dtype, and all of it for sm_90. The architectures that are alike share most of it, sm_100 and sm_120 all,
-   and on each the two dtypes of sixteen bits.
+   of every kind, pointwise_*, channel_* along points and along channels, split_merge, row_weight_gradients, zeros and
+   column_sums: for every dtype, and all of it for sm_90. The architectures that are alike share most of it, sm_100 and
+   sm_120 all, and on each the two dtypes of sixteen bits.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_*, row_weight_gradients and, where rows are
@@ -71,7 +71,7 @@ pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
 ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
 NEWEST = ["sm_100", "sm_120"]
-SHARED = ("pointwise", "row_split", "row_pipeline", "row_grid", "channel_grid", "channel_split")
+SHARED = ("pointwise", "row_split", "row_pipeline", "row_grid", "channel_grid", "channel_split", "split_merge")
 ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", "zeros")
 STATIC_SHARED_BYTES = 48 * 1024
 Constants = tuple[tuple[str, int | str], ...]  # as launches have them
@@ -604,8 +604,8 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = [item for item in later if item.kernel != "row_block_forward"]
     pipelines = set() if dtype == "float64" else pipelines
     assert {item.kernel for item in later} == pipelines | {
-        "column_sums", "row_grid_forward", "row_split_merge", "row_split_forward", "row_split_backward",
-        "channel_split_merge", "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward",
+        "column_sums", "row_grid_forward", "row_split_forward", "row_split_backward", "split_merge",
+        "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward",
         "channel_grid_forward", "channel_grid_backward", "row_weight_gradients"
     }  # fmt: skip
     for item in later:
@@ -642,7 +642,7 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
     assert {item.kernel for item in earlier} == pipelines | {
         "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",
-        "row_split_merge", "row_split_statistics", "channel_split_statistics", "channel_split_merge",
+        "row_split_statistics", "channel_split_statistics", "split_merge",
         "channel_split_gradient_sums", "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"
     }  # fmt: skip
     for item in earlier:

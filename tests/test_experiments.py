@@ -151,7 +151,7 @@ def test_resources_side_by_side() -> None:
 
 
 def test_resources_of_the_shipped_text() -> None:
-    report = cunorm.experiment("row_split_merge").resources()
+    report = cunorm.experiment("split_merge").resources()
     assert set(report.frame["text"]) == {"shipped"} and "on sm_90" in report.headline
     with pytest.raises(ValueError, match="arch is 'hopper'"):
         cunorm.experiment(ROWS).resources("hopper")

@@ -165,7 +165,7 @@ def test_all_launches_of_a_call_have_the_texts_of_one_moment(
     fake_cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others become active after the first of several launches is compiled."""
-    chosen = examples.of_kernel("row_split_merge", Device(), 1)[0].plan
+    chosen = examples.of_kernel("split_merge", Device(), 1)[0].plan
     names = [item.kernel for item in chosen.launches]
     assert len(set(names)) == len(names) > 2
     experiment = edited(names[-1], ("struct Arguments {", "// edited\nstruct Arguments {"))

@@ -137,7 +137,7 @@ def test_arguments_are_parsed_whole(kernel: str) -> None:
     assert len({name for name, _, _ in fields}) == len(fields)
     assert {kind for _, kind, _ in fields} <= {"pointer", "long long", "double"}
     kinds = {name: kind for name, kind, _ in fields}
-    sizes = ("channels", "points") if kernel.startswith("channel_") else ("rows", "columns")
+    sizes = ("channels", "points") if kernel.startswith(("channel_", "split_")) else ("rows", "columns")
     sizes = ("count",) if kernel == "zeros" else sizes
     assert {kinds[size] for size in sizes} == {"long long"}
     included = re.findall(r'#include "([\w.]+)"', text_of(f"{kernel}.cu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -162,6 +163,22 @@ def test_a_row_that_begins_elsewhere(runner: Any, columns: int) -> None:
     x[:, :8] += 1e5
     x[:, 0] -= 3e6
     assert relative_error(runner.forward(Case(x)).y, Case(x).expected().y) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_mean_of_a_far_row_in_chunks_is_rounded_once(seed: int) -> None:
+    """Chunks are merged from a pivot: a sum of their means would have been rounded at its own size, and so be off."""
+
+    def choose(problem: Any, device: Device) -> Plan:
+        chosen = plan(problem, device)
+        assert [item.kernel for item in chosen.launches][:2] == ["row_split_statistics", "split_merge"]
+        return chosen
+
+    case = Case(data(seed, (1, 100_000), "float64", shift=100.0, outliers=False))
+    results, mean = EmulatorRunner(choose=choose).forward(case), math.fsum(case.x[0]) / case.x.size
+    rounding = np.spacing(mean) / 2
+    assert results.mean is not None and abs(results.mean.item() - mean) <= rounding
+    assert np.abs(results.y - case.expected().z).max() <= 1.2 * rounding
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

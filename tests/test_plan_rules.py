@@ -183,7 +183,7 @@ def test_launches_of_every_kernel_may_overlap() -> None:
         launches_may_overlap(problem, DEVICES["sm_90"], chosen)
         later |= {item.kernel for item in chosen.launches[1:]}
     assert later == {
-        "column_sums", "row_grid_forward", "row_pipeline_forward", "row_pipeline_backward", "row_split_merge",
+        "column_sums", "row_grid_forward", "row_pipeline_forward", "row_pipeline_backward", "split_merge",
         "row_split_forward", "row_split_backward", "row_weight_gradients"
     }  # fmt: skip
 

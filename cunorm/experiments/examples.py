@@ -463,6 +463,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
     builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
     if kernel == "zeros":  # for blocks that share slabs, or rows
         family = "channel_grid" if of_channels else "row_grid"
+    if kernel == "split_merge":
+        family = "channel_split" if of_channels else "row_split"
     module: Any = {"row_split": row_split, "channel_split": channel_split, "channel_grid": channel_grid}.get(family)
     if module is not None and (of_rows if family == "row_split" else of_channels):
         forward = isinstance(problem, ForwardProblem | ChannelForward)

@@ -18,7 +18,8 @@ from cunorm.plan.channel_tiles import (
 )
 from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
-from cunorm.plan.running import running_arguments, running_constants, running_pointers, running_types
+from cunorm.plan.running import running_pointers, running_types
+from cunorm.plan.split_merge import launch_merge, merge_block
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Split", "direction_of_passes", "plan_backward", "plan_forward"]
@@ -34,8 +35,6 @@ _SHORT_VECTOR_BYTES = 8
 # Lanes that planes take: about so many, but never more than a block has threads.
 _PLANE_LANES = 64
 _MOST_PLANE_LANES = 512
-# Threads of a block of the kernels that merge.
-_MERGE_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,6 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     return _Layout(tiles, of.unroll, splits, -(-count // splits) * tile_points)
 
 
-def _merge_block(parts: int) -> tuple[int, int]:
-    """How many threads add up so many parts, and how many do so in a block."""
-    lanes = 1 if parts <= 4 else 32 if parts <= 256 else _MERGE_THREADS
-    return lanes, _MERGE_THREADS // lanes
-
-
 def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> str:
     given = problem.running is not None and problem.running.given
     layout = _layout(problem, device, _FORWARD)
@@ -191,27 +184,7 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
         )
     if one_chunk:
         return
-    lanes, sets = _merge_block(splits * problem.channels_per_set)
-    builder.launch(
-        "channel_split_merge",
-        compute_constants(problem)
-        | {"SET_LANES": lanes, "SETS_PER_BLOCK": sets, "WANTS_VARIANCE": int(wants_variance)}
-        | running_constants(problem.running),
-        -(-problem.sets // sets),
-        (lanes, sets),
-        {
-            **chunks,
-            **statistics,
-            **running_arguments(problem.running, problem.values_per_set),
-            "sets": problem.sets,
-            "channels": problem.channels,
-            "channels_per_set": problem.channels_per_set,
-            "points": problem.points,
-            "splits": splits,
-            "points_per_split": layout.points_per_split,
-            "eps": problem.eps,
-        },
-    )
+    launch_merge(builder, problem, chunks, statistics, splits, layout.points_per_split)
 
 
 def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -> str:
@@ -242,7 +215,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                 },
             )
         wanted_channels, sets = problem.channels * wants_sums, problem.sets * wants_means
-        lanes, items = _merge_block(splits * max(problem.samples * wants_sums, problem.channels_per_set * wants_means))
+        lanes, items = merge_block(splits * max(problem.samples * wants_sums, problem.channels_per_set * wants_means))
         dtypes = {"dweight": problem.dweight, "dbias": problem.dbias}
         builder.launch(
             "channel_split_gradient_merge",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
-from cunorm.plan.constants import affine_constants, compute_constants, compute_itemsize, dtype_constants, vector_width
+from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
 from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.split_merge import launch_merge
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 
 __all__ = ["plan_backward", "plan_forward"]
@@ -115,19 +116,8 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
             },
         )
     if not one_chunk:
-        builder.launch(
-            "row_split_merge",
-            compute_constants(problem) | {"ROWS_PER_BLOCK": 4},
-            -(-problem.rows // 4),
-            (32, 4),
-            {
-                **chunk_statistics,
-                **statistics,
-                **sizes,
-                **(chunks if problem.columns > 0 else {"splits": 0, "columns_per_split": 0}),
-                "eps": problem.eps,
-            },
-        )
+        merged = splits if problem.columns > 0 else 0
+        launch_merge(builder, problem, chunk_statistics, statistics, merged, columns_per_split)
     if problem.columns > 0:
         builder.launch(
             "row_split_forward",

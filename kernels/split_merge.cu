@@ -1,6 +1,9 @@
 // Merges the chunk statistics of channel_split_statistics into the mean and rstd of each set of channels: SET_LANES
 // threads a set. Set s has the channels from s * channels_per_set on, counted over all samples. A set without points
 // has NaN for both, as np.mean has. Where running statistics are to be updated, they are those of single channels.
+//
+// The rows of row_split_statistics are samples of one channel each. For RMS norm their chunks' means are 0 and their
+// deviations sums of squares, and the same rule gives the mean square.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "channel_merge.cuh"
@@ -27,8 +30,7 @@ struct Arguments {
   double taken_variance;
 };
 
-extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1)
-    channel_split_merge(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) split_merge(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ double scratch[2 * ((SET_LANES + 31) / 32)];
   wait_for_earlier_launches();
