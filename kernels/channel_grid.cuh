@@ -316,7 +316,8 @@ struct SetExchange {
   __device__ __forceinline__ void collect(Compute* numbers, int turn) const {
     for (int i = thread_in_block(); i < owned() * blocks * COUNT; i += THREADS) {
       const int number = i % COUNT, block = i / COUNT % blocks, set = owned_set(i / (COUNT * blocks));
-      numbers[i] = await_number(words + turn % 2 * step + block * PER_BLOCK + (number * TILE_SETS + set) * WORDS, turn);
+      const long long* told = words + turn % 2 * step + block * PER_BLOCK;
+      numbers[i] = await_number(told + (number * TILE_SETS + set) * WORDS, turn + 1);
     }
     __syncthreads();
   }
@@ -332,14 +333,7 @@ struct SetExchange {
 
   // The i-th of COUNT times TILE_SETS answers.
   __device__ __forceinline__ Compute await_answer(int i, int turn) const {
-    return await_number(answers + turn % 2 * answer_step + i * WORDS, turn);
-  }
-
-  __device__ __forceinline__ static Compute await_number(const long long* from, int turn) {
-    unsigned bits[WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) bits[i] = await_word(from + i, turn + 1);
-    return number_of(bits);
+    return await_number(answers + turn % 2 * answer_step + i * WORDS, turn + 1);
   }
 };
 

@@ -155,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       }
       if constexpr (UPDATES_RUNNING) {
         const Running before = load_running(arguments.running_mean, arguments.running_var, place);
-        RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
-            before, moments, arguments.running_mean, arguments.running_var, place);
+        update_running(arguments, before, moments, place);
       }
     }
     for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {

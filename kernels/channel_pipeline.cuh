@@ -110,35 +110,23 @@ __device__ __forceinline__ int set_lane() { return (static_cast<int>(threadIdx.x
 // 1.09 of the time.
 constexpr unsigned FIRST_REST_NS = 500;
 
-// `count` parcels, every 32nd to a lane, when all have the tag; in place of those that are not there zeros. All are
-// asked for together, until all have come.
+// `count` parcels, every 32nd to a lane; in place of those that are not there zeros.
 template <int SEVERAL>
 __device__ __forceinline__ void await_parcels(Parcel (&parcels)[SEVERAL], const Parcel* first, int count,
                                               unsigned tag) {
   const int lane = threadIdx.x % 32;
   const Parcel* from = first + lane;
   pin(from);
-  const auto there = [&](int i) { return lane + 32 * i < count; };
-#pragma unroll
-  for (int i = 0; i < SEVERAL; ++i) parcels[i] = {};
   __nanosleep(FIRST_REST_NS);
-  bool all;
-  do {
-    all = true;
-#pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) {
-      if (there(i) && !parcels[i].has_tag(tag)) parcels[i] = load_parcel(from + 32 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) all = all && (!there(i) || parcels[i].has_tag(tag));
-    if (!all) __nanosleep(REST_NS);
-  } while (!all);
+  await_words(parcels, tag, [&](int i) { return lane + 32 * i < count; }, [&](int i) { return from + 32 * i; });
 }
+
+// Of those that a warp sees to, every 32nd to a lane.
+constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
 
 // What the blocks of a group tell each other of each set: COUNT numbers; and as many that its owner answers.
 template <int COUNT>
 struct SetParcels {
-  static constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
   static constexpr int TOLD = TILE_SETS * COLLECTED_PITCH;  // parcels of a turn
 
   Parcel* told;     // of the group: [KEPT][TILE_SETS][COLLECTED_PITCH]
@@ -156,10 +144,10 @@ struct SetParcels {
   __device__ __forceinline__ Parcel* answers_of(int turn) const { return answers + turn % KEPT * TILE_SETS; }
 
   __device__ __forceinline__ void tell(int set, const Compute (&numbers)[COUNT], int turn) const {
-    store_parcel(told_of(set, turn) + rank, parcel_of(numbers, parcel_tag(turn)));
+    store_word(told_of(set, turn) + rank, parcel_of(numbers, parcel_tag(turn)));
   }
   __device__ __forceinline__ void answer(int set, const Compute (&numbers)[COUNT], int turn) const {
-    store_parcel(answers_of(turn) + set, parcel_of(numbers, parcel_tag(turn)));
+    store_word(answers_of(turn) + set, parcel_of(numbers, parcel_tag(turn)));
   }
 
   // What the blocks have of a set, every 32nd block to a lane; of those that are not there zeros.

@@ -89,14 +89,9 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
                                           const SetParcels<2>& parcels) {
   const Compute share = 1 / static_cast<Compute>(arguments.points * CHANNELS_PER_SET);
   for (int turn = 0; parcels.rank < TILE_SETS && slabs[turn].there; ++turn) {
-    Compute parts[PARTS_PER_LANE][2], sums[2] = {0, 0};
+    Compute parts[PARTS_PER_LANE][2], sums[2];
     parcels.await_told(parts, parcels.rank, turn);
-#pragma unroll
-    for (int i = 0; i < PARTS_PER_LANE; ++i) {
-      sums[0] += parts[i][0];
-      sums[1] += parts[i][1];
-    }
-    warp_sum<32, 1>(sums);
+    sum_parts(parts, sums);
     if (threadIdx.x % 32 == 0) parcels.answer(parcels.rank, {sums[0] * share, sums[1] * share}, turn);
   }
 }
@@ -205,7 +200,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   if (warp == OWNING_WARP) {
     own_a_set(arguments, slabs, parcels);
   } else if (warp == READING_WARP) {
-    constexpr int SETS_PER_LANE = (TILE_SETS + 31) / 32;
     const int lane = threadIdx.x % 32;
     for (int turn = 0; slabs[turn].there; ++turn) {
       const int given_turn = turn + LAG + 1;
@@ -241,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       if (summed.there) {
         const Own own = own_of(weights, biases, given[turn % GIVEN], summed);
         Compute sums[2 * VECTOR] = {};
-        as_they_arrive<0, RESIDENT>([&](int i) {
+        as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
           if (i >= vectors) return;
           const Values dy = load<X_TYPE, VECTOR>(arrived + i * STEP);
           const Values x = load<X_TYPE, VECTOR>(arrived + STAGED + i * STEP);

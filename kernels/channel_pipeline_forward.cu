@@ -128,8 +128,7 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
   if (set >= TILE_SETS) return;
   const Shares of_blocks = shares_of_blocks(arguments.points, arguments.points_per_block, blocks);
   Compute shares[PARTS_PER_LANE];
-#pragma unroll
-  for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < blocks ? of_blocks.of(lane + 32 * i) : 0;
+  shares_of_lane(of_blocks, shares);
   for (int turn = 0; slabs[turn].there; ++turn) {
     const Slab slab = slabs[turn];
     Compute parts[PARTS_PER_LANE][3];
@@ -147,8 +146,7 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
     if constexpr (UPDATES_RUNNING) {
       const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
       const Running before = load_running(arguments.running_mean, arguments.running_var, place);
-      RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
-          before, moments, arguments.running_mean, arguments.running_var, place);
+      update_running(arguments, before, moments, place);
     }
   }
 }
@@ -238,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       const X_TYPE* const arrived = slots_of(staged, turn);
       const int vectors = vectors_of(summed);
       OfUnits of_units;
-      as_they_arrive<0, RESIDENT>([&](int i) {
+      as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
         Values values = {};
         if (i < vectors) values = load<X_TYPE, VECTOR>(arrived + i * STEP);
         if (i == 0) of_units.begin(values, pivot_share);

@@ -12,16 +12,11 @@ __device__ __forceinline__ Running load_running(const M* mean, const V* variance
   return {static_cast<double>(widen(mean[channel])), static_cast<double>(widen(variance[channel]))};
 }
 
-// running = kept * running + taken * new.
-struct RunningUpdate {
-  double kept;
-  double taken;
-  double taken_variance;  // makes the batch's variance unbiased too, where that is asked for
-
-  template <typename M, typename V>
-  __device__ __forceinline__ void store(const Running& before, const Moments& batch, M* mean, V* variance,
-                                        long long channel) const {
-    narrow(kept * before.mean + taken * batch.mean, mean[channel]);
-    narrow(kept * before.variance + taken_variance * batch.variance, variance[channel]);
-  }
-};
+// running = kept * running + taken * new. `taken_variance` makes the batch's variance unbiased too, where that is asked
+// for.
+template <typename KernelArguments>
+__device__ __forceinline__ void update_running(const KernelArguments& arguments, const Running& before,
+                                               const Moments& batch, long long channel) {
+  narrow(arguments.kept * before.mean + arguments.taken * batch.mean, arguments.running_mean[channel]);
+  narrow(arguments.kept * before.variance + arguments.taken_variance * batch.variance, arguments.running_var[channel]);
+}

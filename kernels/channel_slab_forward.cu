@@ -98,9 +98,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const auto tell = [&](int channel, Compute pivot, Compute shift, Compute deviation) {
     if constexpr (ALONE) {
       const Compute variance = deviation * static_cast<Compute>(arguments.set_share);
-      // The mean, and what it lacks (Knuth, The Art of Computer Programming 2, 4.2.2).
-      const Compute mean = pivot + shift, taken = mean - pivot;
-      const Compute remainder = pivot - (mean - taken) + (shift - taken);
+      Compute mean, remainder;
+      add_apart(pivot, shift, mean, remainder);
       sets[channel] = {mean, remainder, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
       if constexpr (UPDATES_RUNNING) variances[channel] = variance;
     } else {
@@ -160,8 +159,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if constexpr (UPDATES_RUNNING) {
       const Moments batch = {static_cast<double>(statistics.mean) + statistics.mean_remainder, variances[set]};
-      RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
-          running[i], batch, arguments.running_mean, arguments.running_var, place);
+      update_running(arguments, running[i], batch, place);
     }
   }
 }

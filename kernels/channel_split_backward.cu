@@ -39,8 +39,8 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_backward(const Arguments arguments) {
-  const Chunk chunk = chunk_of_block(gridDim.x - 1 - blockIdx.x, arguments.channels, arguments.points,
-                                     arguments.splits, arguments.points_per_split);
+  const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
+                                     arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
   const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);

@@ -37,8 +37,8 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_forward(const Arguments arguments) {
-  const Chunk chunk = chunk_of_block(gridDim.x - 1 - blockIdx.x, arguments.channels, arguments.points,
-                                     arguments.splits, arguments.points_per_split);
+  const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
+                                     arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);

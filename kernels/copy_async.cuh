@@ -44,3 +44,14 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
+
+// Calls visit(FIRST), ..., visit(END - 1), each when what was copied in that group has arrived: of the UNDER_WAY groups
+// that this thread has ended last, counted from zero.
+template <int UNDER_WAY, int FIRST, int END, typename Visit>
+__device__ __forceinline__ void as_they_arrive(const Visit& visit) {
+  if constexpr (FIRST < END) {
+    copy_async_wait<UNDER_WAY - 1 - FIRST>();
+    visit(FIRST);
+    as_they_arrive<UNDER_WAY, FIRST + 1, END>(visit);
+  }
+}

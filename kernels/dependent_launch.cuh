@@ -26,3 +26,6 @@ __device__ __forceinline__ void wait_for_earlier_launches() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// For a launch that reads what the one before has read: what that read last, which is still in the cache, comes first.
+__device__ __forceinline__ unsigned block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }

@@ -49,6 +49,14 @@ __device__ __forceinline__ unsigned await_word(const long long* word, unsigned t
   return bits_of_word(value);
 }
 
+// The number in the words from one on, when their tags have come.
+__device__ __forceinline__ Compute await_number(const long long* words, unsigned tag) {
+  unsigned bits[WORDS];
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) bits[i] = await_word(words + i, tag);
+  return number_of(bits);
+}
+
 // Two or three floats on their way between blocks, in 16 bytes that one instruction moves. Others may see one half of
 // these before the other, but each of them whole: so each has a tag of 16 bits, beside a number and half of the third.
 // With that in place of a word for each number, and asked for before there is a place for them in shared memory,
@@ -58,9 +66,6 @@ struct Parcel {
 
   __device__ __forceinline__ unsigned bits(int half) const { return static_cast<unsigned>(halves[half]); }
   __device__ __forceinline__ unsigned above(int half) const { return static_cast<unsigned>(halves[half] >> 32); }
-  __device__ __forceinline__ bool has_tag(unsigned tag) const {
-    return above(0) >> 16 == tag && above(1) >> 16 == tag;
-  }
 
   template <int COUNT>
   __device__ __forceinline__ void get(float (&numbers)[COUNT]) const {
@@ -70,6 +75,10 @@ struct Parcel {
     if constexpr (COUNT > 2) numbers[2] = __uint_as_float((above(0) & 0xffffu) | above(1) << 16);
   }
 };
+
+__device__ __forceinline__ bool has_tag(const Parcel& parcel, unsigned tag) {
+  return parcel.above(0) >> 16 == tag && parcel.above(1) >> 16 == tag;
+}
 
 // Of a turn: never 0, and another than that of some thousand turns before.
 __device__ __forceinline__ unsigned parcel_tag(int turn) { return static_cast<unsigned>(turn) % 0xffffu + 1; }
@@ -88,7 +97,7 @@ __device__ __forceinline__ Parcel parcel_of(const float (&numbers)[COUNT], unsig
   return parcel;
 }
 
-__device__ __forceinline__ void store_parcel(Parcel* place, const Parcel& parcel) {
+__device__ __forceinline__ void store_word(Parcel* place, const Parcel& parcel) {
 #ifdef CUNORM_EMULATOR
   for (int i = 0; i < 2; ++i) {
     cunorm_emulator::yield();
@@ -101,7 +110,7 @@ __device__ __forceinline__ void store_parcel(Parcel* place, const Parcel& parcel
 #endif
 }
 
-__device__ __forceinline__ Parcel load_parcel(const Parcel* place) {
+__device__ __forceinline__ Parcel load_word(const Parcel* place) {
   Parcel parcel;
 #ifdef CUNORM_EMULATOR
   for (int i = 0; i < 2; ++i) {

@@ -9,21 +9,13 @@ static_assert(LAG >= 1 && LAG < AHEAD);
 constexpr int WARPS = THREADS / 32;              // that sum and finish
 constexpr int STEP = THREADS * VECTOR;           // elements from one slot of a thread to its next
 constexpr int STAGED = AHEAD * RESIDENT * STEP;  // elements of a tensor in shared memory
+// Slots of a thread that are under way when a part is summed: LAG parts fewer than lie here. Each is filled in a group
+// of its own, in order.
+constexpr int UNDER_WAY = (AHEAD - LAG) * RESIDENT;
 
 // The first of a thread's slots of a turn's part, in the slots of a tensor.
 __device__ __forceinline__ X_TYPE* slots_of(X_TYPE* staged, int turn) {
   return pinned_shared(staged + turn % AHEAD * RESIDENT * STEP + static_cast<int>(threadIdx.x) * VECTOR);
-}
-
-// Calls visit(FIRST), ..., visit(END - 1), each when the thread's vectors in that slot of the turn's part have arrived.
-// Each slot was filled in a group of its own, in order, and what is under way are LAG parts fewer than lie here.
-template <int FIRST, int END, typename Visit>
-__device__ __forceinline__ void as_they_arrive(const Visit& visit) {
-  if constexpr (FIRST < END) {
-    copy_async_wait<(AHEAD - LAG) * RESIDENT - 1 - FIRST>();
-    visit(FIRST);
-    as_they_arrive<FIRST + 1, END>(visit);
-  }
 }
 
 constexpr int COLLECTED_PITCH = 32 * PARTS_PER_LANE;  // places for what as many blocks tell as lanes can collect
@@ -34,13 +26,14 @@ constexpr int COLLECTED_PITCH = 32 * PARTS_PER_LANE;  // places for what as many
 // last up to 0.05 less.
 constexpr unsigned REST_NS = 200;
 
-// The words of SEVERAL places, when all of them have the tag: place(i) is the i-th, there(i) whether there is one. All
-// are asked for together, until all have come: one after the other, each would take its way to the cache and back.
-template <int SEVERAL, typename There, typename Place>
-__device__ __forceinline__ void await_words(long long (&seen)[SEVERAL], unsigned tag, const There& there,
+// The words, or parcels, of SEVERAL places, when all of them have the tag: place(i) is the i-th, there(i) whether there
+// is one; in place of those that are not there zeros. All are asked for together, until all have come: one after the
+// other, each would take its way to the cache and back.
+template <int SEVERAL, typename Word, typename There, typename Place>
+__device__ __forceinline__ void await_words(Word (&seen)[SEVERAL], unsigned tag, const There& there,
                                             const Place& place) {
 #pragma unroll
-  for (int i = 0; i < SEVERAL; ++i) seen[i] = 0;
+  for (int i = 0; i < SEVERAL; ++i) seen[i] = {};
   bool all;
   do {
     all = true;
@@ -79,4 +72,15 @@ __device__ __forceinline__ void await_parts(Compute (&numbers)[PARTS_PER_LANE][C
       numbers[i][j] = number_of(bits);
     }
   }
+}
+
+// Two sums of what the blocks have told, for all lanes.
+__device__ __forceinline__ void sum_parts(const Compute (&parts)[PARTS_PER_LANE][2], Compute (&sums)[2]) {
+  sums[0] = sums[1] = 0;
+#pragma unroll
+  for (int i = 0; i < PARTS_PER_LANE; ++i) {
+    sums[0] += parts[i][0];
+    sums[1] += parts[i][1];
+  }
+  warp_sum<32, 1>(sums);
 }

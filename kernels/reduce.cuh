@@ -6,6 +6,13 @@
 // `scratch` is shared memory for one call. It may be used again only after another __syncthreads() of the block; both
 // functions hold one themselves where more than a warp shares a row, so two scratches used in turn are enough.
 
+// The sum of two numbers: as much as fits into one, and the rest (Knuth, The Art of Computer Programming 2, 4.2.2).
+__device__ __forceinline__ void add_apart(Compute a, Compute b, Compute& sum, Compute& rest) {
+  sum = a + b;
+  const Compute taken = sum - a;
+  rest = a - (sum - taken) + (b - taken);
+}
+
 // Adds over the lanes of a warp whose numbers differ in the bits from LAST up to below FIRST (powers of two).
 template <int FIRST, int LAST, int COUNT>
 __device__ __forceinline__ void warp_sum(Compute (&values)[COUNT]) {

@@ -55,6 +55,7 @@ struct Arguments {
 #endif
 };
 
+// Of a thread. Each is filled in a group of its own, in order, so as many groups may be under way.
 constexpr int SLOTS = ROWS_AHEAD * RESIDENT;
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = RESIDENT > 4 ? (RESIDENT + 3) / 4 : RESIDENT;
@@ -98,17 +99,6 @@ __device__ __forceinline__ Place place_of(const Rows<T>& rows, const Part& part,
 
 // ---- Shared memory.
 
-// Calls visit(FIRST), ..., visit(END - 1), each when the thread's vector in that slot of the oldest row has arrived.
-// Each slot was filled in a group of its own, in order, so as many groups as there are slots may be under way.
-template <int FIRST, int END, typename Visit>
-__device__ __forceinline__ void as_they_arrive(const Visit& visit) {
-  if constexpr (FIRST < END) {
-    copy_async_wait<SLOTS - 1 - FIRST>();
-    visit(FIRST);
-    as_they_arrive<FIRST + 1, END>(visit);
-  }
-}
-
 // Starts to bring `bytes` into the L2 cache: a multiple of 16, as the address is.
 __device__ __forceinline__ void prefetch_to_cache(const X_TYPE* global, unsigned bytes) {
 #if !defined(CUNORM_EMULATOR) && __CUDA_ARCH__ >= 900
@@ -139,10 +129,7 @@ struct Exchange {
 
   __device__ __forceinline__ void collect(int turn) const {
     for (int i = threadIdx.x; i < 3 * blocks; i += THREADS) {
-      unsigned bits[WORDS];
-#pragma unroll
-      for (int j = 0; j < WORDS; ++j) bits[j] = await_word(words + turn % 2 * step + i * WORDS + j, turn + 1);
-      numbers[i] = number_of(bits);
+      numbers[i] = await_number(words + turn % 2 * step + i * WORDS, turn + 1);
     }
     __syncthreads();
   }
@@ -269,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     Compute sums[2] = {0, 0};
     if constexpr (CENTERED) {
       Compute sum[1] = {0};
-      as_they_arrive<0, PIVOT_VECTORS>([&](int i) {
+      as_they_arrive<SLOTS, 0, PIVOT_VECTORS>([&](int i) {
         if (place.has(i)) add_values(arrived(i), sum);
       });
       if (place.has_edge()) add_values(edge, sum);
@@ -285,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
       const int first = threadIdx.x * THREADS, count = min(THREADS, next_place.cut.vectors - first);
       if (count > 0) prefetch_to_cache(x.at(next_row) + next_place.cut.head + first * VECTOR, count * 16);
     }
-    as_they_arrive<CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
+    as_they_arrive<SLOTS, CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
       if (place.has(i)) add_differences(arrived(i), statistics.mean, sums);
     });
 #pragma unroll

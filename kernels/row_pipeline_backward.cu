@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       const Given given = givens[turn % 2];
       X_TYPE* const own = slots_of(staged, turn);
       Compute sums[2] = {0, 0};
-      as_they_arrive<0, RESIDENT>([&](int i) {
+      as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
         if (!sums_up || !has(i)) return;
         const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
         Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
@@ -222,14 +222,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       next_given = load_given(row + 2 * groups);
       if (finishes) {
         const Loaded loaded = load_given(done_row);
-        Compute parts[PARTS_PER_LANE][2], sums[2] = {0, 0};
+        Compute parts[PARTS_PER_LANE][2], sums[2];
         exchange.await(parts, done_turn);
-#pragma unroll
-        for (int i = 0; i < PARTS_PER_LANE; ++i) {
-          sums[0] += parts[i][0];
-          sums[1] += parts[i][1];
-        }
-        warp_sum<32, 1>(sums);
+        sum_parts(parts, sums);
         if (lane == 0) {
           const Given given = loaded.widened();
           if constexpr (HAS_CHANNELS) {

@@ -193,8 +193,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const WarpMerge merge_warps = warp_merge_of(vectors);
   const Shares of_blocks = shares_of_blocks(arguments.columns, arguments.columns_per_block, part.blocks);
   Compute shares[PARTS_PER_LANE];
-#pragma unroll
-  for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = lane + 32 * i < part.blocks ? of_blocks.of(lane + 32 * i) : 0;
+  shares_of_lane(of_blocks, shares);
 
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
@@ -216,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       // Reduce: the pivot, then the differences from it.
       Compute pivot[1] = {0}, sums[2] = {0, 0};
       if constexpr (CENTERED) {
-        as_they_arrive<0, PIVOT_VECTORS>([&](int i) {
+        as_they_arrive<UNDER_WAY, 0, PIVOT_VECTORS>([&](int i) {
           if (sums_up && has(i)) add_values(arrived(i), pivot);
         });
         warp_sum<32, 1>(pivot);
@@ -229,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           if (sums_up && has(i)) add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums);
         }
       }
-      as_they_arrive<CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
+      as_they_arrive<UNDER_WAY, CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
         if (sums_up && has(i)) add_differences(arrived(i), pivot[0], sums);
       });
       warp_sum<32, 1>(sums);
@@ -260,8 +259,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         if (updates) {
           const Running before = load_running(&running_mean, &running_var, 0);
           const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
-          RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
-              before, moments, arguments.running_mean, arguments.running_var, done_row);
+          update_running(arguments, before, moments, done_row);
         }
       }
     }

@@ -78,7 +78,6 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) spli
   }
   if constexpr (UPDATES_RUNNING) {
     const Running before = load_running(arguments.running_mean, arguments.running_var, set);
-    RunningUpdate{arguments.kept, arguments.taken, arguments.taken_variance}.store(
-        before, moments, arguments.running_mean, arguments.running_var, set);
+    update_running(arguments, before, moments, set);
   }
 }

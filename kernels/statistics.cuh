@@ -54,11 +54,12 @@ __device__ __forceinline__ Shares shares_of_blocks(long long columns, long long 
   return {columns_per_block * scale, (columns - (blocks - 1) * columns_per_block) * scale, blocks};
 }
 
-// The sum of two numbers: as much as fits into one, and the rest (Knuth).
-__device__ __forceinline__ void add_apart(Compute a, Compute b, Compute& sum, Compute& rest) {
-  sum = a + b;
-  const Compute taken = sum - a;
-  rest = a - (sum - taken) + (b - taken);
+// Those of a lane's blocks, every 32nd; of such that are not there zeros.
+template <int PARTS>
+__device__ __forceinline__ void shares_of_lane(const Shares& of_blocks, Compute (&shares)[PARTS]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) shares[i] = lane + 32 * i < of_blocks.blocks ? of_blocks.of(lane + 32 * i) : 0;
 }
 
 // Those of a whole, in all lanes of a warp: each calls use(share, statistics) for its parts, in a fixed order. `first`

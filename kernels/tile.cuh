@@ -47,6 +47,3 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long splits
   chunk.end_column = end < columns ? end : columns;
   return chunk;
 }
-
-// For a launch that reads what the one before has read: what that read last, which is still in the cache, comes first.
-__device__ __forceinline__ unsigned block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
