@@ -14,7 +14,8 @@
 #include "affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
-#include "channel_statistics.cuh"
+#include "set_statistics.cuh"
+#include "channel_finish.cuh"
 #include "channel_slab_statistics.cuh"
 
 struct Arguments {
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
         }
       });
       if (!there || lane > 0) continue;
-      const SetStatistics statistics = set_statistics_of(moments, arguments.eps);
+      const SetStatistics statistics = quick_statistics_of(moments, arguments.eps);
       exchange.answer(set, {statistics.mean, statistics.mean_remainder, statistics.rstd}, turn);
       const long long channel = part.first_channel + set * CHANNELS_PER_SET;
       if (channel >= arguments.channels) continue;
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
 
     // Finish and store.
     const ChannelNumbers<2> next_affine = affine_of(next_slab);
-    const Finish finish(sets, weight, bias);
+    const Finish finish([&](int j) { return sets[set_in_tile(j)]; }, weight, bias);
     Path path = path_of(last, part, arguments.y_sample_stride, arguments.y_channel_stride,
                         arguments.y_point_strides);
     const Slab slab_after = group.behind(next_slab, distance);

@@ -17,7 +17,8 @@
 #include "statistics.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
-#include "channel_statistics.cuh"
+#include "set_statistics.cuh"
+#include "channel_finish.cuh"
 #include "group_part.cuh"
 #include "handover.cuh"
 #include "pipeline.cuh"
@@ -257,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         if constexpr (HAS_WEIGHT) widen_all(kept_weight, weight);
         if constexpr (HAS_BIAS) widen_all(kept_bias, bias);
         of_sets.wait_full(done_turn);
-        finish = Finish(sets[done_turn % 2], weight, bias);
+        finish = Finish([&](int j) { return sets[done_turn % 2][set_in_tile(j)]; }, weight, bias);
         if (slabs[done_turn + 2].there) of_sets.emptied(done_turn);
         if (TILES > 1) keep_affine(slabs[done_turn + 1]);
       }

@@ -14,7 +14,8 @@
 #include "channel_affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
-#include "channel_statistics.cuh"
+#include "set_statistics.cuh"
+#include "channel_finish.cuh"
 #include "channel_slab_statistics.cuh"
 
 struct Arguments {
@@ -131,14 +132,14 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
             }
           });
       if (!there || lane > 0) continue;
-      sets[set] = set_statistics_of(of_set, arguments.eps);
+      sets[set] = quick_statistics_of(of_set, arguments.eps);
       if constexpr (UPDATES_RUNNING) variances[set] = static_cast<Compute>(of_set.variance);
     }
     __syncthreads();
   }
 
   // Finish and store.
-  const Finish finish(sets, weight, bias);
+  const Finish finish([&](int j) { return sets[set_in_tile(j)]; }, weight, bias);
   walk = begin;
 #pragma unroll 4
   for (int i = 0; i < VECTORS; ++i) {

@@ -4,6 +4,16 @@
 // `pivot` of `vectors` vectors a thread, no small share of them, so little cancels in the squared deviations whatever
 // the data are. They are among the HELD ones.
 
+// What the parts of a slab have of each channel: mean, its remainder, and the sum of squared deviations from it.
+constexpr int NUMBERS = 3;
+
+// Those of a set, with an rstd as the GPU has it at once.
+__device__ __forceinline__ SetStatistics quick_statistics_of(const Moments& moments, double eps) {
+  const Compute mean = static_cast<Compute>(moments.mean);
+  return {mean, static_cast<Compute>(moments.mean - mean),
+          reciprocal_sqrt(static_cast<Compute>(moments.variance + eps))};
+}
+
 // Calls tell(channel, pivot, shift, deviation) in one thread for each channel of the tile: the mean is pivot + shift,
 // and the squared deviations add up to the last number. Then all threads see what it wrote. Of the thread's `vectors`
 // in slots there are `count`, the i-th in slot_of(i); release(i) says that it was summed. for_the_others(use) calls

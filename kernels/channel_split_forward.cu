@@ -10,6 +10,8 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "channel_affine.cuh"
+#include "set_statistics.cuh"
+#include "channel_finish.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -46,28 +48,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
 
   Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
   load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
-  // y = activate((x - mean) * scale + shift).
-  Compute means[CHANNEL_VECTOR], scales[CHANNEL_VECTOR], shifts[CHANNEL_VECTOR];
-#pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+  const auto statistics_of = [&](int j) -> SetStatistics {
     const long long channel = chunk.first_channel + channel_in_tile(j);
-    Compute rstd, remainder = 0;
     if constexpr (GIVEN) {
-      means[j] = widen(arguments.running_mean[channel]);
-      rstd = reciprocal_sqrt(widen(arguments.running_var[channel]) + static_cast<Compute>(arguments.eps));
+      const Compute mean = widen(arguments.running_mean[channel]);
+      const Compute rstd = reciprocal_sqrt(widen(arguments.running_var[channel]) + static_cast<Compute>(arguments.eps));
       if (arguments.rstd != nullptr && chunk.split == 0 && tells_of(j)) {
-        arguments.mean[channel] = means[j];
+        arguments.mean[channel] = mean;
         arguments.rstd[channel] = rstd;
       }
+      return {mean, 0, rstd};
     } else {
       const long long set = (chunk.sample * arguments.channels + channel) / arguments.channels_per_set;
-      means[j] = arguments.mean[set];
-      remainder = arguments.mean_remainder[set];
-      rstd = arguments.rstd[set];
+      return {arguments.mean[set], arguments.mean_remainder[set], arguments.rstd[set]};
     }
-    scales[j] = HAS_WEIGHT ? rstd * weight[j] : rstd;
-    shifts[j] = (HAS_BIAS ? bias[j] : 0) - remainder * scales[j];
-  }
+  };
+  const Finish finish(statistics_of, weight, bias);
 
   Walk walk = walk_over(chunk, arguments.point_sizes);
   take_tiles(walk, [&](auto whole) {
@@ -83,15 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (!there[i]) continue;
-      Compute results[VECTOR];
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        const int own = channel_of(j);
-        results[j] = (widen(values[i], j) - means[own]) * scales[own] + shifts[own];
-      }
-      activate_all(results);
-      store_global(y + targets[i], rounded<X_TYPE>(results));
+      if (there[i]) store_global(y + targets[i], finish.of(values[i]));
     }
   });
 }

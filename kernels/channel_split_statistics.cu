@@ -9,7 +9,7 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "channel_tile.cuh"
-#include "split_statistics.cuh"
+#include "set_statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     const long long channel = chunk.first_channel + channel_in_tile(j);
     if constexpr (ONE_CHUNK) {
       const long long place = chunk.sample * arguments.channels + channel;
-      const SplitStatistics statistics = split_statistics_of(mean, deviation / count, arguments.eps);
+      const SetStatistics statistics = set_statistics_of(mean, deviation / count, arguments.eps);
       arguments.mean[place] = statistics.mean;
       arguments.mean_remainder[place] = statistics.mean_remainder;
       arguments.rstd[place] = statistics.rstd;

@@ -13,7 +13,7 @@
 #include "activation.cuh"
 #include "affine.cuh"
 #include "statistics.cuh"
-#include "split_statistics.cuh"
+#include "set_statistics.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
     const double count = static_cast<double>(chunk_columns), shift = sums[0] / count;
     const double mean = pivot + shift, deviation = sums[1] - shift * sums[0];
     if constexpr (ONE_CHUNK) {
-      const SplitStatistics row = split_statistics_of(mean, deviation / count, arguments.eps);
+      const SetStatistics row = set_statistics_of(mean, deviation / count, arguments.eps);
       arguments.mean[chunk.row] = row.mean;
       arguments.mean_remainder[chunk.row] = row.mean_remainder;
       arguments.rstd[chunk.row] = row.rstd;

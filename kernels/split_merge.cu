@@ -8,7 +8,7 @@
 #include "dependent_launch.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
-#include "split_statistics.cuh"
+#include "set_statistics.cuh"
 
 struct Arguments {
   const double* chunk_means;       // [samples][splits][channels]
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) spli
   const Moments moments = merged<SET_LANES>(1 / count, pivot, scratch, for_each_part);
 
   if (threadIdx.x > 0 || set >= arguments.sets) return;
-  const SplitStatistics statistics = split_statistics_of(moments.mean, moments.variance, arguments.eps);
+  const SetStatistics statistics = set_statistics_of(moments.mean, moments.variance, arguments.eps);
   arguments.mean[set] = statistics.mean;
   if constexpr (WANTS_VARIANCE) {
     arguments.rstd[set] = static_cast<Compute>(moments.variance);
