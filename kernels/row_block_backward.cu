@@ -7,7 +7,7 @@
 // Moves x and dy (and dresidual_out) once in and dx once out. Blocks are persistent: each takes every
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several
-// CLASSES are shared out otherwise (see Share).
+// CLASSES are shared out otherwise (see row_share.cuh).
 //
 // Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). No vector of theirs
 // reaches from one channel into the next, and blocks have whole channels, or channels whole blocks: each row leaves the
@@ -24,6 +24,9 @@
 #include "row_channels.cuh"
 constexpr bool FORWARD = false, TAKES_TURNS = true;
 #include "row_affine.cuh"
+#include "row_channel_sums.cuh"
+#include "row_share.cuh"
+#include "row_kept.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -50,241 +53,11 @@ struct Arguments {
 #endif
 };
 
-// Where a sum over one of a row's channels goes, or over the block's part of one.
-__device__ __forceinline__ long long place_of_sum(const Channels& channels, long long row, unsigned channel) {
-  const long long place = row * channels.channels_per_row + channel;
-  const unsigned parts = BLOCKS_PER_ROW / channels.channels_per_row;
-  if (BLOCKS_PER_ROW == 1 || parts <= 1) return place;
-  const unsigned sample = static_cast<unsigned>(row) / channels.rows_per_sample;
-  const long long parts_before = sample * (parts - 1) + static_cast<unsigned>(rank_in_row()) % parts;
-  return place + parts_before * channels.rows_per_sample * channels.channels_per_row;
-}
-
-// The sums of dz and of dz * xhat over each channel of the block's part of a row, where that has several. SEGMENT
-// neighbouring threads and STEPS consecutive vectors of each lie in one channel: what they have is an entry in shared
-// memory. The entries of a channel lie behind each other, and LANES threads add them up. A __syncthreads() must lie
-// between what is added in one turn and what is added up; with one a turn, two sets of entries used in turn are enough.
-struct ChannelSums {
-  static constexpr int STEP_ENTRIES = THREADS_PER_ROW / SEGMENT;
-  static constexpr int ENTRIES = VECTORS / STEPS * STEP_ENTRIES;  // of a row
-  static constexpr int ENTRY_COLUMNS = SEGMENT * STEPS * VECTOR;
-
-  Compute* entries;  // [2][2][ROWS_PER_BLOCK][ENTRIES]
-  Compute sums[2];   // of the thread, since the last entry
-
-  __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
-    return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
-  }
-
-  // Adds those of the thread's i-th vector: for i from zero up, in all threads.
-  __device__ __forceinline__ void add(int turn, int i, const Compute (&own)[2]) {
-    sums[0] += own[0];
-    sums[1] += own[1];
-    if ((i + 1) % STEPS > 0) return;
-    warp_sum<SEGMENT, 1>(sums);
-    if (threadIdx.x % SEGMENT == 0) {
-      const int entry = i / STEPS * STEP_ENTRIES + static_cast<int>(threadIdx.x) / SEGMENT;
-      entries_of(turn, 0)[entry] = sums[0];
-      entries_of(turn, 1)[entry] = sums[1];
-    }
-    sums[0] = sums[1] = 0;
-  }
-
-  // Calls use(channel, sum of dz, sum of dz * xhat) for each of so many channels, in one thread.
-  template <typename Use>
-  __device__ __forceinline__ void for_each(int turn, int channels, int positions, const Use& use) const {
-    const int count = positions / ENTRY_COLUMNS, lane = threadIdx.x % LANES;
-    for (int first = 0; first < channels; first += THREADS_PER_ROW / LANES) {
-      const int channel = first + static_cast<int>(threadIdx.x) / LANES;
-      Compute total[2] = {0, 0};
-      for (int i = lane; channel < channels && i < count; i += LANES) {
-        total[0] += entries_of(turn, 0)[channel * count + i];
-        total[1] += entries_of(turn, 1)[channel * count + i];
-      }
-      warp_sum<LANES, 1>(total);
-      if (channel < channels && lane == 0) use(channel, total[0], total[1]);
-    }
-  }
-};
-
-// Which rows a group of blocks takes, and adds up the sums of its columns over.
-//
-// Where rows are PEELED, all that a thread adds up must begin in the same way, or its sums would be of other columns
-// from row to row. With one class the plan sees to it that the step from one row to the next is whole vectors: the
-// number of groups is then a multiple of the number of ways to begin, and clusters, of which there are few, would leave
-// multiprocessors idle. They take CLASSES: every CLASSES-th row begins alike. The rows of the first class come first,
-// then those of the second and so on. Of this order each group has an equal part, and of each class in it a share,
-// which leaves a row of sums. Where a class ends just where the part of a group does, that has an empty share of the
-// next one too, and leaves zeros: so there are always as many rows of sums as groups and further classes.
-struct Share {
-  static_assert(CLASSES == 1 || ROWS_PER_BLOCK == 1);
-
-  long long all_rows;
-  int of_class;
-
-  // The first row, one behind the last row, and how many rows lie between two.
-  __device__ __forceinline__ long long first() const {
-    if constexpr (CLASSES == 1) return group() * ROWS_PER_BLOCK;
-    return of_class + (count() > 0 ? begin() - class_begins_at(of_class) : 0) * CLASSES;
-  }
-  __device__ __forceinline__ long long end() const {
-    if constexpr (CLASSES == 1) return all_rows;
-    return count() > 0 ? first() + (count() - 1) * CLASSES + 1 : first();
-  }
-  __device__ __forceinline__ long long step() const {
-    return CLASSES > 1 ? CLASSES : static_cast<long long>(groups()) * ROWS_PER_BLOCK;
-  }
-  // Which of the rows of sums it leaves.
-  __device__ __forceinline__ long long place() const { return group() + (CLASSES > 1 ? of_class : 0); }
-
-  // Goes to the next share of the group; false where there is none.
-  __device__ __forceinline__ bool advance() {
-    const int next = of_class + 1;
-    if (next >= CLASSES || class_begins_at(next) > part_begins_at(group() + 1)) return false;
-    of_class = next;
-    return true;
-  }
-
-  __device__ __forceinline__ static long long group() { return blockIdx.x / BLOCKS_PER_ROW; }
-  __device__ __forceinline__ static unsigned groups() { return gridDim.x / BLOCKS_PER_ROW; }
-  // Places in the order.
-  __device__ __forceinline__ long long part_begins_at(long long which) const { return which * all_rows / groups(); }
-  __device__ __forceinline__ long long class_begins_at(int which) const {
-    const long long longer = all_rows % CLASSES;  // classes, which come first
-    return which * (all_rows / CLASSES) + (which < longer ? which : longer);
-  }
-  __device__ __forceinline__ long long begin() const {
-    return max(class_begins_at(of_class), part_begins_at(group()));
-  }
-  __device__ __forceinline__ long long count() const {
-    return min(class_begins_at(of_class + 1), part_begins_at(group() + 1)) - begin();
-  }
-};
-
-// The first share of this block's group.
-__device__ __forceinline__ Share first_share_of(long long all_rows) {
-  Share share = {all_rows, 0};
-  while (share.of_class + 1 < CLASSES &&
-         share.class_begins_at(share.of_class + 1) <= share.part_begins_at(share.group())) {
-    ++share.of_class;
-  }
-  return share;
-}
-
-// The mean and rstd of rows. Where rows come ahead, those of TURNS turns come at once, one turn's to each of the
-// threads that have the same row and warp, and those of the next TURNS are on their way. A load that is under way in
-// every turn would share a scoreboard with others, and where ptxas waits for one of those, it would wait for memory:
-// 4096 columns of float16 take 1.34 so, else 1.08.
-struct StatisticsAhead {
-  static constexpr int TURNS = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
-
-  const Compute* means;
-  const Compute* rstds;
-  long long end;  // before which the last row is
-  long long step;
-  Compute mean, rstd, next_mean, next_rstd;
-
-  // Starts to load those of the turn's row, the first of a share, and of those that follow it.
-  __device__ __forceinline__ void begin(int turn, long long row) {
-    fetch(row - turn % TURNS * step);
-    if (CLASSES == 1 || turn % TURNS == 0) return;
-    mean = next_mean;
-    rstd = next_rstd;
-    fetch(row + (TURNS - turn % TURNS) * step);
-  }
-
-  // Starts to load those of the row, and of the TURNS - 1 that follow it.
-  __device__ __forceinline__ void fetch(long long row) {
-    if constexpr (stage == Stage::direct) return;
-    load(row + threadIdx.x % TURNS * step, next_mean, next_rstd);
-  }
-
-  // Those of the turn's row: for turns from zero up, in all threads.
-  __device__ __forceinline__ void get(int turn, long long row, Compute& row_mean, Compute& row_rstd) {
-    if constexpr (stage == Stage::direct) return load(row, row_mean, row_rstd);
-    if (turn % TURNS == 0) {
-      mean = next_mean;
-      rstd = next_rstd;
-      fetch(row + TURNS * step);
-    }
-    row_mean = CENTERED ? __shfl_sync(0xffffffff, mean, turn % TURNS, TURNS) : 0;
-    row_rstd = __shfl_sync(0xffffffff, rstd, turn % TURNS, TURNS);
-  }
-
-  __device__ __forceinline__ bool has(long long row) const { return row < end && (CLASSES == 1 || row >= 0); }
-  __device__ __forceinline__ void load(long long row, Compute& row_mean, Compute& row_rstd) const {
-    row_mean = CENTERED && has(row) ? means[row] : 0;
-    row_rstd = has(row) ? rstds[row] : 0;
-  }
-};
-
 // What a thread has of dweight or dbias, since its share began.
 struct ColumnSums {
   Compute vectors[VECTORS][VECTOR];
   OfEdges<Compute> edges;
 };
-
-// The registers of a thread, of 4 bytes, and those that it holds over a turn: x, dy, sums, and weights that came early.
-constexpr int SHARING_THREADS = BLOCK_THREADS * MIN_BLOCKS;
-constexpr int REGISTERS = 65536 / SHARING_THREADS < 255 ? 65536 / SHARING_THREADS : 255;
-constexpr int EARLY_BYTES =
-    weights_come == Weights::early ? HAS_WEIGHT * sizeof(WEIGHT_TYPE) + HAS_BIAS * sizeof(BIAS_TYPE) : 0;
-constexpr int SUM_BYTES = (WANTS_DWEIGHT + WANTS_DBIAS) * sizeof(Compute);
-constexpr int HELD = VECTORS * VECTOR * (SUM_BYTES + 2 * sizeof(X_TYPE) + EARLY_BYTES) / 4;
-
-// Whether vectors that are not there are skipped, by a branch for each. Else they are zeros, and one instruction
-// follows another: ptxas then keeps the derivative of an activation from one pass for the next, if it has registers.
-// Under silu 256, 1024 and 4096 columns of bfloat16 take 1.10, 1.04 and 1.10 so, else 1.43, 1.33 and 1.49; but on
-// an H100 10,752, of which not all threads have 3 vectors, take 1.21 and 1.10 (under the exact gelu 1.17 and 1.35), and
-// 100 of float32, read directly, 1.31 and 1.14. Peeled rows are always skipped, and without an activation rows that
-// come ahead, whose branches are few: 4097 columns take 1.12, else 1.51.
-constexpr int IN_PART = VECTORS - WHOLE_VECTORS;  // vectors that not every thread has
-constexpr int ROOM = 44 + (ROWS_PER_BLOCK == 1 && IN_PART > 0 && activation != Activation::gelu ? 12 : 0);
-constexpr bool KEEPS_DERIVATIVE = activation != Activation::none && !PEELED && IN_PART < 2 &&
-                                  HELD + VECTORS * VECTOR + ROOM <= REGISTERS;
-constexpr bool ZEROS_DIRECTLY = activation == Activation::none || sizeof(X_TYPE) == 2;
-constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZEROS_DIRECTLY : KEEPS_DERIVATIVE);
-
-// Of so many of a thread's vectors dz is kept, in place of dy, where an activation's derivative would have to be made
-// again for it (for silu two of the slow instructions of the special function unit, for each number): as many as there
-// are registers for, beside what is held and others. With fewer, ptxas spills. Of channels, where 512 threads share a
-// multiprocessor; else all or none. On an H100 4097 and 50,257 columns take 1.13 and 1.54 under silu so, else 1.18 and
-// 1.82, and 1.18 and 1.71 under the exact gelu, else 1.58 and 2.48. Of float32, where it takes the registers of dy,
-// all, where nothing spills so (500 columns take 1.43, else 1.17).
-constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
-                                : weights_of == WeightsOf::part ? 32
-                                : HAS_CHANNELS                  ? 48
-                                : PEELED                        ? 60
-                                                                : 64;
-constexpr int DZ_WORDS = sizeof(X_TYPE) == 2 ? VECTOR / 2 : 0;  // that dz takes more than dy
-constexpr int registers_with(int kept) {
-  return OTHER_REGISTERS + (HAS_CHANNELS ? VECTORS * VECTOR : HELD) + kept * DZ_WORDS;
-}
-constexpr int most_kept(int registers) {
-  int kept = 0;
-  while (kept < VECTORS && registers_with(kept + 1) <= registers) ++kept;
-  return HAS_CHANNELS || kept == VECTORS ? kept : 0;
-}
-constexpr bool OF_FLOATS = sizeof(X_TYPE) == 4 && (PEELED ? !HAS_DRESIDUAL || VECTORS <= 5
-                                                          : ROWS_PER_BLOCK == 1 || stage == Stage::direct);
-constexpr bool KEEPS_DZ =
-    activation != Activation::none && SKIPS && (sizeof(X_TYPE) == 2 || (OF_FLOATS && !HAS_CHANNELS));
-constexpr int KEEPING_REGISTERS = HAS_CHANNELS ? 65536 / (SHARING_THREADS > 512 ? SHARING_THREADS : 512) : REGISTERS;
-constexpr int KEPT = !KEEPS_DZ ? 0 : DZ_WORDS > 0 ? most_kept(KEEPING_REGISTERS) : VECTORS;
-
-// Whether the means of the sums are divisions. Their branches keep ptxas from spilling where registers are few: 8192
-// columns with a residual take 1.06 so, else 1.44. Elsewhere a product is as good, and less: 24,576, 3 vectors of a
-// thread, take 1.07, else 1.13 (but 32,768, 4 vectors, 1.08 and 1.06). Under an activation they would part what ptxas
-// keeps: 8192 columns take 1.09 under silu, else 1.49; on an H100 40,000 with a residual 1.08 and 1.15. But where dz is
-// kept and fills the registers 20,000 take 1.12 so on an H100, else 1.20; and where x, dy and the sums fill them
-// 262,144 1.94, else 2.55, since 368 bytes spill.
-constexpr bool IS_LONG = !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
-constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 40 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
-constexpr bool KEEPS_MOST = KEPT * DZ_WORDS > 0 && !PEELED && registers_with(KEPT) + 12 > REGISTERS;
-constexpr bool IS_FULL = HELD + VECTORS * VECTOR >= REGISTERS;
-constexpr bool DIVIDES = HAS_CHANNELS                     ? VECTORS > 5
-                         : activation == Activation::none ? IS_LONG || FILLS_REGISTERS
-                                                          : KEEPS_MOST || IS_FULL;
 
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     row_block_backward(const Arguments arguments) {

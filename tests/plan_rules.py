@@ -591,7 +591,7 @@ _COVERS = {
 
 
 def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: Plan) -> None:
-    """As kernels/row_channels.cuh and row_block_backward.cu count them."""
+    """As kernels/row_channels.cuh and row_channel_sums.cuh count them."""
     for item in chosen.launches:
         constants, arguments = dict(item.constants), dict(item.arguments)
         if problem.channels is None or "WEIGHTS_OF" not in constants:

@@ -1,7 +1,7 @@
 """Rows of sixteen-bit numbers under an activation, backward.
 
 Its derivative is most of the work, and is needed twice. A thread keeps it, or dz, from one pass for the next where it
-has few vectors and many registers (SKIPS and KEPT in kernels/row_block_backward.cu). Hence 256 or 384 threads a
+has few vectors and many registers (SKIPS and KEPT in kernels/row_kept.cuh). Hence 256 or 384 threads a
 multiprocessor, weights in registers, and two rows ahead.
 """
 

@@ -1,0 +1,59 @@
+// What row_block_backward adds up where weights are by channel (see row_channels.cuh): sums over each channel of a row,
+// which column_sums then adds over samples.
+
+// Where a sum over one of a row's channels goes, or over the block's part of one.
+__device__ __forceinline__ long long place_of_sum(const Channels& channels, long long row, unsigned channel) {
+  const long long place = row * channels.channels_per_row + channel;
+  const unsigned parts = BLOCKS_PER_ROW / channels.channels_per_row;
+  if (BLOCKS_PER_ROW == 1 || parts <= 1) return place;
+  const unsigned sample = static_cast<unsigned>(row) / channels.rows_per_sample;
+  const long long parts_before = sample * (parts - 1) + static_cast<unsigned>(rank_in_row()) % parts;
+  return place + parts_before * channels.rows_per_sample * channels.channels_per_row;
+}
+
+// The sums of dz and of dz * xhat over each channel of the block's part of a row, where that has several. SEGMENT
+// neighbouring threads and STEPS consecutive vectors of each lie in one channel: what they have is an entry in shared
+// memory. The entries of a channel lie behind each other, and LANES threads add them up. A __syncthreads() must lie
+// between what is added in one turn and what is added up; with one a turn, two sets of entries used in turn are enough.
+struct ChannelSums {
+  static constexpr int STEP_ENTRIES = THREADS_PER_ROW / SEGMENT;
+  static constexpr int ENTRIES = VECTORS / STEPS * STEP_ENTRIES;  // of a row
+  static constexpr int ENTRY_COLUMNS = SEGMENT * STEPS * VECTOR;
+
+  Compute* entries;  // [2][2][ROWS_PER_BLOCK][ENTRIES]
+  Compute sums[2];   // of the thread, since the last entry
+
+  __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
+    return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
+  }
+
+  // Adds those of the thread's i-th vector: for i from zero up, in all threads.
+  __device__ __forceinline__ void add(int turn, int i, const Compute (&own)[2]) {
+    sums[0] += own[0];
+    sums[1] += own[1];
+    if ((i + 1) % STEPS > 0) return;
+    warp_sum<SEGMENT, 1>(sums);
+    if (threadIdx.x % SEGMENT == 0) {
+      const int entry = i / STEPS * STEP_ENTRIES + static_cast<int>(threadIdx.x) / SEGMENT;
+      entries_of(turn, 0)[entry] = sums[0];
+      entries_of(turn, 1)[entry] = sums[1];
+    }
+    sums[0] = sums[1] = 0;
+  }
+
+  // Calls use(channel, sum of dz, sum of dz * xhat) for each of so many channels, in one thread.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(int turn, int channels, int positions, const Use& use) const {
+    const int count = positions / ENTRY_COLUMNS, lane = threadIdx.x % LANES;
+    for (int first = 0; first < channels; first += THREADS_PER_ROW / LANES) {
+      const int channel = first + static_cast<int>(threadIdx.x) / LANES;
+      Compute total[2] = {0, 0};
+      for (int i = lane; channel < channels && i < count; i += LANES) {
+        total[0] += entries_of(turn, 0)[channel * count + i];
+        total[1] += entries_of(turn, 1)[channel * count + i];
+      }
+      warp_sum<LANES, 1>(total);
+      if (channel < channels && lane == 0) use(channel, total[0], total[1]);
+    }
+  }
+};
