@@ -34,7 +34,7 @@ struct Slab {
 // Those of a group, one a turn.
 struct Slabs {
   long long count;  // of all
-  Part part;
+  SharedPart part;
 
   __device__ __forceinline__ Slab operator[](int turn) const {
     const long long index = part.group + turn * part.groups;
@@ -55,7 +55,7 @@ struct Place {
   int step;  // from one of the thread's vectors to the next
   long long first;
 
-  __device__ __forceinline__ Place(long long sample_stride, long long point_stride, const Part& part)
+  __device__ __forceinline__ Place(long long sample_stride, long long point_stride, const SharedPart& part)
       : sample_stride(sample_stride), step(static_cast<int>(POINT_LANES * point_stride)),
         first((part.first + point_lane()) * point_stride + channel_lane() * VECTOR) {}
 
@@ -134,7 +134,7 @@ struct SetParcels {
   int rank;
   int blocks;
 
-  __device__ __forceinline__ SetParcels(long long* words, const Part& part)
+  __device__ __forceinline__ SetParcels(long long* words, const SharedPart& part)
       : told(reinterpret_cast<Parcel*>(words) + part.group * KEPT * (TOLD + TILE_SETS)), answers(told + KEPT * TOLD),
         rank(part.rank), blocks(part.blocks) {}
 

@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // then the rows of sums
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const Part part = part_of_block(arguments.points, arguments.points_per_block, arguments.blocks_per_slab);
+  const SharedPart part = part_of_block(arguments.points, arguments.points_per_block, arguments.blocks_per_slab);
   const Slabs slabs = {arguments.slabs, part};
   const int own_vectors = own_vectors_of(part.count);
   const auto vectors_of = [&](const Slab& slab) { return slab.there ? own_vectors : 0; };

@@ -7,6 +7,7 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "channel_tile.cuh"
+#include "channel_split_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 #include "channel_affine.cuh"

@@ -9,6 +9,7 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "channel_tile.cuh"
+#include "channel_split_tile.cuh"
 #include "set_statistics.cuh"
 
 struct Arguments {

@@ -3,7 +3,7 @@
 // A block takes TILE_CHANNELS channels of one sample and a chunk of their points. A vector lies along the channels
 // (ALONG_CHANNELS) or along the points, whichever are contiguous in memory. In the first case neighbouring threads hold
 // neighbouring channels of a point, CHANNEL_LANES of them; in the second neighbouring points of a channel, and
-// threadIdx.y counts channels. What a tile's threads hold at a time, UNROLL vectors each, is TILE_POINTS long.
+// threadIdx.y counts channels.
 //
 // Where each channel has PLANE > 1 points side by side, its plane, and those of the next lie right behind them, vectors
 // may lie along all planes of the tile, from one into the next: for planes too short or odd for vectors of their own. A
@@ -13,7 +13,6 @@ constexpr int POINT_VECTOR = ALONG_CHANNELS ? PLANE : VECTOR;
 constexpr int POINT_LANES = THREADS / CHANNEL_LANES;
 constexpr int HOLDERS = POINT_LANES * CHANNEL_LANES;  // threads that hold something
 constexpr int TILE_CHANNELS = CHANNEL_LANES * CHANNEL_VECTOR / PLANE;
-constexpr int TILE_POINTS = POINT_LANES * POINT_VECTOR * UNROLL;
 
 __device__ __forceinline__ int thread_in_block() {
   return ALONG_CHANNELS ? threadIdx.x : threadIdx.y * POINT_LANES + threadIdx.x;
@@ -169,13 +168,6 @@ __device__ __forceinline__ Chunk chunk_at(unsigned tile_of_sample, unsigned spli
   return chunk;
 }
 
-__device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channels, long long points, long long splits,
-                                                long long points_per_split) {
-  const unsigned tiles = static_cast<unsigned>((channels + TILE_CHANNELS - 1) / TILE_CHANNELS), rest = block / tiles;
-  const unsigned split = rest % static_cast<unsigned>(splits), sample = rest / static_cast<unsigned>(splits);
-  return chunk_at(sample * tiles + block % tiles, split, channels, points, points_per_split);
-}
-
 // A thread's way over its points of a chunk. A point is a mixed-radix number over the sizes of the dimensions that
 // could not be merged; from one vector to the next it grows by as much each time, so only the first is divided up.
 // Planes are the last dimension, along which nobody walks.
@@ -276,12 +268,4 @@ __device__ __forceinline__ Path path_of(const Walk& walk, const Chunk& chunk, lo
     path.step = walk.steps[0] * point_strides[0];
   }
   return path;
-}
-
-// Calls take(whole) for each UNROLL vectors of the way, along which it goes: whole but for the last, of which some may
-// not be there.
-template <typename Take>
-__device__ __forceinline__ void take_tiles(const Walk& walk, const Take& take) {
-  while (walk.left >= UNROLL) take(Known<true>());
-  if (walk.left > 0) take(Known<false>());
 }

@@ -2,7 +2,7 @@
 // of row_grid_forward and row_pipeline_*, slabs of channel_pipeline_*.
 
 // A block's part of each of them: `count` of its columns or points, from `first` on.
-struct Part {
+struct SharedPart {
   long long group;
   long long groups;
   int rank;  // among the blocks of the group
@@ -11,7 +11,8 @@ struct Part {
   int count;
 };
 
-__device__ __forceinline__ Part part_of_block(long long count, long long count_per_block, long long blocks_per_group) {
+__device__ __forceinline__ SharedPart part_of_block(long long count, long long count_per_block,
+                                                    long long blocks_per_group) {
   const int blocks = static_cast<int>(blocks_per_group), rank = blockIdx.x % blocks;
   const long long first = rank * count_per_block, left = count - first;
   return {static_cast<long long>(blockIdx.x / blocks), static_cast<long long>(gridDim.x / blocks), rank, blocks,

@@ -4,6 +4,8 @@
 // goes down the rows: STEPS * ROW_LANES of them in a turn, then those that lie `groups` turns further. Block b has tile
 // b % tiles and begins with turn b / tiles. What is one RUN of memory in all tensors has no bias and one tile of
 // columns; behind its rows there is a rest of less than a row, which may end within a vector.
+constexpr int COLUMN_LANES = THREADS / ROW_LANES;
+constexpr int TILE_COLUMNS = COLUMN_LANES * VECTOR;
 constexpr int TURN_ROWS = STEPS * ROW_LANES;
 
 struct Place {

@@ -6,7 +6,7 @@
 // column_sums adds up in a fixed order.
 #include "types.cuh"
 #include "dependent_launch.cuh"
-#include "tile.cuh"
+#include "strides.cuh"
 #include "activation.cuh"
 #include "pointwise.cuh"
 

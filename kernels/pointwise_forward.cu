@@ -3,7 +3,7 @@
 // Moves x once in and y once out. A thread reads all of a turn before it computes, so that STEPS vectors are in flight;
 // where there is a bias it takes several turns, since the bias is read once.
 #include "types.cuh"
-#include "tile.cuh"
+#include "strides.cuh"
 #include "activation.cuh"
 #include "pointwise.cuh"
 

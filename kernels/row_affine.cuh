@@ -92,14 +92,11 @@ struct Parameter {
     if constexpr (SHIFT > 0) return load_shifted<SHIFT, VECTOR>(first + place.column(i));
     return load_in_pieces<VECTOR, ACCESS_BYTES>(first + place.column(i));
   }
-  __device__ __forceinline__ Vector<T, VECTOR> fetched(const Place& place, int i) const {
-    return from(memory, place, i);
-  }
 
   __device__ __forceinline__ void fetch_early(const Place& place) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.reaches(i)) early[i] = fetched(place, i);
+      if (place.reaches(i)) early[i] = from(memory, place, i);
     }
   }
 
@@ -108,7 +105,7 @@ struct Parameter {
     constexpr int BYTES = sizeof(T) * VECTOR;
     if constexpr (::stage == Stage::run) return load_widened<VECTOR, ACCESS_BYTES>(memory + place.column(i), values);
     switch (weights_come) {
-      case Weights::late: return widen_all(fetched(place, i), values);
+      case Weights::late: return widen_all(from(memory, place, i), values);
       case Weights::early: return widen_all(early[i], values);
       case Weights::staged:
         if constexpr (STAGED_AS_IN_MEMORY) return widen_all(from(staged + shift(), place, i), values);
@@ -152,8 +149,9 @@ struct ChannelTurns {
   }
 };
 
-template <typename Given>
-__device__ __forceinline__ ChannelTurns channel_turns_of(const Given& arguments, const Part& part, void* staged) {
+template <typename KernelArguments>
+__device__ __forceinline__ ChannelTurns channel_turns_of(const KernelArguments& arguments, const Part& part,
+                                                         void* staged) {
   const auto affine = channel_affine_of<STAGES_CHANNELS>(arguments, part.first_column);
   ChannelTurns turns = {affine, static_cast<Compute*>(staged)};
   if constexpr (STAGES_CHANNELS) {
@@ -222,8 +220,8 @@ struct Affine {
 };
 
 // `staged` is shared memory for both, 16-byte aligned, or for those by channel.
-template <typename Given>
-__device__ __forceinline__ Affine affine_of(const Given& arguments, const Part& part, void* staged) {
+template <typename KernelArguments>
+__device__ __forceinline__ Affine affine_of(const KernelArguments& arguments, const Part& part, void* staged) {
   WEIGHT_TYPE* staged_weights = static_cast<WEIGHT_TYPE*>(staged);
   BIAS_TYPE* staged_biases =
       reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? STAGED_ELEMENTS : 0));

@@ -97,8 +97,9 @@ struct ChannelAffine {
   }
 };
 
-template <bool STAGED, typename Given>
-__device__ __forceinline__ ChannelAffine<STAGED> channel_affine_of(const Given& arguments, long long first_column) {
+template <bool STAGED, typename KernelArguments>
+__device__ __forceinline__ ChannelAffine<STAGED> channel_affine_of(const KernelArguments& arguments,
+                                                                   long long first_column) {
   if constexpr (HAS_CHANNELS) {
     return {channels_of(arguments.channels, first_column), arguments.weight, arguments.bias, 0, {}, {}, nullptr};
   } else {

@@ -91,7 +91,8 @@ struct Rows {
 };
 
 template <typename T>
-__device__ __forceinline__ Place place_of(const Rows<T>& rows, const Part& part, long long row, long long row_count) {
+__device__ __forceinline__ Place place_of(const Rows<T>& rows, const SharedPart& part, long long row,
+                                          long long row_count) {
   if (row >= row_count) return {};
   const Cut cut = cut_of(rows.at(row), part.count);
   return {cut, (cut.vectors + THREADS - 1 - static_cast<int>(threadIdx.x)) / THREADS};
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   using Values = Vector<X_TYPE, VECTOR>;
   constexpr int STAGED = SLOTS * THREADS * VECTOR;  // elements
 
-  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const SharedPart part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
   const int blocks = part.blocks;
   const Rows<const X_TYPE> x = {arguments.x + part.first, arguments.x_stride};
   const Rows<const X_TYPE> residual = {arguments.residual + part.first, arguments.residual_stride};

@@ -23,7 +23,7 @@ struct Places {
   long long first;  // that of the first vector; 0, where SEGMENTED
   int offsets[SEGMENTED ? RESIDENT : 1];
 
-  __device__ __forceinline__ Places(const Part& part, long long segment_columns, long long segment_stride)
+  __device__ __forceinline__ Places(const SharedPart& part, long long segment_columns, long long segment_stride)
       : first(SEGMENTED ? 0 : part.first + column_of(0)) {
     if constexpr (SEGMENTED) {
       const unsigned columns = static_cast<unsigned>(segment_columns), stride = static_cast<unsigned>(segment_stride);
@@ -58,8 +58,8 @@ struct OfChannel {
 };
 
 // The channel of a row.
-template <typename Given>
-__device__ __forceinline__ long long channel_of_row(const Given& arguments, long long row) {
+template <typename KernelArguments>
+__device__ __forceinline__ long long channel_of_row(const KernelArguments& arguments, long long row) {
   if constexpr (HAS_CHANNELS) return channels_of(arguments.channels, 0).first_of(row);
   return row;
 }
@@ -79,7 +79,7 @@ struct Exchange {
   int rank;
   int blocks;
 
-  __device__ __forceinline__ Exchange(long long* all, const Part& part)
+  __device__ __forceinline__ Exchange(long long* all, const SharedPart& part)
       : words(all + part.group * EXCHANGES * COUNT_WORDS * COLLECTED_PITCH), rank(part.rank), blocks(part.blocks) {}
 
   __device__ __forceinline__ long long* of_turn(int turn) const {

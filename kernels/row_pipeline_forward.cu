@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const Part part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const SharedPart part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
   const long long rows = arguments.rows, groups = part.groups;
   const int vectors = part.count / VECTOR, own_vectors = own_vectors_of(vectors);
   const auto has = [&](int i) { return i < own_vectors; };

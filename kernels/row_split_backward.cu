@@ -7,7 +7,8 @@
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
-#include "tile.cuh"
+#include "strides.cuh"
+#include "row_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 

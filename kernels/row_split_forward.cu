@@ -3,7 +3,8 @@
 // y. One block a chunk of columns.
 #include "types.cuh"
 #include "dependent_launch.cuh"
-#include "tile.cuh"
+#include "strides.cuh"
+#include "row_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 

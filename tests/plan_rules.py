@@ -533,7 +533,7 @@ def _covers_row_split_backward(item: Launch, constants: Constants, arguments: di
 
 
 def _tile(item: Launch, constants: Constants) -> int:
-    """Columns of a tile, as kernels/tile.cuh has them."""
+    """Columns of a tile, as kernels/row_tile.cuh has them."""
     threads, lanes = constants["THREADS"], constants["ROW_LANES"]
     assert item.block == (threads, 1) and threads % 32 == 0
     assert lanes in (1, 2, 4, 8, 16, 32)

@@ -103,7 +103,6 @@ class Grid:
     def constants(self, problem: ChannelProblem) -> Constants:
         parts = max(self.blocks_per_slab, problem.channels_per_set)
         own: Constants = {
-            "UNROLL": 1,
             "RESIDENT": self.resident,
             "SLOTS": self.slots,
             "HELD": self.held,

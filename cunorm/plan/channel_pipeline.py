@@ -129,7 +129,6 @@ class ChannelPipeline:
 
     def constants(self, problem: ChannelProblem) -> Constants:
         own: Constants = {
-            "UNROLL": 1,
             "RESIDENT": self.resident,
             "AHEAD": self.ahead,
             "LAG": self.lag,

@@ -58,7 +58,6 @@ class Slab:
         # How many threads merge what a set has, a number of each channel: of every block, forward.
         parts = problem.channels_per_set * (self.blocks_per_slab if isinstance(problem, ChannelForward) else 1)
         own: Constants = {
-            "UNROLL": 1,
             "VECTORS": self.vectors,
             "SLOTS": self.vectors,
             "HELD": self.vectors,

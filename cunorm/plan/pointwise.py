@@ -52,7 +52,6 @@ class _Layout:
             "THREADS": self.column_lanes * self.row_lanes,
             "VECTOR": self.width,
             "ROW_LANES": self.row_lanes,
-            "UNROLL": 1,
             "STEPS": self.steps,
             "RUN": int(self.run),
             "MIN_BLOCKS": _min_blocks(problem, self.width),

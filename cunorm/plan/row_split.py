@@ -23,7 +23,7 @@ _GROUPED_BLOCKS = 4
 
 @dataclass(frozen=True)
 class _RowSplit:
-    """How row_split_* cut a problem: ROW_LANES rows by a tile of columns a block (see kernels/tile.cuh)."""
+    """How row_split_* cut a problem: ROW_LANES rows by a tile of columns a block (see kernels/row_tile.cuh)."""
 
     width: int
     row_lanes: int

@@ -1,23 +1,10 @@
 // How row_split_* cut a problem into tiles, for rows too long for a block and for rows that are not contiguous.
 //
 // A block of THREADS threads holds ROW_LANES rows by COLUMN_LANES * VECTOR columns at a time. Neighbouring threads run
-// along rows (ROW_LANES = 1) or across them, whichever is contiguous in memory. A position is a row and a column; where
-// it lies is the sum of two offsets, each a mixed-radix number over the sizes of the dimensions that could not be
-// merged.
+// along rows (ROW_LANES = 1) or across them, whichever is contiguous in memory. Where a number
+// lies is the sum of the offsets of its row and of its column (see strides.cuh).
 constexpr int COLUMN_LANES = THREADS / ROW_LANES;
 constexpr int TILE_COLUMNS = COLUMN_LANES * VECTOR * UNROLL;
-
-template <int DIMS>
-__device__ __forceinline__ long long offset_of(long long index, const long long (&sizes)[DIMS],
-                                               const long long (&strides)[DIMS]) {
-  long long offset = 0;
-#pragma unroll
-  for (int i = DIMS - 1; i > 0; --i) {
-    offset += index % sizes[i] * strides[i];
-    index /= sizes[i];
-  }
-  return offset + index * strides[0];
-}
 
 __device__ __forceinline__ int row_lane() { return threadIdx.x % ROW_LANES; }
 
