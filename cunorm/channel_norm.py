@@ -26,7 +26,7 @@ from cunorm.checks import (
     memory_order,
 )
 from cunorm.execute import Output, Prepared
-from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, layout_of, prepare_launches, views_of
+from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, prepare_launches, views_of
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
 
 __all__ = ["RUNNING_OPERANDS", "ChannelNorm"]
@@ -98,6 +98,7 @@ class ChannelNorm:
     def statistics_alone(self) -> bool:
         return self.name == "batch_norm_stats"
 
+    @execute.prepared_once
     def prepare_forward(
         self,
         x: View,
@@ -108,9 +109,42 @@ class ChannelNorm:
         stats: bool,
         running: tuple[View, ...] = (),
     ) -> Prepared:
-        layouts = (layout_of(x), layout_of(weight), layout_of(bias), layout_of(out))
-        return _prepare_forward(self, *layouts, stats, tuple(map(layout_of, running)))
+        sizes = _Sizes.of(self, x)
+        check_vector(weight, "weight", (sizes.channels,), x)
+        check_vector(bias, "bias", (sizes.channels,), x)
+        for name, view in zip(("running_mean", "running_var"), running):
+            check_vector(view, name, (sizes.channels,), x)
+        least = 2 if self.unbiased else 1  # as PyTorch has it, and as Keras, where a last batch of one sample trains
+        if self.name == "batch_norm" and self.training and sizes.values_per_channel < least:
+            found = "one value" if sizes.values_per_channel else "no values"
+            must = f"in training there must be {'more than' if self.unbiased else 'at least'} one"
+            raise ValueError(f"x has {found} per channel (shape {x.shape}); {must}")
+        if out is not None:
+            check_out(out, sizes.like_x, x)
+        y = None if self.statistics_alone else sizes.like_x
+        statistic = sizes.statistic if stats else None
+        outputs = (y if out is None else None, None, statistic, statistic)
+        y_view = None if y is None else out or y.view(x.device)
 
+        if x.device[0] == "cpu":
+            views = (x, None, weight, bias, y_view, *running, *views_of(outputs[1:], x.device))
+            return execute.prepare_on_cpu(functools.partial(_run_forward, self, sizes), views, outputs)
+        problem = ChannelForward.of(
+            x,
+            weight,
+            bias,
+            y_view,
+            channel_axis=sizes.channel_axis,
+            channels_per_set=sizes.channels_per_set,
+            over_samples=self.over_samples,
+            eps=self.eps,
+            stats=stats,
+            activation=self.activation,
+            running=_running_statistics(self, *running) if running else None,
+        )
+        return prepare_launches(problem, RUNNING_OPERANDS if running else FORWARD_OPERANDS, outputs, x.device)
+
+    @execute.prepared_once
     def prepare_backward(
         self,
         dy: View,
@@ -123,8 +157,40 @@ class ChannelNorm:
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        layouts = (layout_of(view) for view in (dy, x, weight, bias, mean, rstd))
-        return _prepare_backward(self, *layouts, output_mask, bias_dtype)
+        sizes = _Sizes.of(self, x)
+        check_vector(weight, "weight", (sizes.channels,), x)
+        check_vector(bias, "bias", (sizes.channels,), x)
+        check_like(dy, "dy", x.shape, x.dtype, x)
+        for name, view in (("mean", mean), ("rstd", rstd)):
+            if view is None:
+                raise TypeError(f"{name} is None; it must be the {name} that {self.name} returned")
+            check_like(view, name, sizes.statistic.shape, sizes.statistic.dtype, x, contiguous=True)
+        weight_dtype = x.dtype if weight is None else weight.dtype
+        if bias_dtype is None:
+            bias_dtype = weight_dtype if bias is None else bias.dtype
+        dx = sizes.like_x if output_mask[0] else None
+        dweight = Output((sizes.channels,), weight_dtype) if output_mask[1] else None
+        dbias = Output((sizes.channels,), bias_dtype) if output_mask[2] else None
+        outputs = (dx, dweight, dbias)
+
+        if x.device[0] == "cpu":
+            views = (dy, None, x, weight, bias, mean, rstd, *views_of(outputs, x.device))
+            return execute.prepare_on_cpu(functools.partial(_run_backward, self, sizes, output_mask), views, outputs)
+        problem = ChannelBackward.of(
+            dy,
+            x,
+            weight,
+            bias,
+            None if dx is None else dx.view(x.device),
+            channel_axis=sizes.channel_axis,
+            channels_per_set=sizes.channels_per_set,
+            over_samples=self.over_samples,
+            dweight=None if dweight is None else dweight.dtype,
+            dbias=None if dbias is None else dbias.dtype,
+            activation=self.activation,
+            given=not self.training,
+        )
+        return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def _make(
@@ -174,52 +240,6 @@ class _Sizes:
         values = math.prod(size for axis, size in enumerate(x.shape) if axis != channel_axis)
         like_x = Output(x.shape, x.dtype, memory_order(x, channel_axis))
         return _Sizes(channel_axis, channels, channels_per_set, values, like_x, Output(shape, DTYPES[x.dtype].compute))
-
-
-@execute.prepared_once
-def _prepare_forward(
-    op: ChannelNorm,
-    x: View,
-    weight: View | None,
-    bias: View | None,
-    out: View | None,
-    stats: bool,
-    running: tuple[View, ...],
-) -> Prepared:
-    sizes = _Sizes.of(op, x)
-    check_vector(weight, "weight", (sizes.channels,), x)
-    check_vector(bias, "bias", (sizes.channels,), x)
-    for name, view in zip(("running_mean", "running_var"), running):
-        check_vector(view, name, (sizes.channels,), x)
-    least = 2 if op.unbiased else 1  # as PyTorch has it, and as Keras, where a last batch of one sample trains
-    if op.name == "batch_norm" and op.training and sizes.values_per_channel < least:
-        found = "one value" if sizes.values_per_channel else "no values"
-        must = f"in training there must be {'more than' if op.unbiased else 'at least'} one"
-        raise ValueError(f"x has {found} per channel (shape {x.shape}); {must}")
-    if out is not None:
-        check_out(out, sizes.like_x, x)
-    y = None if op.statistics_alone else sizes.like_x
-    statistic = sizes.statistic if stats else None
-    outputs = (y if out is None else None, None, statistic, statistic)
-    y_view = None if y is None else out or y.view(x.device)
-
-    if x.device[0] == "cpu":
-        views = (x, None, weight, bias, y_view, *running, *views_of(outputs[1:], x.device))
-        return execute.prepare_on_cpu(functools.partial(_run_forward, op, sizes), views, outputs)
-    problem = ChannelForward.of(
-        x,
-        weight,
-        bias,
-        y_view,
-        channel_axis=sizes.channel_axis,
-        channels_per_set=sizes.channels_per_set,
-        over_samples=op.over_samples,
-        eps=op.eps,
-        stats=stats,
-        activation=op.activation,
-        running=_running_statistics(op, *running) if running else None,
-    )
-    return prepare_launches(problem, RUNNING_OPERANDS if running else FORWARD_OPERANDS, outputs, x.device)
 
 
 def _running_statistics(op: ChannelNorm, mean: View, variance: View) -> RunningStatistics:
@@ -273,54 +293,6 @@ def _seen(op: ChannelNorm, sizes: _Sizes, array: Any) -> Any:
 def _by_set(op: ChannelNorm, statistic: Any) -> Any:
     """A view of an array of statistics as samples by sets."""
     return statistic[None] if op.over_samples and statistic is not None else statistic
-
-
-@execute.prepared_once
-def _prepare_backward(
-    op: ChannelNorm,
-    dy: View,
-    x: View,
-    weight: View | None,
-    bias: View | None,
-    mean: View | None,
-    rstd: View | None,
-    output_mask: tuple[bool, bool, bool],
-    bias_dtype: str | None,
-) -> Prepared:
-    sizes = _Sizes.of(op, x)
-    check_vector(weight, "weight", (sizes.channels,), x)
-    check_vector(bias, "bias", (sizes.channels,), x)
-    check_like(dy, "dy", x.shape, x.dtype, x)
-    for name, view in (("mean", mean), ("rstd", rstd)):
-        if view is None:
-            raise TypeError(f"{name} is None; it must be the {name} that {op.name} returned")
-        check_like(view, name, sizes.statistic.shape, sizes.statistic.dtype, x, contiguous=True)
-    weight_dtype = x.dtype if weight is None else weight.dtype
-    if bias_dtype is None:
-        bias_dtype = weight_dtype if bias is None else bias.dtype
-    dx = sizes.like_x if output_mask[0] else None
-    dweight = Output((sizes.channels,), weight_dtype) if output_mask[1] else None
-    dbias = Output((sizes.channels,), bias_dtype) if output_mask[2] else None
-    outputs = (dx, dweight, dbias)
-
-    if x.device[0] == "cpu":
-        views = (dy, None, x, weight, bias, mean, rstd, *views_of(outputs, x.device))
-        return execute.prepare_on_cpu(functools.partial(_run_backward, op, sizes, output_mask), views, outputs)
-    problem = ChannelBackward.of(
-        dy,
-        x,
-        weight,
-        bias,
-        None if dx is None else dx.view(x.device),
-        channel_axis=sizes.channel_axis,
-        channels_per_set=sizes.channels_per_set,
-        over_samples=op.over_samples,
-        dweight=None if dweight is None else dweight.dtype,
-        dbias=None if dbias is None else dbias.dtype,
-        activation=op.activation,
-        given=not op.training,
-    )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def _run_backward(

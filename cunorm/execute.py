@@ -16,7 +16,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -534,24 +534,41 @@ def backward(
     return dx, dweight, dbias
 
 
-def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
-    """``prepare``, run once for each kind of call, until plans are forgotten."""
+_Prepare = TypeVar("_Prepare", bound=Callable[..., Prepared])
+
+
+def prepared_once(prepare: _Prepare) -> _Prepare:
+    """An op's ``prepare``, run once for each kind of call, until plans are forgotten: views are given as layouts."""
 
     # By the generation, so that what was begun before plans were forgotten and is done after that is not found.
     @functools.lru_cache(maxsize=4096)
-    def cached(begun: int, *arguments: Any) -> Prepared:
-        return prepare(*arguments)
+    def cached(begun: int, *arguments: Any, **options: Any) -> Prepared:
+        return prepare(*arguments, **options)
 
     also_forget(cached.cache_clear)
 
     @functools.wraps(prepare)
-    def find(*arguments: Any) -> Prepared:
+    def find(*arguments: Any, **options: Any) -> Prepared:
+        layouts = [*map(_layout_of, arguments)]
+        if options:
+            options = dict(zip(options, map(_layout_of, options.values())))
         try:
-            return cached(generation, *arguments)
+            return cached(generation, *layouts, **options)
         except TypeError:  # a size that is a symbol to torch.compile cannot be hashed, or something is wrong indeed
-            return prepare(*arguments)
+            return prepare(*layouts, **options)
 
-    return find
+    return cast(_Prepare, find)
+
+
+def _layout_of(argument: Any) -> Any:
+    """A view less its address, of which only the alignment matters, alone or in a tuple; anything else as it is.
+
+    This is what calls of one kind have in common.
+    """
+    kind = type(argument)
+    if kind is View:
+        return argument if argument[0] < 16 else View(argument[0] & 15, *argument[1:])
+    return tuple(map(_layout_of, argument)) if kind is tuple else argument
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

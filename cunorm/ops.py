@@ -38,7 +38,6 @@ __all__ = [
     "chosen_plan",
     "layer_norm",
     "layer_norm_backward",
-    "layout_of",
     "prepare_launches",
     "rms_norm",
     "rms_norm_backward",
@@ -390,6 +389,7 @@ class RowNorm:
     def keeps_bias(self) -> bool:
         return self.norm.activation is not None
 
+    @execute.prepared_once
     def prepare_forward(
         self,
         x: View,
@@ -400,9 +400,46 @@ class RowNorm:
         stats: bool,
         running: tuple[View, ...] = (),
     ) -> Prepared:
-        layouts = (layout_of(x), layout_of(residual), layout_of(weight), layout_of(bias), layout_of(out))
-        return _prepare_forward(self, *layouts, stats)
+        axis, columns_shape, statistic = check_x(x, self.axis)
+        check_vector(weight, "weight", columns_shape, x, self.norm.weight_offset)
+        check_vector(bias, "bias", columns_shape, x)
+        if residual is not None:
+            check_like(residual, "residual", x.shape, x.dtype, x)
+        if out is not None:
+            check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
+        y = Output(x.shape, x.dtype)
+        residual_out = None if residual is None else y
+        mean = statistic if stats and self.norm.centered else None
+        rstd = statistic if stats else None
+        outputs = (y if out is None else None, residual_out, mean, rstd)
+        y_view = out or y.view(x.device)
+        views = (x, residual, weight, bias, y_view, *views_of((residual_out, mean, rstd), x.device))
 
+        if x.device[0] == "cpu":
+
+            def run(
+                x: Any, residual: Any, weight: Any, bias: Any, y: Any, residual_out: Any, mean: Any, rstd: Any
+            ) -> None:
+                results = {"out": y, "residual_out": residual_out, "mean_out": mean, "rstd_out": rstd}
+                options = {"axis": axis, "eps": self.eps, "norm": self.norm, "residual": residual}
+                reference.row_norm(x, weight, bias, **options, **results)
+
+            return execute.prepare_on_cpu(run, views, outputs)
+        problem = ForwardProblem.of(
+            x,
+            weight,
+            bias,
+            y_view,
+            axis=axis,
+            eps=self.eps,
+            stats=stats,
+            norm=self.norm,
+            residual=residual,
+            residual_out=views[5],
+        )
+        return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
+
+    @execute.prepared_once
     def prepare_backward(
         self,
         dy: View,
@@ -415,8 +452,52 @@ class RowNorm:
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        layouts = (layout_of(view) for view in (dy, dresidual_out, x, weight, bias, mean, rstd))
-        return _prepare_backward(self, *layouts, output_mask, bias_dtype)
+        axis, columns_shape, statistic = check_x(x, self.axis)
+        check_vector(weight, "weight", columns_shape, x, self.norm.weight_offset)
+        check_vector(bias, "bias", columns_shape, x)
+        check_like(dy, "dy", x.shape, x.dtype, x)
+        if dresidual_out is not None:
+            check_like(dresidual_out, "dresidual_out", x.shape, x.dtype, x)
+        if self.norm.centered:
+            if mean is None:
+                raise TypeError("mean is None; it must be the mean that layer_norm returned")
+            check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
+        if rstd is None:
+            op_name = "layer_norm" if self.norm.centered else "rms_norm"
+            raise TypeError(f"rstd is None; it must be the rstd that {op_name} returned")
+        check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
+        weight_dtype = x.dtype if weight is None else weight.dtype
+        if bias_dtype is None:
+            bias_dtype = weight_dtype if bias is None else bias.dtype
+        dx = Output(x.shape, x.dtype) if output_mask[0] else None
+        dweight = Output(columns_shape, weight_dtype) if output_mask[1] else None
+        dbias = Output(columns_shape, bias_dtype) if output_mask[2] else None
+        outputs = (dx, dweight, dbias)
+
+        if x.device[0] == "cpu":
+
+            def run(
+                dy: Any, dresidual_out: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, *results: Any
+            ) -> None:
+                options = {"axis": axis, "norm": self.norm, "bias": bias, "dresidual_out": dresidual_out}
+                outs = dict(zip(("dx_out", "dweight_out", "dbias_out"), results))
+                reference.row_norm_backward(dy, x, weight, mean, rstd, output_mask=output_mask, **options, **outs)
+
+            inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
+            return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
+        problem = BackwardProblem.of(
+            dy,
+            x,
+            weight,
+            None if dx is None else dx.view(x.device),
+            axis=axis,
+            dweight=None if dweight is None else dweight.dtype,
+            dbias=None if dbias is None else dbias.dtype,
+            norm=self.norm,
+            bias=bias,
+            dresidual_out=dresidual_out,
+        )
+        return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: Any) -> RowNorm:
@@ -425,120 +506,6 @@ def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: A
 
 
 _op_of, _name_of = execute.interned(_make)
-
-
-def layout_of(view: View | None) -> Any:
-    """A view less its address, of which only the alignment matters: what calls of one kind have in common."""
-    return None if view is None else View(view[0] & 15, *view[1:])
-
-
-@execute.prepared_once
-def _prepare_forward(
-    op: RowNorm,
-    x: View,
-    residual: View | None,
-    weight: View | None,
-    bias: View | None,
-    out: View | None,
-    stats: bool,
-) -> Prepared:
-    axis, columns_shape, statistic = check_x(x, op.axis)
-    check_vector(weight, "weight", columns_shape, x, op.norm.weight_offset)
-    check_vector(bias, "bias", columns_shape, x)
-    if residual is not None:
-        check_like(residual, "residual", x.shape, x.dtype, x)
-    if out is not None:
-        check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
-    y = Output(x.shape, x.dtype)
-    residual_out = None if residual is None else y
-    mean = statistic if stats and op.norm.centered else None
-    rstd = statistic if stats else None
-    outputs = (y if out is None else None, residual_out, mean, rstd)
-    y_view = out or y.view(x.device)
-    views = (x, residual, weight, bias, y_view, *views_of((residual_out, mean, rstd), x.device))
-
-    if x.device[0] == "cpu":
-
-        def run(x: Any, residual: Any, weight: Any, bias: Any, y: Any, residual_out: Any, mean: Any, rstd: Any) -> None:
-            results = {"out": y, "residual_out": residual_out, "mean_out": mean, "rstd_out": rstd}
-            options = {"axis": axis, "eps": op.eps, "norm": op.norm, "residual": residual}
-            reference.row_norm(x, weight, bias, **options, **results)
-
-        return execute.prepare_on_cpu(run, views, outputs)
-    problem = ForwardProblem.of(
-        x,
-        weight,
-        bias,
-        y_view,
-        axis=axis,
-        eps=op.eps,
-        stats=stats,
-        norm=op.norm,
-        residual=residual,
-        residual_out=views[5],
-    )
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
-
-
-@execute.prepared_once
-def _prepare_backward(
-    op: RowNorm,
-    dy: View,
-    dresidual_out: View | None,
-    x: View,
-    weight: View | None,
-    bias: View | None,
-    mean: View | None,
-    rstd: View | None,
-    output_mask: tuple[bool, bool, bool],
-    bias_dtype: str | None,
-) -> Prepared:
-    axis, columns_shape, statistic = check_x(x, op.axis)
-    check_vector(weight, "weight", columns_shape, x, op.norm.weight_offset)
-    check_vector(bias, "bias", columns_shape, x)
-    check_like(dy, "dy", x.shape, x.dtype, x)
-    if dresidual_out is not None:
-        check_like(dresidual_out, "dresidual_out", x.shape, x.dtype, x)
-    if op.norm.centered:
-        if mean is None:
-            raise TypeError("mean is None; it must be the mean that layer_norm returned")
-        check_like(mean, "mean", statistic.shape, statistic.dtype, x, contiguous=True)
-    if rstd is None:
-        op_name = "layer_norm" if op.norm.centered else "rms_norm"
-        raise TypeError(f"rstd is None; it must be the rstd that {op_name} returned")
-    check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
-    weight_dtype = x.dtype if weight is None else weight.dtype
-    if bias_dtype is None:
-        bias_dtype = weight_dtype if bias is None else bias.dtype
-    dx = Output(x.shape, x.dtype) if output_mask[0] else None
-    dweight = Output(columns_shape, weight_dtype) if output_mask[1] else None
-    dbias = Output(columns_shape, bias_dtype) if output_mask[2] else None
-    outputs = (dx, dweight, dbias)
-
-    if x.device[0] == "cpu":
-
-        def run(
-            dy: Any, dresidual_out: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, *results: Any
-        ) -> None:
-            options = {"axis": axis, "norm": op.norm, "bias": bias, "dresidual_out": dresidual_out}
-            outs = dict(zip(("dx_out", "dweight_out", "dbias_out"), results))
-            reference.row_norm_backward(dy, x, weight, mean, rstd, output_mask=output_mask, **options, **outs)
-
-        inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
-        return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
-    problem = BackwardProblem.of(
-        dy,
-        x,
-        weight,
-        None if dx is None else dx.view(x.device),
-        axis=axis,
-        dweight=None if dweight is None else dweight.dtype,
-        dbias=None if dbias is None else dbias.dtype,
-        norm=op.norm,
-        bias=bias,
-        dresidual_out=dresidual_out,
-    )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:

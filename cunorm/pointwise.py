@@ -8,7 +8,7 @@ from typing import Any
 from cunorm import adapters, execute, reference
 from cunorm.checks import check_approximate, check_like, check_pointwise, check_pointwise_mask
 from cunorm.execute import Output, Prepared
-from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, layout_of, prepare_launches, views_of
+from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, prepare_launches, views_of
 from cunorm.problem import PointwiseBackward, PointwiseForward, View
 
 __all__ = ["Pointwise", "gelu", "gelu_backward"]
@@ -142,6 +142,7 @@ class Pointwise:
     def keeps_bias(self) -> bool:
         return True
 
+    @execute.prepared_once
     def prepare_forward(
         self,
         x: View,
@@ -152,8 +153,23 @@ class Pointwise:
         stats: bool,
         running: tuple[View, ...] = (),
     ) -> Prepared:
-        return _prepare_forward(self, layout_of(x), layout_of(bias), layout_of(out))
+        check_pointwise(x, bias)
+        if out is not None:
+            check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
+        y = Output(x.shape, x.dtype)
+        outputs = (y if out is None else None, None, None, None)
+        y_view = out or y.view(x.device)
 
+        if x.device[0] == "cpu":
+
+            def run(x: Any, residual: Any, weight: Any, bias: Any, y: Any) -> None:
+                reference.pointwise(x, bias, activation=self.activation, out=y)
+
+            return execute.prepare_on_cpu(run, (x, None, None, bias, y_view), outputs)
+        problem = PointwiseForward.of(x, bias, y_view, activation=self.activation)
+        return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
+
+    @execute.prepared_once
     def prepare_backward(
         self,
         dy: View,
@@ -166,60 +182,34 @@ class Pointwise:
         output_mask: tuple[bool, bool, bool],
         bias_dtype: str | None,
     ) -> Prepared:
-        return _prepare_backward(self, layout_of(dy), layout_of(x), layout_of(bias), output_mask)
+        check_pointwise(x, bias)
+        check_like(dy, "dy", x.shape, x.dtype, x)
+        dx = Output(x.shape, x.dtype) if output_mask[0] else None
+        dbias = Output(bias.shape, bias.dtype) if bias is not None and output_mask[2] else None
+        outputs = (dx, None, dbias)
+
+        if x.device[0] == "cpu":
+
+            def run(
+                dy: Any, added: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, dx: Any, _: Any, dbias: Any
+            ) -> None:
+                mask = output_mask[0], output_mask[2]
+                results = {"dx_out": dx, "dbias_out": dbias}
+                reference.pointwise_backward(dy, x, bias, activation=self.activation, output_mask=mask, **results)
+
+            inputs = (dy, None, x, None, bias, None, None)
+            return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
+        problem = PointwiseBackward.of(
+            dy,
+            x,
+            bias,
+            None if dx is None else dx.view(x.device),
+            dbias=None if dbias is None else dbias.dtype,
+            activation=self.activation,
+        )
+        return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
 _OPS = {activation: Pointwise(activation) for activation in ("gelu", "gelu_tanh")}
 for _name, _op in _OPS.items():
     execute.name_op(_op, _name)
-
-
-@execute.prepared_once
-def _prepare_forward(op: Pointwise, x: View, bias: View | None, out: View | None) -> Prepared:
-    check_pointwise(x, bias)
-    if out is not None:
-        check_like(out, "out", x.shape, x.dtype, x, contiguous=True)
-    y = Output(x.shape, x.dtype)
-    outputs = (y if out is None else None, None, None, None)
-    y_view = out or y.view(x.device)
-
-    if x.device[0] == "cpu":
-
-        def run(x: Any, residual: Any, weight: Any, bias: Any, y: Any) -> None:
-            reference.pointwise(x, bias, activation=op.activation, out=y)
-
-        return execute.prepare_on_cpu(run, (x, None, None, bias, y_view), outputs)
-    problem = PointwiseForward.of(x, bias, y_view, activation=op.activation)
-    return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
-
-
-@execute.prepared_once
-def _prepare_backward(
-    op: Pointwise, dy: View, x: View, bias: View | None, output_mask: tuple[bool, bool, bool]
-) -> Prepared:
-    check_pointwise(x, bias)
-    check_like(dy, "dy", x.shape, x.dtype, x)
-    dx = Output(x.shape, x.dtype) if output_mask[0] else None
-    dbias = Output(bias.shape, bias.dtype) if bias is not None and output_mask[2] else None
-    outputs = (dx, None, dbias)
-
-    if x.device[0] == "cpu":
-
-        def run(
-            dy: Any, added: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, dx: Any, _: Any, dbias: Any
-        ) -> None:
-            mask = output_mask[0], output_mask[2]
-            results = {"dx_out": dx, "dbias_out": dbias}
-            reference.pointwise_backward(dy, x, bias, activation=op.activation, output_mask=mask, **results)
-
-        inputs = (dy, None, x, None, bias, None, None)
-        return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
-    problem = PointwiseBackward.of(
-        dy,
-        x,
-        bias,
-        None if dx is None else dx.view(x.device),
-        dbias=None if dbias is None else dbias.dtype,
-        activation=op.activation,
-    )
-    return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
