@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
 import time
@@ -26,88 +27,21 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
     """Run one command. ``started`` is when the process began (``time.monotonic``), for the demo's time limit."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what prints to a notebook, say, is none
         sys.stdout.reconfigure(errors="replace")  # ASCII has no µ
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = vars(_parser(started).parse_args(arguments))
+    command = options.pop("command")
     try:
         # A command's module is imported when the command is asked for, since some need libraries that others do not.
-        if options.command == "demo":
-            from cunorm.cli import demo
-
-            if options.input is None:
-                for name in ("output", "axis", "eps"):
-                    if getattr(options, name) is not None:
-                        raise UsageError(f"--{name} needs --input: it is for the array in that file")
-                demo.run(options.framework, time.monotonic() if started is None else started)
-            elif options.framework is not None:
-                raise UsageError("--framework goes without --input: that array is CuPy's on a GPU, and else NumPy's")
-            else:
-                demo.run_file(options.input, options.output, options.axis, options.eps)
-        elif options.command == "info":
-            from cunorm.cli import info
-
-            info.run()
-        elif options.command == "bench":
-            from cunorm.cli import bench
-
-            bench.run(
-                options.suites,
-                only=options.only,
-                providers=options.providers,
-                part=options.part,
-                max_seconds=options.max_seconds,
-                warm=options.warm,
-                json=options.json,
-                plots=options.plots,
-                sources=options.sources,
-            )
-        elif options.command == "build-torch":
-            from cunorm.cli import build_torch
-
-            build_torch.run(remove=options.remove)
-        elif options.command == "tune":
-            from cunorm.cli import tune
-
-            tune.run(
-                options.op,
-                options.shape,
-                options.dtype,
-                direction=options.direction,
-                affine_dtype=options.affine_dtype,
-                activation=options.activation,
-                residual=options.residual,
-                num_groups=options.num_groups,
-                data_format=options.data_format,
-                max_seconds=options.max_seconds,
-                file=options.file,
-                clear=options.clear,
-            )
-        else:
-            from cunorm.cli import explain
-
-            explain.run(
-                options.op,
-                options.shape,
-                options.dtype,
-                options.activation,
-                axis=options.axis,
-                num_groups=options.num_groups,
-                data_format=options.data_format,
-                bias=options.bias,
-                residual=options.residual,
-                training=not options.evaluation,
-                backward=options.backward,
-                arch=options.arch,
-                measure=options.measure,
-            )
+        importlib.import_module(f"cunorm.cli.{command.replace('-', '_')}").run(**options)
     except UsageError as error:
-        print(f"python -m cunorm {options.command}: {error}", file=sys.stderr)
+        print(f"python -m cunorm {command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(started: float | None) -> argparse.ArgumentParser:
+    """Every command's options, by the names that its ``run`` takes them by."""
     parser = argparse.ArgumentParser(
         prog="python -m cunorm", description="Fused normalization and GELU kernels for NVIDIA GPUs.", allow_abbrev=False
     )
@@ -121,13 +55,15 @@ def _parser() -> argparse.ArgumentParser:
         "with the same formula in plain operations of the same library.",
         allow_abbrev=False,
     )
-    demo.add_argument(
-        "--framework", type=_frameworks, metavar="NAME[,NAME]", help=f"only these: {', '.join(FRAMEWORKS)}"
-    )
-    demo.add_argument("--input", type=Path, metavar="FILE.npy", help="run on this array: float16, float32 or float64")
-    demo.add_argument("--output", type=Path, metavar="FILE.npy", help="with --input: write the result there")
+    only = f"only these: {', '.join(FRAMEWORKS)}"
+    demo.add_argument("--framework", dest="frameworks", type=_frameworks, metavar="NAME[,NAME]", help=only)
+    run_on = "run on this array: float16, float32 or float64"
+    demo.add_argument("--input", dest="source", type=Path, metavar="FILE.npy", help=run_on)
+    write_to = "with --input: write the result there"
+    demo.add_argument("--output", dest="target", type=Path, metavar="FILE.npy", help=write_to)
     demo.add_argument("--axis", type=int, nargs="+", help="with --input: normalized axes (default: last)")
     demo.add_argument("--eps", type=float, help="with --input: added to the variance (default: 1e-5)")
+    demo.set_defaults(started=time.monotonic() if started is None else started)
 
     commands.add_parser(
         "info",
@@ -145,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--shape", type=_shape, required=True, metavar="4096x8192", help="the shape of x")
     _add_problem(explain, "the dtype of x, weight and bias (default: float16)", OPS)
     explain.add_argument("--axis", type=int, nargs="+", default=-1, help="axes to normalize (default: last)")
-    explain.add_argument("--evaluation", action="store_true", help="with --op batch_norm: by its running statistics")
+    by_running = "with --op batch_norm: by its running statistics"
+    explain.add_argument("--evaluation", dest="training", action="store_false", help=by_running)
     explain.add_argument("--bias", action="store_true", default=None, help="also where there mostly is none")
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
@@ -195,8 +132,9 @@ def _parser() -> argparse.ArgumentParser:
         "for all problems of the same kind and about the same size (see cunorm.tune).",
         allow_abbrev=False,
     )
+    of_x = "the shape of x; may be repeated"
     tune.add_argument(
-        "--shape", type=_shape, action="append", default=[], metavar="4096x8192", help="the shape of x; may be repeated"
+        "--shape", dest="shapes", type=_shape, action="append", default=[], metavar="4096x8192", help=of_x
     )
     _add_problem(tune, "the dtype of x (default: float16)", OPS)
     tune.add_argument("--affine-dtype", choices=list(DTYPES), help="the dtype of weight and bias (default: that of x)")

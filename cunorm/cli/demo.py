@@ -20,7 +20,7 @@ from cunorm.cli import FRAMEWORKS, UsageError, output
 from cunorm.cli.libraries import EPS, LIBRARIES, Library
 from cunorm.execute import numpy_dtype
 
-__all__ = ["run", "run_file"]
+__all__ = ["run"]
 
 # The demo ends within 20 seconds, with some slack: a framework that would not fit is left out and named, unless it was
 # asked for. The expected seconds, without and with a GPU, are mostly those of the import on a machine with two cores,
@@ -83,7 +83,27 @@ class _Row(NamedTuple):
         )
 
 
-def run(frameworks: list[str] | None, started: float) -> None:
+def run(
+    frameworks: list[str] | None,
+    source: Path | None,
+    target: Path | None,
+    axis: list[int] | None,
+    eps: float | None,
+    started: float,
+) -> None:
+    """Run the demo's cases, or an array in a file. ``started`` is when the process began (``time.monotonic``)."""
+    if source is not None:
+        if frameworks is not None:
+            raise UsageError("--framework goes without --input: that array is CuPy's on a GPU, and else NumPy's")
+        _run_file(source, target, axis or [-1], EPS if eps is None else eps)
+        return
+    for name, given in {"output": target, "axis": axis, "eps": eps}.items():
+        if given is not None:
+            raise UsageError(f"--{name} needs --input: it is for the array in that file")
+    _run_cases(frameworks, started)
+
+
+def _run_cases(frameworks: list[str] | None, started: float) -> None:
     """Run the cases on the given frameworks, or on all that are found and fit in the time."""
     gpu = _print_device()
     names = frameworks or [name for name in FRAMEWORKS if _is_installed(name) and (gpu or name != "cupy")]
@@ -125,9 +145,8 @@ def run(frameworks: list[str] | None, started: float) -> None:
     _print_legend(rows, left_out)
 
 
-def run_file(source: Path, target: Path | None, axis: list[int] | None, eps: float | None) -> None:
+def _run_file(source: Path, target: Path | None, axis: list[int], eps: float) -> None:
     """Normalize the array in a ``.npy`` file, compare, and write the result if ``target`` says where."""
-    axis, eps = axis or [-1], EPS if eps is None else eps
     values = _load(source)
     if target is not None and not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.absolute().parent} does not exist")
