@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from cunorm.channel_norm import CHANNEL_NORMS
+
 __all__ = [
-    "CHANNEL_NORMS",
     "DIRECTIONS",
     "GELUS",
     "LAYOUTS",
@@ -29,7 +30,6 @@ __all__ = [
 # The sweeps of rows of which neither the rows nor the columns are the same or grow: a plot shows one after the other.
 SHAPES, TINY_SHAPES = "shapes", "tiny shapes"
 
-CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
 LAYOUTS = ("NC...", "N...C")
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}

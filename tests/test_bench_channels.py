@@ -15,7 +15,8 @@ from bench_cases import OtherProvider, measure
 import cunorm
 from cunorm.bench import channel_peers
 from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
-from cunorm.bench.suites import CHANNEL_NORMS, LAYOUTS, Row
+from cunorm.bench.suites import LAYOUTS, Row
+from cunorm.channel_norm import CHANNEL_NORMS
 
 CHANNEL_ROWS = [
     Row("test", op, (3, 8, 5, 6), dtype, direction, layout=layout, groups=groups, activation=activation)

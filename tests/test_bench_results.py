@@ -15,7 +15,8 @@ from bench_cases import ROOT, synthetic
 from cunorm.bench import report
 from cunorm.bench.published import nv_norms_milliseconds
 from cunorm.bench.results import by_row, load, merge
-from cunorm.bench.suites import CHANNEL_NORMS, NV_INSTANCE_NORM, SUITES, suite
+from cunorm.bench.suites import NV_INSTANCE_NORM, SUITES, suite
+from cunorm.channel_norm import CHANNEL_NORMS
 
 
 def test_results_come_back_from_their_file(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from bench_cases import ROW
 
 from cunorm.bench.suites import (
-    CHANNEL_NORMS,
     DIRECTIONS,
     GELUS,
     LAYOUTS,
@@ -20,6 +19,7 @@ from cunorm.bench.suites import (
     readable,
     suite,
 )
+from cunorm.channel_norm import CHANNEL_NORMS
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cunorm import execute
-from cunorm.channel_norm import ChannelNorm
+from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.execute import Described, Op, Output, numpy_dtype
 from cunorm.ops import RowNorm
 from cunorm.plan import (
@@ -393,7 +393,7 @@ def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Ex
     for shape, dtype in itertools.product(sizes, dtypes):
         examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
         if len(shape) > 2:
-            for op, data_format in itertools.product(("instance_norm", "group_norm", "batch_norm"), ("NC...", "N...C")):
+            for op, data_format in itertools.product(CHANNEL_NORMS, ("NC...", "N...C")):
                 channels = shape[-1 if data_format == "N...C" else 1]
                 groups = math.gcd(channels, 32) if op == "group_norm" else None
                 examples += list(_of_channels(op, shape, data_format, groups, itertools.repeat({"dtype": dtype})))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cunorm import gpus, launch, ops
-from cunorm.channel_norm import ChannelNorm
+from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
-from cunorm.execute import Described, Op
+from cunorm.execute import Op
 from cunorm.explanation.call import Call, operand, seen
 from cunorm.explanation.launches import LaunchExplanation, explained_launches
 from cunorm.explanation.measure import measured
@@ -22,14 +22,13 @@ from cunorm.tuning_file import Entry
 __all__ = ["OPS", "Explanation", "LaunchExplanation", "explain"]
 
 _ROW_NORMS = ("layer_norm", "rms_norm")
-_CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
-OPS = (*_ROW_NORMS, *_CHANNEL_NORMS, "gelu")
+OPS = (*_ROW_NORMS, *CHANNEL_NORMS, "gelu")
 # What not every op takes.
 _TAKEN_BY = {
     "axis": _ROW_NORMS,
     "residual": _ROW_NORMS,
     "num_groups": ("group_norm",),
-    "data_format": _CHANNEL_NORMS,
+    "data_format": CHANNEL_NORMS,
     "training": ("batch_norm",),
     "running": ("batch_norm",),
     "approximate": ("gelu",),
@@ -190,9 +189,7 @@ def _here(local: gpus.LocalGpu, index: int) -> _Target:
 
 
 def _explained(call: Call, op: str, target: _Target, place: int | None, measure: bool | None) -> Explanation:
-    described, _ = call.prepared()
-    assert isinstance(described, Described)
-    problem = described.problem
+    problem = call.problem
     if target.place is None:
         chosen, tuned = plan(problem, target.device), None
     else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cunorm import adapters, ops
-from cunorm.execute import NOWHERE, Op, Prepared
-from cunorm.problem import View, contiguous_strides
+from cunorm.execute import NOWHERE, Described, Op, Prepared
+from cunorm.problem import AnyProblem, View, contiguous_strides
 
 __all__ = ["Call", "operand", "seen"]
 
@@ -40,6 +40,12 @@ class Call(NamedTuple):
         prepared = self.op.prepare_backward(dy, residual_out, x, weight, bias, mean, rstd, self.output_mask, None)
         inputs = [dy, residual_out, x, weight, bias, mean, rstd]
         return prepared, [*inputs, *ops.views_of(prepared.outputs, device)]
+
+    @property
+    def problem(self) -> AnyProblem:
+        described, _ = self.prepared()
+        assert isinstance(described, Described)
+        return described.problem
 
 
 def seen(tensor: Any, name: str) -> tuple[View, int | None]:

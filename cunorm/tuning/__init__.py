@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from cunorm import __version__, execute, kernels
-from cunorm.channel_norm import ChannelNorm
+from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import as_float, check_activation, check_axis, check_channels, check_mask, check_x
+from cunorm.execute import Op
+from cunorm.explanation.call import Call
+from cunorm.ops import RowNorm
 from cunorm.problem import (
     DTYPES,
-    BackwardProblem,
+    AnyProblem,
     ChannelForward,
     ChannelProblem,
     ForwardProblem,
@@ -31,8 +34,7 @@ from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
 
 __all__ = ["TuneResult", "checked_problems", "contiguous_problem", "tune", "tune_problem"]
 
-_CHANNEL_NORMS = ("instance_norm", "group_norm", "batch_norm")
-OPS = ("layer_norm", "rms_norm", *_CHANNEL_NORMS)
+OPS = ("layer_norm", "rms_norm", *CHANNEL_NORMS)
 DIRECTIONS = ("forward", "backward", "both")
 
 
@@ -189,7 +191,7 @@ def checked_problems(
         raise ValueError(f"num_groups is {num_groups!r}, and op is {op!r}; only group_norm has groups")
     masks = [None] * (direction != "backward") + [mask] * (direction != "forward")
     of_tensors = dtypes["dtype"], dtypes["weight"], dtypes["bias"]
-    if op not in _CHANNEL_NORMS:
+    if op not in CHANNEL_NORMS:
         norm, axes = Norm(op == "layer_norm", activation=check_activation(activation)), check_axis(axis)
         return [contiguous_problem(norm, sizes, axes, *of_tensors, bool(residual), mask) for mask in masks]
     if residual or axis != -1:
@@ -222,21 +224,9 @@ def contiguous_problem(
 
     Raises a ValueError for axes that the shape has not.
     """
-    x = View(0, shape, contiguous_strides(shape), dtype, ("cuda", 0))
-    axes, columns_shape, _ = check_x(x, axes)
-
-    def vector(of: str | None) -> View | None:
-        return None if of is None else View(0, columns_shape, contiguous_strides(columns_shape), of, ("cuda", 0))
-
-    added = x if residual else None
-    if output_mask is None:
-        options: dict[str, Any] = {"axis": axes, "norm": norm, "residual": added, "residual_out": added}
-        return ForwardProblem.of(x, vector(weight), vector(bias), x, eps=1e-5, stats=False, **options)
-    dx, dweight, dbias = output_mask
-    options = {"axis": axes, "norm": norm, "bias": vector(bias), "dresidual_out": added}
-    options["dweight"] = (weight or dtype) if dweight else None
-    options["dbias"] = (bias or weight or dtype) if dbias else None
-    return BackwardProblem.of(x, x, vector(weight), x if dx else None, **options)
+    op, x = RowNorm.of(axes, 1e-5, norm.activation, norm.centered, norm.weight_offset), _contiguous(shape, dtype)
+    _, columns_shape, _ = check_x(x, op.axis)
+    return _problem(op, x, x if residual else None, columns_shape, weight, bias, (), output_mask)  # type: ignore[return-value]
 
 
 def _contiguous_channel_problem(
@@ -248,24 +238,30 @@ def _contiguous_channel_problem(
     output_mask: tuple[bool, bool, bool] | None,
 ) -> ChannelProblem:
     """The same for a norm of channels. Raises a ValueError for groups that the shape has not, or the like."""
-    x = View(0, shape, contiguous_strides(shape), dtype, execute.NOWHERE)
-    channels = shape[check_channels(x, op.data_format)]
+    x = _contiguous(shape, dtype)
+    channels = (shape[check_channels(x, op.data_format)],)
+    moving = _contiguous(channels, "float32" if dtype != "float64" else dtype)
+    running = (moving, moving) if op.name == "batch_norm" else ()
+    return _problem(op, x, None, channels, weight, bias, running, output_mask)  # type: ignore[return-value]
 
-    def vector(of: str | None, length: int = channels) -> View | None:
-        return None if of is None else View(0, (length,), (1,), of, execute.NOWHERE)
 
-    if output_mask is None:
-        moving = vector("float32" if dtype != "float64" else dtype) if op.name == "batch_norm" else None
-        running = () if moving is None else (moving, moving)
-        described = op.prepare_forward(x, None, vector(weight), vector(bias), None, False, running)
-    else:
-        sets = (channels,) if op.over_samples else (shape[0], op.num_groups or channels)
-        statistic = View(0, sets, contiguous_strides(sets), DTYPES[dtype].compute, execute.NOWHERE)
-        given_bias = vector(bias) if op.keeps_bias else None
-        options = x, None, x, vector(weight), given_bias, statistic, statistic, output_mask, bias or weight or dtype
-        described = op.prepare_backward(*options)
-    assert isinstance(described, execute.Described)
-    return described.problem  # type: ignore[return-value]
+def _problem(
+    op: Op,
+    x: View,
+    residual: View | None,
+    vector_shape: tuple[int, ...],
+    weight: str | None,
+    bias: str | None,
+    running: tuple[View, ...],
+    output_mask: tuple[bool, bool, bool] | None,
+) -> AnyProblem:
+    of_weight, of_bias = (None if of is None else _contiguous(vector_shape, of) for of in (weight, bias))
+    mask = output_mask or (True, True, True)
+    return Call(op, output_mask is not None, x, residual, of_weight, of_bias, running, False, mask).problem
+
+
+def _contiguous(shape: tuple[int, ...], dtype: str) -> View:
+    return View(0, shape, contiguous_strides(shape), dtype, execute.NOWHERE)
 
 
 def tune_problem(
