@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
 __all__ = [
     "as_float",
     "check_activation",
-    "check_approximate",
     "check_axis",
     "check_channels",
     "check_convention",
@@ -28,6 +27,7 @@ __all__ = [
     "check_mask",
     "check_momentum",
     "check_num_groups",
+    "check_one_of",
     "check_out",
     "check_pointwise",
     "check_pointwise_mask",
@@ -96,12 +96,27 @@ def as_float(number: Any) -> float:
         return math.inf if number > 0 else -math.inf
 
 
+def _real(name: str, value: Any, must: str) -> float:
+    # Most are floats, which this is quick to tell.
+    if type(value) is float:
+        return value
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is a {type(value).__qualname__}; it must be {must}")
+    return as_float(value)
+
+
+def check_one_of(name: str, value: Any, known: Collection[str], must: str) -> str:
+    """An argument of a user's call that is one of some strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__qualname__}; it must be {must}")
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be {must}")
+    return str(value)
+
+
 def check_eps(eps: Any) -> float:
     """The eps of a user's call."""
-    # Most are floats, which this is quick to tell.
-    if type(eps) is not float and not isinstance(eps, numbers.Real):
-        raise TypeError(f"eps is a {type(eps).__qualname__}; it must be a number, finite and not negative")
-    value: float = eps if type(eps) is float else as_float(eps)
+    value = _real("eps", eps, "a number, finite and not negative")
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"eps must be finite and not negative; got {value}")
     return value
@@ -109,9 +124,7 @@ def check_eps(eps: Any) -> float:
 
 def check_weight_offset(weight_offset: Any) -> float:
     """The weight_offset of a user's call."""
-    if not isinstance(weight_offset, numbers.Real):
-        raise TypeError(f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number")
-    value = as_float(weight_offset)
+    value = _real("weight_offset", weight_offset, "a finite number")
     if not math.isfinite(value):
         raise ValueError(f"weight_offset must be finite; got {value}")
     return value
@@ -121,22 +134,7 @@ def check_activation(activation: Any) -> str | None:
     """The activation of a user's call."""
     if activation is None:
         return None
-    must = f"it must be None or one of {', '.join(map(repr, ACTIVATIONS))}"
-    if not isinstance(activation, str):
-        raise TypeError(f"activation is a {type(activation).__qualname__}; {must}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; {must}")
-    return str(activation)
-
-
-def check_approximate(approximate: Any) -> str:
-    """The activation that the approximate of a user's call means."""
-    must = "it must be 'none' or 'tanh'"
-    if not isinstance(approximate, str):
-        raise TypeError(f"approximate is a {type(approximate).__qualname__}; {must}")
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"approximate is {approximate!r}; {must}")
-    return "gelu" if approximate == "none" else "gelu_tanh"
+    return check_one_of("activation", activation, ACTIVATIONS, f"None or one of {', '.join(map(repr, ACTIVATIONS))}")
 
 
 def check_axis(axis: Any) -> tuple[int, ...]:
@@ -149,12 +147,7 @@ def check_axis(axis: Any) -> tuple[int, ...]:
 
 def check_data_format(data_format: Any) -> str:
     """The data_format of a user's call."""
-    must = f"it must be one of {', '.join(map(repr, _DATA_FORMATS))}"
-    if not isinstance(data_format, str):
-        raise TypeError(f"data_format is a {type(data_format).__qualname__}; {must}")
-    if data_format not in _DATA_FORMATS:
-        raise ValueError(f"data_format is {data_format!r}; {must}")
-    return str(data_format)
+    return check_one_of("data_format", data_format, _DATA_FORMATS, f"one of {', '.join(map(repr, _DATA_FORMATS))}")
 
 
 def check_num_groups(num_groups: Any) -> int:
@@ -177,9 +170,7 @@ def check_training(training: Any) -> bool:
 
 def check_momentum(momentum: Any) -> float:
     """The momentum of a user's call."""
-    if not isinstance(momentum, numbers.Real):
-        raise TypeError(f"momentum is a {type(momentum).__qualname__}; it must be a number from 0 to 1")
-    value = as_float(momentum)
+    value = _real("momentum", momentum, "a number from 0 to 1")
     if not 0 <= value <= 1:
         raise ValueError(f"momentum is {value}; it must be from 0 to 1")
     return value
@@ -187,12 +178,7 @@ def check_momentum(momentum: Any) -> float:
 
 def check_convention(convention: Any) -> str:
     """The convention of a user's call, as to what momentum means."""
-    must = "it must be 'torch' or 'keras'"
-    if not isinstance(convention, str):
-        raise TypeError(f"convention is a {type(convention).__qualname__}; {must}")
-    if convention not in ("torch", "keras"):
-        raise ValueError(f"convention is {convention!r}; {must}")
-    return str(convention)
+    return check_one_of("convention", convention, ("torch", "keras"), "'torch' or 'keras'")
 
 
 def check_running(running_mean: Any, running_var: Any, training: bool) -> tuple[Any, ...]:

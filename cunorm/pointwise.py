@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cunorm import adapters, execute, reference
-from cunorm.checks import check_approximate, check_like, check_pointwise, check_pointwise_mask
+from cunorm.checks import check_like, check_one_of, check_pointwise, check_pointwise_mask
 from cunorm.execute import Output, Prepared
 from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, prepare_launches, views_of
 from cunorm.problem import PointwiseBackward, PointwiseForward, View
@@ -136,7 +136,7 @@ class Pointwise:
     @staticmethod
     def of(approximate: Any) -> Pointwise:
         """The op of a user's argument."""
-        return _OPS[check_approximate(approximate)]
+        return _OPS[check_one_of("approximate", approximate, _OPS, "'none' or 'tanh'")]
 
     @property
     def keeps_bias(self) -> bool:
@@ -210,6 +210,6 @@ class Pointwise:
         return prepare_launches(problem, BACKWARD_OPERANDS, outputs, x.device)
 
 
-_OPS = {activation: Pointwise(activation) for activation in ("gelu", "gelu_tanh")}
-for _name, _op in _OPS.items():
-    execute.name_op(_op, _name)
+_OPS = {"none": Pointwise("gelu"), "tanh": Pointwise("gelu_tanh")}
+for _op in _OPS.values():
+    execute.name_op(_op, _op.activation)
