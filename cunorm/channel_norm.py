@@ -26,7 +26,7 @@ from cunorm.checks import (
     memory_order,
 )
 from cunorm.execute import Output, Prepared
-from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, prepare_launches, views_of
+from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, gradient_outputs, prepare_launches, views_of
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
 
 __all__ = ["CHANNEL_NORMS", "RUNNING_OPERANDS", "ChannelNorm"]
@@ -168,13 +168,8 @@ class ChannelNorm:
             if view is None:
                 raise TypeError(f"{name} is None; it must be the {name} that {self.name} returned")
             check_like(view, name, sizes.statistic.shape, sizes.statistic.dtype, x, contiguous=True)
-        weight_dtype = x.dtype if weight is None else weight.dtype
-        if bias_dtype is None:
-            bias_dtype = weight_dtype if bias is None else bias.dtype
-        dx = sizes.like_x if output_mask[0] else None
-        dweight = Output((sizes.channels,), weight_dtype) if output_mask[1] else None
-        dbias = Output((sizes.channels,), bias_dtype) if output_mask[2] else None
-        outputs = (dx, dweight, dbias)
+        outputs = gradient_outputs(sizes.like_x, (sizes.channels,), weight, bias, output_mask, bias_dtype)
+        dx, dweight, dbias = outputs
 
         if x.device[0] == "cpu":
             views = (dy, None, x, weight, bias, mean, rstd, *views_of(outputs, x.device))

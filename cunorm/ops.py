@@ -36,6 +36,7 @@ __all__ = [
     "FORWARD_OPERANDS",
     "RowNorm",
     "chosen_plan",
+    "gradient_outputs",
     "layer_norm",
     "layer_norm_backward",
     "prepare_launches",
@@ -466,13 +467,9 @@ class RowNorm:
             op_name = "layer_norm" if self.norm.centered else "rms_norm"
             raise TypeError(f"rstd is None; it must be the rstd that {op_name} returned")
         check_like(rstd, "rstd", statistic.shape, statistic.dtype, x, contiguous=True)
-        weight_dtype = x.dtype if weight is None else weight.dtype
-        if bias_dtype is None:
-            bias_dtype = weight_dtype if bias is None else bias.dtype
-        dx = Output(x.shape, x.dtype) if output_mask[0] else None
-        dweight = Output(columns_shape, weight_dtype) if output_mask[1] else None
-        dbias = Output(columns_shape, bias_dtype) if output_mask[2] else None
-        outputs = (dx, dweight, dbias)
+        like_x = Output(x.shape, x.dtype)
+        outputs = gradient_outputs(like_x, columns_shape, weight, bias, output_mask, bias_dtype)
+        dx, dweight, dbias = outputs
 
         if x.device[0] == "cpu":
 
@@ -511,6 +508,23 @@ _op_of, _name_of = execute.interned(_make)
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:
     """What the outputs of a call will look like."""
     return [None if output is None else output.view(device) for output in outputs]
+
+
+def gradient_outputs(
+    dx: Output,
+    vector_shape: tuple[int, ...],
+    weight: View | None,
+    bias: View | None,
+    output_mask: tuple[bool, bool, bool],
+    bias_dtype: str | None,
+) -> tuple[Output | None, Output | None, Output | None]:
+    """dx, dweight, dbias of a norm, as far as the mask asks for them; ``bias_dtype`` is as `Op` has it."""
+    weight_dtype = dx.dtype if weight is None else weight.dtype
+    if bias_dtype is None:
+        bias_dtype = weight_dtype if bias is None else bias.dtype
+    want_dx, want_dweight, want_dbias = output_mask
+    dweight, dbias = Output(vector_shape, weight_dtype), Output(vector_shape, bias_dtype)
+    return dx if want_dx else None, dweight if want_dweight else None, dbias if want_dbias else None
 
 
 def prepare_launches(

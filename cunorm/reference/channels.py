@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cunorm.reference import activations
 from cunorm.reference.sums import Moments, ones_of, row_sums
-from cunorm.reference.tiles import Block, Tiling, index_of, load_tile, store_tile
+from cunorm.reference.tiles import Block, Tiling, index_of, load_tile, result_array, store_tile
 
 __all__ = ["channel_norm", "channel_norm_backward", "channel_statistics", "update_running"]
 
@@ -221,13 +221,9 @@ def channel_norm_backward(
     compute = tiling.compute
     want_dx, want_dweight, want_dbias = output_mask
     parameter_dtype = x.dtype if weight is None else weight.dtype
-    dx = dweight = dbias = None
-    if want_dx:
-        dx = np.empty(x.shape, x.dtype) if dx_out is None else dx_out
-    if want_dweight:
-        dweight = np.empty(x.shape[1], parameter_dtype) if dweight_out is None else dweight_out
-    if want_dbias:
-        dbias = np.empty(x.shape[1], parameter_dtype) if dbias_out is None else dbias_out
+    dx = result_array(want_dx, dx_out, x.shape, x.dtype)
+    dweight = result_array(want_dweight, dweight_out, x.shape[1:2], parameter_dtype)
+    dbias = result_array(want_dbias, dbias_out, x.shape[1:2], parameter_dtype)
 
     w_rows, b_rows = tiling.by_channel(weight), tiling.by_channel(bias)
     slope = None if activation is None else activations.FUNCTIONS[activation].derivative

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cunorm.reference import activations
 from cunorm.reference.sums import column_sums, ones_of
-from cunorm.reference.tiles import Block, Tiling, flat, load_tile, store_tile
+from cunorm.reference.tiles import Block, Tiling, flat, load_tile, result_array, store_tile
 
 __all__ = ["pointwise", "pointwise_backward"]
 
@@ -97,11 +97,9 @@ def pointwise_backward(
     """
     tiling = Tiling(x, _last_axis(x))
     slope, b = activations.FUNCTIONS[activation].derivative, flat(bias, tiling.compute)
-    dx = dbias = None
-    if output_mask[0]:
-        dx = np.empty(x.shape, x.dtype) if dx_out is None else dx_out
-    if output_mask[1] and bias is not None:
-        dbias = np.empty(bias.shape, bias.dtype) if dbias_out is None else dbias_out
+    want_dx, want_dbias = output_mask
+    dx = result_array(want_dx, dx_out, x.shape, x.dtype)
+    dbias = None if bias is None else result_array(want_dbias, dbias_out, bias.shape, bias.dtype)
     x_rows, dy_rows, dx_rows = tiling.view(x), tiling.view(dy), None if dx is None else tiling.view(dx)
     sums = np.zeros(0 if dbias is None else tiling.column_count)
     scratch, dy_scratch, ones = tiling.scratch(), tiling.scratch(), ones_of(tiling.compute)

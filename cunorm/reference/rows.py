@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from cunorm.problem import Norm
 from cunorm.reference import activations
 from cunorm.reference.sums import Moments, column_sums, ones_of, row_sums
-from cunorm.reference.tiles import Block, Tiling, flat, index_of, load_tile, store_tile
+from cunorm.reference.tiles import Block, Tiling, flat, index_of, load_tile, result_array, store_tile
 
 __all__ = ["row_norm", "row_norm_backward"]
 
@@ -240,13 +240,9 @@ def row_norm_backward(
     compute = tiling.compute
     want_dx, want_dweight, want_dbias = output_mask
     parameter_dtype = x.dtype if weight is None else weight.dtype
-    dx = dweight = dbias = None
-    if want_dx:
-        dx = np.empty(x.shape, x.dtype) if dx_out is None else dx_out
-    if want_dweight:
-        dweight = np.empty(tiling.column_shape, parameter_dtype) if dweight_out is None else dweight_out
-    if want_dbias:
-        dbias = np.empty(tiling.column_shape, parameter_dtype) if dbias_out is None else dbias_out
+    dx = result_array(want_dx, dx_out, x.shape, x.dtype)
+    dweight = result_array(want_dweight, dweight_out, tiling.column_shape, parameter_dtype)
+    dbias = result_array(want_dbias, dbias_out, tiling.column_shape, parameter_dtype)
 
     w, b = _scale(weight, norm, compute), flat(bias, compute)
     slope = None if norm.activation is None else activations.FUNCTIONS[norm.activation].derivative

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Block", "Tiling", "blocks_of", "flat", "index_of", "load_tile", "store_tile"]
+__all__ = ["Block", "Tiling", "blocks_of", "flat", "index_of", "load_tile", "result_array", "store_tile"]
 
 Array = NDArray[Any]
 
@@ -123,6 +123,13 @@ def store_tile(matrix: Array, rows: Array, row: Block, column: Block) -> None:
     """Copy a finished tile out, rounding once."""
     tile = rows[index_of(row, column)]
     np.copyto(tile, matrix.reshape(tile.shape), casting="unsafe")
+
+
+def result_array(wanted: bool, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+    """Where to write a result: the array that is given for it, or a new one; None where it is not wanted."""
+    if not wanted:
+        return None
+    return np.empty(shape, dtype) if out is None else out
 
 
 def flat(parameter: Array | None, dtype: np.dtype[Any]) -> Array | None:
