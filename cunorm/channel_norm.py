@@ -25,17 +25,14 @@ from cunorm.checks import (
     check_vector,
     memory_order,
 )
-from cunorm.execute import Output, Prepared
-from cunorm.ops import BACKWARD_OPERANDS, FORWARD_OPERANDS, gradient_outputs, prepare_launches, views_of
+from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, RUNNING_OPERANDS, Output, Prepared
+from cunorm.ops import gradient_outputs, prepare_launches, views_of
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
 
-__all__ = ["CHANNEL_NORMS", "RUNNING_OPERANDS", "ChannelNorm"]
+__all__ = ["CHANNEL_NORMS", "ChannelNorm"]
 
 # The public norms of channels, by name.
 CHANNEL_NORMS: tuple[str, ...] = ("instance_norm", "group_norm", "batch_norm")
-
-# What a forward call's pointers are those of, in order, where there are running statistics.
-RUNNING_OPERANDS = (*FORWARD_OPERANDS[:5], "running_mean", "running_var", *FORWARD_OPERANDS[5:])
 
 
 @dataclass(frozen=True, eq=False)

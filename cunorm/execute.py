@@ -24,9 +24,14 @@ from cunorm.problem import DTYPES, AnyProblem, View, contiguous_strides
 
 __all__ = [
     "BACKWARD_NAMES",
+    "BACKWARD_OPERANDS",
+    "BACKWARD_RESULTS",
     "FORWARD_NAMES",
+    "FORWARD_OPERANDS",
+    "FORWARD_RESULTS",
     "NOWHERE",
     "OPS",
+    "RUNNING_OPERANDS",
     "Adapter",
     "Described",
     "Gradients",
@@ -303,8 +308,14 @@ class Adapter(Protocol):
 Results = tuple[Any, Any, Any, Any]
 Gradients = tuple[Any, Any, Any]
 
+# What a user gives and what comes of it, and what the pointers of a call are those of, in order.
 FORWARD_NAMES = ("x", "residual", "weight", "bias", "out", "running_mean", "running_var")
+FORWARD_RESULTS = ("y", "residual_out", "mean", "rstd")
+FORWARD_OPERANDS = (*FORWARD_NAMES[:4], *FORWARD_RESULTS)
+RUNNING_OPERANDS = (*FORWARD_OPERANDS[:5], *FORWARD_NAMES[5:], *FORWARD_OPERANDS[5:])
 BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+BACKWARD_RESULTS = ("dx", "dweight", "dbias")
+BACKWARD_OPERANDS = (*BACKWARD_NAMES, *BACKWARD_RESULTS)
 # The op says whether it needs statistics.
 _OPTIONAL = ("residual", "weight", "bias", "out", "dresidual_out", "mean", "rstd")
 

@@ -18,7 +18,7 @@ from cunorm.checks import (
     check_weight_offset,
     check_x,
 )
-from cunorm.execute import Output, Prepared
+from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.plan import Plan, plan
 from cunorm.problem import (
     AnyProblem,
@@ -32,8 +32,6 @@ from cunorm.problem import (
 from cunorm.tuning_file import Entry, entry_for
 
 __all__ = [
-    "BACKWARD_OPERANDS",
-    "FORWARD_OPERANDS",
     "RowNorm",
     "chosen_plan",
     "gradient_outputs",
@@ -44,10 +42,6 @@ __all__ = [
     "rms_norm_backward",
     "views_of",
 ]
-
-# What a call's pointers are those of, in order: the inputs and outputs of `Op.prepare_forward` and `prepare_backward`.
-FORWARD_OPERANDS = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
-BACKWARD_OPERANDS = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias")
 
 
 def layer_norm(

@@ -25,15 +25,14 @@ from cunorm import execute
 from cunorm.adapters.torch import batching
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Gradients, Op, Output, Results
+from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
 from cunorm.problem import View, contiguous_strides
 
 __all__ = ["apply", "backward", "register"]
 
-_FORWARD = ("x", "residual", "weight", "bias", "running_mean", "running_var")
-_BACKWARD = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
+_FORWARD = tuple(name for name in FORWARD_NAMES if name != "out")
 
 
 class _Family(NamedTuple):
@@ -52,7 +51,7 @@ class _Family(NamedTuple):
     @property
     def backward(self) -> tuple[str, ...]:
         others = ("dresidual_out",) if "residual" in self.operands else ()
-        return tuple(name for name in _BACKWARD if name in ("dy", "x", *self.operands, *self.statistics, *others))
+        return tuple(name for name in BACKWARD_NAMES if name in ("dy", "x", *self.operands, *self.statistics, *others))
 
 
 def _channel_attributes(op: ChannelNorm) -> tuple[Any, ...]:
@@ -154,7 +153,7 @@ def apply(
 def backward(op: Op, output_mask: tuple[bool, bool, bool], bias_dtype: str | None, *tensors: Any) -> Gradients:
     """`Adapter.backward` by PyTorch's dispatcher, of its tensors in that order."""
     name, operands, attributes = _backward_call(op.name_in_ops)
-    given = dict(zip(_BACKWARD, tensors))
+    given = dict(zip(BACKWARD_NAMES, tensors))
     gradients = getattr(torch.ops.cunorm, name)(
         *[given[item] for item in operands], *attributes, output_mask, bias_dtype
     )
@@ -402,12 +401,12 @@ class _Forward(_Operator):
 class _Backward(_Operator):
     def run(self, call: _Call) -> Sequence[Any]:
         mask, bias_dtype = call.options
-        dy, added, x, weight, bias, mean, rstd = call.take(_BACKWARD, _ordinary)
+        dy, added, x, weight, bias, mean, rstd = call.take(BACKWARD_NAMES, _ordinary)
         output_mask = mask[0], mask[1], mask[2]
         return execute.backward(self.adapter, call.op, dy, added, x, weight, bias, mean, rstd, output_mask, bias_dtype)
 
     def foresee(self, call: _Call, see: Callable[[Any, str], View]) -> Sequence[Output | None]:
-        (mask, bias_dtype), views = call.options, call.take(_BACKWARD, see)
+        (mask, bias_dtype), views = call.options, call.take(BACKWARD_NAMES, see)
         outputs: Sequence[Output | None] = call.op.prepare_backward(*views, tuple(mask), bias_dtype).outputs
         return outputs
 

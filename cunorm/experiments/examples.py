@@ -17,7 +17,16 @@ import numpy as np
 
 from cunorm import execute
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
-from cunorm.execute import Described, Op, Output, numpy_dtype
+from cunorm.execute import (
+    BACKWARD_NAMES,
+    BACKWARD_RESULTS,
+    FORWARD_NAMES,
+    FORWARD_RESULTS,
+    Described,
+    Op,
+    Output,
+    numpy_dtype,
+)
 from cunorm.ops import RowNorm
 from cunorm.plan import (
     Device,
@@ -69,8 +78,6 @@ Array = np.ndarray[Any, Any]
 SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
 _GRID_DEVICE = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
 _EPS = 0.01  # large enough that a kernel without it is wrong
-_FORWARD_OUTPUTS = ("y", "residual_out", "mean", "rstd")
-_BACKWARD_OUTPUTS = ("dx", "dweight", "dbias")
 _CPU = ("cpu", 0)
 # Largest difference from float64, in roundings of what is computed with, of the numbers that a result is made of.
 _ROUNDINGS = 24.0
@@ -177,7 +184,7 @@ class Example:
         forward = replace(self, backward=False, residual=False, running=False, stats=True, activation=None)
         described = forward.described({"x": x})
         exact = {} if blank else forward._in_float64({"x": x})
-        for name, output in zip(_FORWARD_OUTPUTS, described.outputs):
+        for name, output in zip(FORWARD_RESULTS, described.outputs):
             if name in ("mean", "rstd") and output is not None:
                 empty = _empty(output, output.dtype)
                 tensors[name] = empty if blank else exact[name].astype(empty.dtype)
@@ -194,11 +201,10 @@ class Example:
             name: None if array is None else _view_of(array, device) for name, array in tensors.items()
         }
         if self.backward:
-            names = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
-            given: dict[str, Any] = {name: views.get(name) for name in names}
+            given: dict[str, Any] = {name: views.get(name) for name in BACKWARD_NAMES}
             mask = (True, self.op != "gelu", self.bias is not None)  # of what there is
             return self._op.prepare_backward(**given, output_mask=mask, bias_dtype=None)
-        given = {name: views.get(name) for name in ("x", "residual", "weight", "bias")}
+        given = {name: views.get(name) for name in FORWARD_NAMES[:4]}
         running = (views["running_mean"], views["running_var"]) if self.running else ()
         return self._op.prepare_forward(**given, out=None, stats=self.stats and self.op != "gelu", running=running)
 
@@ -258,7 +264,7 @@ class Example:
 
 def outputs_of(example: Example) -> tuple[str, ...]:
     """The names of what a call returns, in order."""
-    return _BACKWARD_OUTPUTS if example.backward else _FORWARD_OUTPUTS
+    return BACKWARD_RESULTS if example.backward else FORWARD_RESULTS
 
 
 # Of each dtype: a rounding changes a number by at most two to minus that of it.

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute, gpus, launch, ops
-from cunorm.channel_norm import RUNNING_OPERANDS
+from cunorm import execute, gpus, launch
 from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
@@ -191,11 +190,11 @@ def _dtypes(problem: Problem) -> dict[str, str | None]:
     x, compute, vectors = problem.x.dtype, DTYPES[problem.x.dtype].compute, (_of(problem.weight), _of(problem.bias))
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        return dict(zip(ops.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
+        return dict(zip(execute.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
     added, dx = x if problem.dresidual_out else None, x if problem.dx else None
     mean = compute if problem.norm.centered else None
     every = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
-    return dict(zip(ops.BACKWARD_OPERANDS, every))
+    return dict(zip(execute.BACKWARD_OPERANDS, every))
 
 
 def _dtypes_of_channels(problem: ChannelProblem) -> dict[str, str | None]:
@@ -203,12 +202,12 @@ def _dtypes_of_channels(problem: ChannelProblem) -> dict[str, str | None]:
     if isinstance(problem, ChannelBackward):
         dx = x if problem.dx else None
         every = (x, None, x, *vectors, compute, compute, dx, problem.dweight, problem.dbias)
-        return dict(zip(ops.BACKWARD_OPERANDS, every))
+        return dict(zip(execute.BACKWARD_OPERANDS, every))
     y = x if problem.y else None
     if problem.running is None:
-        return dict(zip(ops.FORWARD_OPERANDS, (x, None, *vectors, y, None, None, None)))
+        return dict(zip(execute.FORWARD_OPERANDS, (x, None, *vectors, y, None, None, None)))
     running = _of(problem.running.mean), _of(problem.running.variance)
-    return dict(zip(RUNNING_OPERANDS, (x, None, *vectors, y, *running, None, None, None)))
+    return dict(zip(execute.RUNNING_OPERANDS, (x, None, *vectors, y, *running, None, None, None)))
 
 
 def _stored_as(dtype: str) -> str:
