@@ -9,7 +9,7 @@ or copied: what cannot be merged is left as several sizes and strides, and the p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -131,8 +131,17 @@ class Channels:
     positions: int
 
 
+class _Problem:
+    x: Matrix | ChannelTensor  # a subclass's field, as are those below
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number of x, and of every tensor that is like it."""
+        return DTYPES[self.x.dtype].itemsize
+
+
 @dataclass(frozen=True)
-class _RowProblem:
+class _RowProblem(_Problem):
     row_sizes: tuple[int, ...]
     column_sizes: tuple[int, ...]
 
@@ -144,9 +153,42 @@ class _RowProblem:
     def columns(self) -> int:
         return math.prod(self.column_sizes)
 
+    @property
+    def matrices_read(self) -> tuple[Matrix, ...]:
+        raise NotImplementedError
+
+    @property
+    def matrices_written(self) -> tuple[Matrix, ...]:
+        raise NotImplementedError
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.matrices_read + self.matrices_written
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: every matrix is read once, or written once."""
+        return len(self.matrices) * self.rows * self.columns * self.itemsize
+
+
+class _RowNormProblem(_RowProblem):
+    weight: Vector | None
+    bias: Vector | None
+    channels: Channels | None
+
+    @property
+    def parameters(self) -> tuple[Vector, ...]:
+        """The weight and the bias, if they are there."""
+        return _present(self.weight, self.bias)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether weights and biases are one number a channel, not a column."""
+        return self.channels is not None
+
 
 @dataclass(frozen=True)
-class ForwardProblem(_RowProblem):
+class ForwardProblem(_RowNormProblem):
     """y = norm(x) for every row, with the statistics stored if ``stats``.
 
     With ``residual``, what is normalized is residual_out = x + residual, rounded to x's dtype. Rows that are the
@@ -166,26 +208,12 @@ class ForwardProblem(_RowProblem):
     running: RunningStatistics | None = None
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return _present(self.x, self.y, self.residual, self.residual_out)
-
-    @property
     def matrices_read(self) -> tuple[Matrix, ...]:
         return _present(self.x, self.residual)
 
     @property
     def matrices_written(self) -> tuple[Matrix, ...]:
         return _present(self.y, self.residual_out)
-
-    @property
-    def parameters(self) -> tuple[Vector, ...]:
-        """The weight and the bias, if they are there."""
-        return _present(self.weight, self.bias)
-
-    @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: x and residual read once, y and residual_out written once."""
-        return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
 
     @staticmethod
     def of(
@@ -207,7 +235,7 @@ class ForwardProblem(_RowProblem):
 
 
 @dataclass(frozen=True)
-class BackwardProblem(_RowProblem):
+class BackwardProblem(_RowNormProblem):
     """The gradients of ForwardProblem: those of x (if dx), weight and bias (dtypes; None where not wanted).
 
     ``x`` is what was normalized: residual_out, where there was a residual. dx is the gradient of x and of the residual
@@ -226,26 +254,12 @@ class BackwardProblem(_RowProblem):
     channels: Channels | None = None
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return _present(self.x, self.dy, self.dresidual_out, self.dx)
-
-    @property
     def matrices_read(self) -> tuple[Matrix, ...]:
         return _present(self.x, self.dy, self.dresidual_out)
 
     @property
     def matrices_written(self) -> tuple[Matrix, ...]:
         return _present(self.dx)
-
-    @property
-    def parameters(self) -> tuple[Vector, ...]:
-        """The weight and the bias, if they are there."""
-        return _present(self.weight, self.bias)
-
-    @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: x, dy and dresidual_out read once, dx written once."""
-        return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
 
     @staticmethod
     def of(
@@ -286,13 +300,12 @@ class PointwiseForward(_RowProblem):
     activation: str
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return self.x, self.y
+    def matrices_read(self) -> tuple[Matrix, ...]:
+        return (self.x,)
 
     @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: x read once, y written once."""
-        return 2 * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
+    def matrices_written(self) -> tuple[Matrix, ...]:
+        return (self.y,)
 
     @staticmethod
     def of(x: View, bias: View | None, y: View, *, activation: str) -> PointwiseForward:
@@ -312,13 +325,12 @@ class PointwiseBackward(_RowProblem):
     activation: str
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return _present(self.dy, self.x, self.dx)
+    def matrices_read(self) -> tuple[Matrix, ...]:
+        return self.dy, self.x
 
     @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: dy and x read once, dx written once."""
-        return len(self.matrices) * self.rows * self.columns * DTYPES[self.x.dtype].itemsize
+    def matrices_written(self) -> tuple[Matrix, ...]:
+        return _present(self.dx)
 
     @staticmethod
     def of(
@@ -374,7 +386,7 @@ class RunningStatistics:
 
 
 @dataclass(frozen=True)
-class _ChannelProblem:
+class _ChannelProblem(_Problem):
     samples: int
     channels: int
     point_sizes: tuple[int, ...]
@@ -394,6 +406,15 @@ class _ChannelProblem:
     def sets(self) -> int:
         """How many means there are: set s has the channels from s * channels_per_set on, counted over all samples."""
         return self.samples * self.channels // self.channels_per_set
+
+    @property
+    def tensors(self) -> tuple[ChannelTensor, ...]:
+        raise NotImplementedError
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes that must move: every tensor is read once, or written once."""
+        return len(self.tensors) * self.samples * self.channels * self.points * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -415,12 +436,7 @@ class ChannelForward(_ChannelProblem):
 
     @property
     def tensors(self) -> tuple[ChannelTensor, ...]:
-        return (self.x,) if self.y is None else (self.x, self.y)
-
-    @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: x read once, y written once."""
-        return len(self.tensors) * self.samples * self.channels * self.points * DTYPES[self.x.dtype].itemsize
+        return _present(self.x, self.y)
 
     @staticmethod
     def of(
@@ -461,12 +477,7 @@ class ChannelBackward(_ChannelProblem):
 
     @property
     def tensors(self) -> tuple[ChannelTensor, ...]:
-        return (self.dy, self.x) if self.dx is None else (self.dy, self.x, self.dx)
-
-    @property
-    def bytes_moved(self) -> int:
-        """The bytes that must move: dy and x read once, dx written once."""
-        return len(self.tensors) * self.samples * self.channels * self.points * DTYPES[self.x.dtype].itemsize
+        return _present(self.dy, self.x, self.dx)
 
     @staticmethod
     def of(
@@ -502,6 +513,12 @@ def _present(*items: _T | None) -> tuple[_T, ...]:
     return tuple(item for item in items if item is not None)
 
 
+def _placed(items: Iterable[Any], views: Sequence[View | None]) -> list[Any]:
+    """The items, one for each view that is there, in the places of these; None for None."""
+    rest = iter(items)
+    return [None if view is None else next(rest) for view in views]
+
+
 def _alignment(offset: int) -> int:
     return min(16, offset & -offset) if offset else 16
 
@@ -517,10 +534,10 @@ def _matrices(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tu
     kept = [i for i in range(len(shape)) if i not in axis]
     row_sizes, row_strides = _merge(shape, [view.strides for view in present], kept)
     column_sizes, column_strides = _merge(shape, [view.strides for view in present], axis)
-    matrices = iter(
+    matrices = [
         Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16) for i, view in enumerate(present)
-    )
-    return row_sizes, column_sizes, [None if view is None else next(matrices) for view in views]
+    ]
+    return row_sizes, column_sizes, _placed(matrices, views)
 
 
 def _pointwise_matrices(
@@ -532,11 +549,11 @@ def _pointwise_matrices(
     if bias is not None:
         return _matrices(views, (dimensions - 1,))
     sizes, strides = _merge(present[0].shape, [view.strides for view in present], range(dimensions))
-    matrices = iter(
+    matrices = [
         Matrix(view.dtype, of_view[:-1] or (0,), of_view[-1:], view.pointer % 16)
         for view, of_view in zip(present, strides)
-    )
-    return sizes[:-1] or (1,), sizes[-1:], [None if view is None else next(matrices) for view in views]
+    ]
+    return sizes[:-1] or (1,), sizes[-1:], _placed(matrices, views)
 
 
 def _channel_tensors(
@@ -549,7 +566,7 @@ def _channel_tensors(
     dims = [0, *spatial] if over_samples else spatial
     point_sizes, point_strides = _merge(shape, [view.strides for view in present], dims)
     samples = 1 if over_samples else shape[0]
-    tensors = iter(
+    tensors = [
         ChannelTensor(
             view.dtype,
             view.strides[0] if samples > 1 else 0,
@@ -558,9 +575,9 @@ def _channel_tensors(
             view.pointer % 16,
         )
         for view, strides in zip(present, point_strides)
-    )
+    ]
     sizes = samples, shape[channel_axis], point_sizes
-    return sizes, [None if view is None else next(tensors) for view in views]
+    return sizes, _placed(tensors, views)
 
 
 def _merge(

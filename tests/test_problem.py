@@ -136,10 +136,10 @@ def test_rows_and_columns_walk_the_elements_in_order(call: tuple[list[Layout], t
     # matrices of the gradient: x, dy, dx
     assert_canonical(backward(y.view, x.view, other.view, axis), [x, y, other], axis)
     assert_canonical(backward(y.view, x.view, None, axis), [x, y], axis)
-    # and with a residual: x, y, residual, residual_out; x, dy, dresidual_out, dx
+    # and with a residual: x, residual, y, residual_out; x, dy, dresidual_out, dx
     options: Any = {"residual": other.view, "residual_out": x.view}
     summed = ForwardProblem.of(x.view, None, None, y.view, axis=axis, eps=0.0, stats=False, **options)
-    assert_canonical(summed, [x, y, other, x], axis)
+    assert_canonical(summed, [x, other, y, x], axis)
     options = {"dweight": None, "dbias": None, "dresidual_out": other.view}
     summed_backward = BackwardProblem.of(y.view, x.view, None, x.view, axis=axis, **options)
     assert_canonical(summed_backward, [x, y, other, x], axis)
