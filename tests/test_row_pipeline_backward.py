@@ -19,7 +19,7 @@ from cases import (
     assert_gradients,
     data,
 )
-from test_row_pipeline import DEVICE, LAYOUTS, LAYOUTS_AND_DTYPES, affine, geometry_for
+from test_long_rows import DEVICE, PIPELINE, affine
 
 from cunorm.plan import Device, Plan, row_pipeline
 from cunorm.plan.launches import Builder
@@ -53,23 +53,26 @@ def check(case: Case, geometry: RowPipeline, dresidual_out: Array | None = None)
     assert (case.x.tobytes(), dy.tobytes()) == tuple(array.tobytes() for array in before), "an input was modified"
 
 
-@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
+@pytest.mark.parametrize(("layout", "dtype"), PIPELINE.layouts_and_dtypes)
 def test_layouts(layout: str, dtype: str) -> None:
     """Five rows of 2.6 vectors a thread: the last block has less, and the rows are several turns."""
     columns = 16 // DTYPES[dtype].itemsize * 663
-    check(Case(data(0, (5, columns), dtype), *affine(columns, dtype)), geometry_for(dtype, columns, **LAYOUTS[layout]))
+    check(
+        Case(data(0, (5, columns), dtype), *affine(columns, dtype)),
+        PIPELINE.geometry(dtype, columns, **PIPELINE.layouts[layout]),
+    )
 
 
 @pytest.mark.parametrize("columns", [84, 768, 772, 1020, 1028, 3068, 3072])
 def test_last_blocks_of_every_length(columns: int) -> None:
-    check(Case(data(0, (3, columns)), *affine(columns, "float32")), geometry_for("float32", columns))
+    check(Case(data(0, (3, columns)), *affine(columns, "float32")), PIPELINE.geometry("float32", columns))
 
 
 @pytest.mark.parametrize("norm", [RMS_NORM, Norm(False, 1.0, "silu"), *ACTIVATED_NORMS[:3]], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_norms(norm: Norm, dtype: str) -> None:
     case = Case(data(0, (3, 2648), dtype), *affine(2648, dtype), norm=norm)
-    check(case, geometry_for(dtype, 2648, **LAYOUTS["two groups"]))
+    check(case, PIPELINE.geometry(dtype, 2648, **PIPELINE.layouts["two groups"]))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [
@@ -80,14 +83,14 @@ def test_gradient_of_the_sum_with_a_residual(norm: Norm, layout: str, dtype: str
     shape = 5, 16 // DTYPES[dtype].itemsize * 663
     x, residual = data(0, shape, dtype), data(5, shape, dtype, shift=-2.0)
     case = Case(x, *affine(shape[1], dtype), norm=norm, residual=residual)
-    check(case, geometry_for(dtype, shape[1], **LAYOUTS[layout]), data(8, shape, dtype))
+    check(case, PIPELINE.geometry(dtype, shape[1], **PIPELINE.layouts[layout]), data(8, shape, dtype))
 
 
 @pytest.mark.parametrize("layout", ["a turn later", "two groups"])
 @pytest.mark.parametrize("mask", [(True, False, False), (True, True, False), (True, False, True)])
 def test_only_what_is_wanted(mask: tuple[bool, ...], layout: str) -> None:
     case, dy = Case(data(0, (5, 2652)), *affine(2652, "float32")), data(7, (5, 2652))
-    geometry = geometry_for("float32", 2652, **LAYOUTS[layout])
+    geometry = PIPELINE.geometry("float32", 2652, **PIPELINE.layouts[layout])
     every, some = (run(case, geometry, dy, wanted) for wanted in (ALL_GRADIENTS, mask))
     for wanted, one, other in zip(mask, every, some):
         assert other is None if not wanted else other.tobytes() == one.tobytes()
@@ -96,12 +99,12 @@ def test_only_what_is_wanted(mask: tuple[bool, ...], layout: str) -> None:
 @pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
 def test_weight_of_another_dtype(dtype: str, weight: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663
-    check(Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight)), geometry_for(dtype, columns))
+    check(Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight)), PIPELINE.geometry(dtype, columns))
 
 
 def test_without_a_weight() -> None:
     case, dy = Case(data(0, (3, 2652))), data(7, (3, 2652))
-    gradients = run(case, geometry_for("float32", 2652), dy, (True, False, False))
+    gradients = run(case, PIPELINE.geometry("float32", 2652), dy, (True, False, False))
     expected, _, _ = case.expected_gradients(dy)
     np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-4)
 
@@ -111,7 +114,7 @@ def test_without_a_weight() -> None:
 )
 def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> None:
     case, dy = Case(data(0, (5, 2648), shift=100.0), *affine(2648, "float32")), data(7, (5, 2648))
-    geometry = geometry_for("float32", 2648, **LAYOUTS[layout])
+    geometry = PIPELINE.geometry("float32", 2648, **PIPELINE.layouts[layout])
     first, *others = [run(case, geometry, dy, seed=seed) for seed in range(4)]
     for other in others:
         assert [array.tobytes() for array in other] == [array.tobytes() for array in first]
@@ -119,4 +122,4 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(layout: str) -> Non
 
 def test_strided_rows() -> None:
     wide = data(3, (5, 2700))
-    check(Case(wide[:, 4:2656], *affine(2652, "float32")), geometry_for("float32", 2652, rows_ahead=3))
+    check(Case(wide[:, 4:2656], *affine(2652, "float32")), PIPELINE.geometry("float32", 2652, rows_ahead=3))
