@@ -1,4 +1,4 @@
-"""``python -m cunorm``: demo, info, explain, bench and tune."""
+"""``python -m cunorm``: demo, info, explain, bench, build-torch and tune."""
 
 from __future__ import annotations
 

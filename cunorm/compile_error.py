@@ -43,18 +43,18 @@ class CompileError(RuntimeError):
     """
 
     def __init__(self, what: str, log: str, text: str, constants: Mapping[str, int | str]) -> None:
-        self.log, self.findings = log, _findings(log, text)
+        self.log, self.findings = log, _findings(log)
         parts = [
             f"{found.file}:{found.line}: error: {found.what}\n{excerpt(text, found.file, found.line, found.column)}"
             for found in self.findings[:_MOST_FINDINGS]
         ]
-        if more := len(self.findings) - _MOST_FINDINGS:
-            parts += [f"and {more} more"] if more > 0 else []
+        if len(self.findings) > _MOST_FINDINGS:
+            parts.append(f"and {len(self.findings) - _MOST_FINDINGS} more")
         shown = " ".join(f"{name}={value}" for name, value in constants.items())
         super().__init__("\n".join([what + ":", *(parts or [log]), f"with {shown}"]))
 
 
-def _findings(log: str, text: str) -> list[Finding]:
+def _findings(log: str) -> list[Finding]:
     found = [
         Finding(match["file"], int(match["line"]), int(match["column"]), match["what"]) for match in _GCC.finditer(log)
     ]

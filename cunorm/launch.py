@@ -1,4 +1,4 @@
-"""Runs a plan on a GPU: the only file that touches the driver.
+"""Runs a plan on a GPU: compiles its kernels and launches them.
 
 A plan's launches are compiled once for a device (CuPy's ``RawModule``: NVRTC, with CuPy's on-disk cache) and become a
 ``Call``. A call packs pointers into each kernel's argument struct and launches on the stream it is given: nothing is

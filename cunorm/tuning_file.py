@@ -1,8 +1,7 @@
 """What `cunorm.tune` found on this user's GPUs: a JSON file, which plans are looked up in before the built-in choice.
 
-The file is ``tuning.json`` in the folder ``$CUNORM_CACHE_DIR``, else ``$XDG_CACHE_HOME/cunorm``, else
-``~/.cache/cunorm``. It is read once, when the first call on a GPU is prepared. Whatever is wrong with it costs a
-warning and the entries that cannot be used, never a call.
+The file is ``tuning.json`` in the folder of `cunorm.cache.cache_folder`. It is read once, when the first call on a GPU
+is prepared. Whatever is wrong with it costs a warning and the entries that cannot be used, never a call.
 
 What was measured with other kernels says nothing of these: calls use entries of the same minor version of cunorm (of
 0.1.3 in 0.1.0), and pass over the others without a word. Those stay in the file, for whoever has that version still.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from emulator_cases import NEEDS_COMPILER, launch, report, x_and_y
 
-from cunorm.emulator import CompileError, EmulatorError, Pointer, Watch, Writer
+from cunorm.emulator import EmulatorError, HostCompileError, Pointer, Watch, Writer
 
 pytestmark = NEEDS_COMPILER
 
@@ -370,12 +370,12 @@ def test_a_loop_without_end_is_stopped(body: str) -> None:
 
 
 def test_a_compile_error_names_the_line_of_the_kernel() -> None:
-    with pytest.raises(CompileError, match=r"kernels/example\.cu:2:\d+: error: .*nonsense"):
+    with pytest.raises(HostCompileError, match=r"kernels/example\.cu:2:\d+: error: .*nonsense"):
         launch("\nnonsense();", [], [0], arguments="long long n;")
 
 
 def test_a_shared_declaration_that_cannot_be_rewritten_does_not_compile() -> None:
-    with pytest.raises(CompileError, match="a_shared_declaration_must_be_on_one_line_and_declare_one_variable"):
+    with pytest.raises(HostCompileError, match="a_shared_declaration_must_be_on_one_line_and_declare_one_variable"):
         launch("__shared__ float a[2], b;", [], [0], arguments="long long n;")
 
 

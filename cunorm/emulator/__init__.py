@@ -41,9 +41,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cunorm.emulator.compiler import CompileError, EmulatorError, executable
+from cunorm.emulator.compiler import EmulatorError, HostCompileError, executable
 
-__all__ = ["CompileError", "EmulatorError", "Pointer", "Watch", "Writer", "run"]
+__all__ = ["EmulatorError", "HostCompileError", "Pointer", "Watch", "Writer", "run"]
 
 _ENVIRONMENT = {
     # The wide redzones find an access that misses a buffer by up to two kilobytes, not only by one element.
@@ -154,7 +154,7 @@ def run(
 
     Raises
     ------
-    CompileError
+    HostCompileError
         If the text does not compile.
     EmulatorError
         If the kernel does what a kernel must not do.

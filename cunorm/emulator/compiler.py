@@ -7,7 +7,6 @@ compiler. So nothing is ever stale, and what has not been used for a month is re
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import shutil
@@ -17,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from cunorm.cache import cache_folder
+from cunorm.cache import cache_folder, digest
 
-__all__ = ["CompileError", "EmulatorError", "executable"]
+__all__ = ["EmulatorError", "HostCompileError", "executable"]
 
 _FOLDER = Path(__file__).parent
 _KEEP_SECONDS = 30 * 24 * 3600
@@ -51,7 +50,7 @@ class EmulatorError(RuntimeError):
     """
 
 
-class CompileError(EmulatorError):
+class HostCompileError(EmulatorError):
     """The text of a kernel does not compile; the message holds the compiler's log."""
 
 
@@ -128,7 +127,7 @@ def _built(folder: Path, name: str, text: str | None, command: list[str]) -> Pat
         output = Path(scratch, "output")
         done = subprocess.run([*command, "-o", str(output)], input=text, capture_output=True, text=True, cwd=scratch)
         if done.returncode != 0:
-            raise CompileError(f"the kernel does not compile:\n{done.stderr}")
+            raise HostCompileError(f"the kernel does not compile:\n{done.stderr}")
         output.replace(target)
     return target
 
@@ -138,7 +137,7 @@ def executable(source: str, kernel: str) -> Path:
 
     Raises
     ------
-    CompileError
+    HostCompileError
         If the text does not compile.
     RuntimeError
         If there is no g++.
@@ -156,11 +155,8 @@ def executable(source: str, kernel: str) -> Path:
     include = f"-I{_FOLDER / 'include'}"
     # Reports name the emulator's files the same wherever it is installed.
     prefix = f"-ffile-prefix-map={_FOLDER}=cunorm/emulator"
-    base = hashlib.sha256(f"{compiler} {_compiler_version(compiler)} {_RUNTIME_FLAGS} {_KERNEL_FLAGS}".encode())
-    base.update(_own_text())
-    key = base.copy()
-    key.update(text.encode())
+    base = digest(compiler, _compiler_version(compiler), _RUNTIME_FLAGS, _KERNEL_FLAGS, _own_text())
     runtime_command = [compiler, *_RUNTIME_FLAGS, include, prefix, "-c", str(_FOLDER / "runtime.cpp")]
-    runtime = _built(folder, f"runtime-{base.hexdigest()[:24]}.o", None, runtime_command)
+    runtime = _built(folder, f"runtime-{base}.o", None, runtime_command)
     kernel_command = [compiler, *_KERNEL_FLAGS, include, prefix, "-x", "c++", "-", "-x", "none", str(runtime)]
-    return _built(folder, f"{kernel}-{key.hexdigest()[:24]}", text, kernel_command)
+    return _built(folder, f"{kernel}-{digest(base, text)}", text, kernel_command)

@@ -13,7 +13,14 @@ from cunorm.emulator import EmulatorError, Pointer, Watch, Writer, run
 from cunorm.launch import argument_values
 from cunorm.plan import Plan
 
-__all__ = ["run_plan"]
+__all__ = ["owner_of", "run_plan"]
+
+
+def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that owns the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def _words_of_a_former_call(size: int) -> np.ndarray[Any, Any]:
@@ -45,10 +52,7 @@ def run_plan(
         if array is None:
             pointers[name] = None
             continue
-        owner = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        buffers[name] = owner
+        owner = buffers[name] = owner_of(array)
         pointers[name] = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
     for scratch in plan.scratch:
         buffers[scratch.name] = (

@@ -20,7 +20,8 @@ import numpy as np
 
 from cunorm import launch, resources
 from cunorm.compile_error import CompileError, excerpt
-from cunorm.experiments.examples import Array, Chosen, Example, Tensors, owner_of
+from cunorm.emulator.plans import owner_of
+from cunorm.experiments.examples import Array, Chosen, Example, Tensors
 from cunorm.experiments.tables import Table
 
 __all__ = ["CheckReport", "check_on_emulator", "check_on_gpu"]
@@ -169,7 +170,7 @@ def _emulated(kernel: str, text: str, chosen: Chosen, seeds: int) -> _Outcome:
         if outcome.verdict == "wrong" and _depends_on_order(chosen, run):
             outcome.verdict = "race"
             outcome.finding += "; the result depends on the order of the threads, so a barrier may be missing"
-    except emulator.CompileError as error:
+    except emulator.HostCompileError as error:
         constants = dict(chosen.launches(kernel)[0].constants)
         what = f"{kernel} does not compile on the emulator (g++)"
         raise CompileError(what, str(error), text, constants) from error

@@ -17,6 +17,7 @@ import numpy as np
 
 from cunorm import execute
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
+from cunorm.emulator.plans import owner_of
 from cunorm.execute import (
     BACKWARD_NAMES,
     BACKWARD_RESULTS,
@@ -68,7 +69,6 @@ __all__ = [
     "of_kernel",
     "of_shapes",
     "outputs_of",
-    "owner_of",
     "typical",
 ]
 
@@ -269,13 +269,6 @@ def outputs_of(example: Example) -> tuple[str, ...]:
 
 # Of each dtype: a rounding changes a number by at most two to minus that of it.
 _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-
-
-def owner_of(array: Any) -> Array:
-    """The array that owns the memory of a view."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array  # type: ignore[no-any-return]
 
 
 def _drawn(seed: int, shape: tuple[int, ...], dtype: str, about: float, spread: float = 1.0) -> Array:

@@ -136,12 +136,12 @@ class Explanation:
 
     def svg(self) -> str:
         """The diagram as an SVG file's text, black on white."""
-        from cunorm.figure import draw
+        from cunorm.explanation.figure import draw
 
         return draw(self, "white")
 
     def _repr_html_(self) -> str:
-        from cunorm.figure import as_html
+        from cunorm.explanation.figure import as_html
 
         return as_html(self)
 
