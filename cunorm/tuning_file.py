@@ -34,7 +34,6 @@ from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
 from cunorm.plan.constants import are_shifted, vector_width
 from cunorm.problem import (
-    DTYPES,
     BackwardProblem,
     ChannelBackward,
     ChannelForward,
@@ -93,7 +92,7 @@ def key_of(problem: Problem | ChannelProblem) -> str:
     """
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return " ".join(["channel_norm", *_wanted(problem), *_sizes_of_channels(problem)])
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     residual = problem.residual if isinstance(problem, ForwardProblem) else problem.dresidual_out
     parts = ["layer_norm" if problem.norm.centered else "rms_norm", *_wanted(problem)]
     parts += ["residual"] if residual else []
@@ -348,7 +347,7 @@ def _is_count(value: Any) -> bool:
 def entry_for(problem: Problem | ChannelProblem, device_index: int) -> Entry | None:
     """What the user's file has for a problem on a CUDA device: nothing for rows whose weights are by channel."""
     entries = _entries()
-    by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.channels is not None
+    by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.has_channels
     if not entries or by_channel:
         return None
     return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))

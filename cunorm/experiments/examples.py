@@ -473,7 +473,7 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
         for grid in channel_grid.candidates(cast(ChannelProblem, problem), _GRID_DEVICE):
             return builder.finished(plan_family(problem, grid, builder))
     if family == "row_grid" and isinstance(problem, ForwardProblem) and are_rows(problem) and lie_alike(problem):
-        width = 16 // DTYPES[problem.x.dtype].itemsize
+        width = 16 // problem.itemsize
         # Each of four blocks of 64 threads takes something of a row, and has room for all of that.
         if 32 * width < problem.columns <= 1024 * width:
             geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
@@ -488,7 +488,7 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
 def _in_a_pipeline(problem: Problem) -> Plan | None:
     """The plan for four blocks of 64 threads that share rows of some vectors each; None for other rows."""
     width = vector_width(problem)
-    whole = are_rows(problem) and width * DTYPES[problem.x.dtype].itemsize == 16
+    whole = are_rows(problem) and width * problem.itemsize == 16
     if not whole or not 32 * width < problem.columns <= 2048 * width:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cunorm.occupancy import occupancy
 from cunorm.plan import Device, Launch, Plan
-from cunorm.problem import DTYPES, AnyProblem, ChannelBackward, ChannelForward
+from cunorm.problem import AnyProblem, ChannelBackward, ChannelForward
 from cunorm.resources import compile_resources
 
 __all__ = ["READ", "WRITTEN", "LaunchExplanation", "area_seen", "explained_launches", "present_operands"]
@@ -90,7 +90,7 @@ def area_seen(problem: AnyProblem, chosen: Plan) -> tuple[tuple[str, str], tuple
 def explained_launches(chosen: Plan, problem: AnyProblem, device: Device) -> tuple[tuple[LaunchExplanation, ...], str]:
     """The launches of a plan; and why registers are unknown, where they are."""
     _, area = area_seen(problem, chosen)
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     all_bytes = math.prod(area) * itemsize
     present = present_operands(problem, (*READ, *WRITTEN))
     found, failure = [], ""
