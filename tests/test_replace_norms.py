@@ -410,6 +410,22 @@ def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [model[0], model[5], model[6]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    names = ("Llama", "Gemma", "OLMo", "ConvNeXt", "timm, groups", "timm, RMS, plain", "gelu_new")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = nn.ModuleDict({name: RECOGNIZED[name][0]() for name in names})
+        report = replace_norms(model)
+    finally:
+        torch.set_default_dtype(default)
+    assert not report.left
+    assert [entry.text for entry in report.replaced] == [RECOGNIZED[name][1] for name in names]
+    rows = torch.randn(ROWS, dtype=dtype)
+    torch.testing.assert_close(model["OLMo"](rows), F.layer_norm(rows, (16,), eps=1e-5))
+
+
 class UnbiasedLayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         std = input.std(-1, keepdim=True)

@@ -188,13 +188,13 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
 
         def random(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(shape, generator=generator)
+            return torch.randn(shape, generator=generator, dtype=torch.float32)
 
         sizes = [1.0]
         single = dtype is parameter_dtype is torch.float32
         if single:
             sizes = [1.0, 4.0, 30.0] if "gelu" in type(module).__name__.lower() else [1.0, 1e-2, 1e-3]
-        scale = torch.tensor((sizes * shape[0])[: shape[0]]).view(-1, *[1] * (len(shape) - 1))
+        scale = torch.tensor((sizes * shape[0])[: shape[0]], dtype=torch.float32).view(-1, *[1] * (len(shape) - 1))
         numbers = random(shape) * 2 + 0.5
         self.x = (numbers * scale).to(dtype).requires_grad_()
         self.dy = random(shape) * scale
@@ -223,6 +223,8 @@ class _Trial:
 
     def _run(self, function: Any) -> list[Tensor]:
         y = function(self.x)
+        if not isinstance(y, Tensor):
+            raise TypeError("the result is no tensor")
         gradients = torch.autograd.grad(y, self.leaves, self.dy.to(y.dtype))
         return [y.detach(), *gradients, *(function(other).detach() for other in self.others)]
 
