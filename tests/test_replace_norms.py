@@ -6,6 +6,7 @@ import copy
 import doctest
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -478,6 +479,28 @@ class CountingNorm(LlamaRMSNorm):
         return super().forward(hidden_states)
 
 
+class WritingNorm(LlamaRMSNorm):
+    """It writes into what its attributes hold, in one of several ways."""
+
+    def __init__(self, channels: int, way: str) -> None:
+        super().__init__(channels)
+        self.way, self.stats, self.counter = way, {"rms": None, "inner": [0]}, SimpleNamespace(calls=0)
+        if way == "tensor":
+            self.stats["rms"] = torch.zeros(())
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rms = hidden_states.detach().square().mean().sqrt()
+        if self.way == "item":
+            self.stats["rms"] = rms
+        elif self.way == "inner item":
+            self.stats["inner"][0] += 1
+        elif self.way == "object":
+            self.counter.calls += 1
+        elif self.way == "tensor":
+            self.stats["rms"].copy_(rms)
+        return super().forward(hidden_states)
+
+
 class ActivatedLayerNorm(nn.LayerNorm):
     """Whose activation is for others to apply."""
 
@@ -564,6 +587,25 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def quantized_norm() -> nn.Module:
     return torch.ao.nn.quantized.LayerNorm((8,), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8)), 1.0, 0)
+
+
+@pytest.mark.parametrize("way", ["item", "inner item", "object", "tensor"])
+def test_layers_that_write_into_what_they_hold_are_left(way: str) -> None:
+    layer = WritingNorm(8, way)
+    report = replace_norms(layer)
+    words = "it holds tensors" if way == "tensor" else "its forward writes attributes of the layer, or into what"
+    assert [entry.text.startswith(words) for entry in report.left] == [True]
+    # Trying has not written either.
+    assert layer.stats == {"rms": 0 if way == "tensor" else None, "inner": [0]} and layer.counter.calls == 0
+
+
+def test_layers_that_hold_other_things_are_replaced() -> None:
+    layer = WritingNorm(8, "none")
+    layer.stats |= {"size": torch.Size([8]), "dtype": torch.float32, "op": F.gelu, "module": nn.Linear(2, 2)}
+    layer.counter.self, layer.counter.op = layer.counter, torch.ops.aten.mul
+    held = copy.copy(layer.stats)
+    assert replace_norms(layer).counts == {"WritingNorm": 1}
+    assert layer.stats == held and layer.stats["module"] is held["module"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,9 +6,12 @@ gradients agree, for all shapes and dtypes that the layer takes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import dataclasses
 import itertools
+import types
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +102,8 @@ def prove(module: nn.Module) -> Formula | str:
         return f"it has other parameters than a weight and a bias: {', '.join(names)}"
     weight = next((name for name in names if name not in biases), None)
     bias = next(iter(biases), None)
+    if any(isinstance(item, Tensor) and not isinstance(item, nn.Parameter) for item in _held(_attributes(module))):
+        return "it holds tensors that are no parameters"
     with (
         # What surrounds the call is none of the layer's: its random numbers, its device, its modes.
         torch.random.fork_rng(devices=[]),
@@ -112,7 +117,7 @@ def prove(module: nn.Module) -> Formula | str:
         if not tried:
             return "its forward takes no floating-point tensor alone"
         if any(trial.has_written for trial in tried):
-            return "its forward writes attributes of the layer"
+            return "its forward writes attributes of the layer, or into what they hold"
         for formula in _formulas(module, weight, bias):
             if all(trial.agrees(formula) for trial in tried):
                 break
@@ -206,20 +211,19 @@ class _Trial:
                 other.view(-1)[other.numel() // 2] = one
                 self.others.append(other)
         # The layer itself is not touched: another object of its class, with parameters and containers of its own.
-        copy = self.copy = object.__new__(type(module))
-        own = {
-            name: value.copy() if type(value) in (list, dict, set) else value for name, value in vars(module).items()
-        }
-        copy.__dict__ = own | {"training": training, "_parameters": {}}
+        trial = self.copy = object.__new__(type(module))
+        shared = {id(item): item for item in _held(_attributes(module)) if not _is_copied(item)}
+        trial.__dict__ = copy.deepcopy(_attributes(module), shared) | {"training": training, "_parameters": {}}
         for name, parameter in module._parameters.items():
             value = None if parameter is None else nn.Parameter((random(parameter.shape) / 2 + 1).to(parameter_dtype))
-            copy._parameters[name] = value
-        self.leaves = [self.x, *(parameter for parameter in copy._parameters.values() if parameter is not None)]
-        before = _attributes(copy)
+            trial._parameters[name] = value
+        self.leaves = [self.x, *(parameter for parameter in trial._parameters.values() if parameter is not None)]
+        before = _held(vars(trial))
         self.results: list[Tensor] = []
         with contextlib.suppress(Exception):  # of any kind: it may have been made for other tensors
-            self.results = self._run(copy.forward)
-        self.has_written = _attributes(copy) != before
+            self.results = self._run(trial.forward)
+        after = _held(vars(trial))
+        self.has_written = len(after) != len(before) or any(one is not other for one, other in zip(after, before))
 
     def _run(self, function: Any) -> list[Tensor]:
         y = function(self.x)
@@ -253,8 +257,32 @@ class _Trial:
         return True
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What shows whether a layer has changed: its attributes, and how much its containers hold."""
-    return {
-        name: (id(value), len(value) if type(value) in (list, dict, set) else 0) for name, value in vars(module).items()
-    }
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name != "_parameters"}
+
+
+def _is_copied(item: Any) -> bool:
+    """Whether a layer that is tried has an object of its own of this, so that what is written into it is noticed.
+
+    That is containers and plain objects. What can be called, a function or another layer, is not looked into.
+    """
+    return isinstance(item, (list, tuple, dict, set, collections.deque)) or (
+        hasattr(item, "__dict__") and not callable(item) and not isinstance(item, (Tensor, types.ModuleType))
+    )
+
+
+def _held(attributes: dict[str, Any]) -> list[Any]:
+    """All that is within the attributes of a layer, in an order: while nothing is written, the same objects."""
+    found: list[Any] = [attributes]
+    seen = set()
+    for item in found:  # which grows meanwhile
+        if id(item) in seen or not _is_copied(item):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            found += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, collections.deque)):
+            found += item
+        if hasattr(item, "__dict__"):
+            found += [*vars(item).keys(), *vars(item).values()]
+    return found
