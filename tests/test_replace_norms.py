@@ -354,6 +354,32 @@ def test_a_layer_that_was_changed_computes_what_it_says() -> None:
         torch.testing.assert_close(layer(x), theirs(x))
 
 
+class OptionalNorm(nn.Module):
+    """Layer norm with what it has of a weight and a bias."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.shape = (16,)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.ones(16)) if name in names else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("before", [(), ("weight",), ("weight", "bias")])
+@pytest.mark.parametrize("after", [(), ("weight",), ("bias",), ("weight", "bias")])
+def test_parameters_that_come_and_go(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    layer, theirs = OptionalNorm(*before), OptionalNorm()
+    assert replace_norms(layer).replaced
+    for name in ("weight", "bias"):
+        parameter = nn.Parameter(torch.randn(16)) if name in after else None
+        for module in (layer, theirs):
+            module.register_parameter(name, parameter)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(layer(x), theirs(x))
+
+
 def test_what_frameworks_set_leaves_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LlamaRMSNorm(16)
     replace_norms(layer)

@@ -67,7 +67,10 @@ class Formula:
         return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """The result of the layer; None for dimensions and dtypes that were not tried."""
+        """The result of the layer; None for dimensions and dtypes that were not tried, and for other parameters."""
+        for name, value in module._parameters.items():
+            if (value is None) is (name in (self.weight, self.bias)):
+                return None
         parameters = self.parameters(module)
         dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
         if dtype is None or x.dim() not in self.dimensions or self.width not in (None, x.shape[-1]):
