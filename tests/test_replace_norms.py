@@ -354,6 +354,21 @@ def test_a_layer_that_was_changed_computes_what_it_says() -> None:
         torch.testing.assert_close(layer(x), theirs(x))
 
 
+@pytest.mark.parametrize("place", ["last", "first"])
+def test_what_a_layer_broadcasts_it_broadcasts(place: str) -> None:
+    layer = RmsNorm(8) if place == "last" else VitDetLayerNorm(8)
+    theirs = copy.deepcopy(layer)
+    assert replace_norms(layer).replaced
+    x = torch.randn((4, 1) if place == "last" else (2, 1, 4, 4))
+    assert layer(x).shape == theirs(x).shape
+    torch.testing.assert_close(layer(x), theirs(x))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        layer(x.repeat_interleave(3, 1))
+    layer.weight = theirs.weight = nn.Parameter(torch.randn(1))
+    x = torch.randn((4, 8) if place == "last" else (2, 8, 4, 4))
+    torch.testing.assert_close(layer(x), theirs(x))
+
+
 class OptionalNorm(nn.Module):
     """Layer norm with what it has of a weight and a bias."""
 

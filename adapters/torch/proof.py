@@ -67,7 +67,7 @@ class Formula:
         return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """The result of the layer; None for dimensions and dtypes that were not tried, and for other parameters."""
+        """The result of the layer; None for dimensions and dtypes that were not tried, or other parameters."""
         for name, value in module._parameters.items():
             if (value is None) is (name in (self.weight, self.bias)):
                 return None
@@ -75,6 +75,10 @@ class Formula:
         dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
         if dtype is None or x.dim() not in self.dimensions or self.width not in (None, x.shape[-1]):
             return None
+        last = self.place == "last" and self.op != "group_norm"
+        for parameter in parameters.values():  # which the layer may broadcast, or refuse
+            if parameter.shape != (x.shape[-parameter.dim() :] if last else x.shape[1:2]):
+                return None
         if x.dtype is dtype:
             return self.compute(x, parameters)
         if torch.promote_types(x.dtype, dtype) == dtype:  # the result would not be as exact if it were cast
