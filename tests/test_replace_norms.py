@@ -700,7 +700,10 @@ def several() -> nn.Module:
         ({"kinds": ["norms"]}, ["encoder.0", "encoder.2.0", "head.0", "head.1"]),
         ({"kinds": []}, []),
         ({"include": "encoder.*"}, ["encoder.0", "encoder.1", "encoder.2.0"]),
-        ({"include": ["encoder.?", "head.1"]}, ["encoder.0", "encoder.1", "head.1"]),
+        ({"include": ["encoder.[01]", "head.1"]}, ["encoder.0", "encoder.1", "head.1"]),
+        ({"include": "encoder"}, ["encoder.0", "encoder.1", "encoder.2.0"]),
+        ({"include": ["encoder.?"]}, ["encoder.0", "encoder.1", "encoder.2.0"]),
+        ({"exclude": ["encoder.2", "hea?"]}, ["encoder.0", "encoder.1"]),
         ({"include": nn.LayerNorm}, ["encoder.0", "encoder.2.0", "head.0"]),
         ({"include": "*LayerNorm", "exclude": InitializedLayerNorm}, ["encoder.0", "encoder.2.0"]),
         ({"exclude": ["LayerNorm", nn.GELU]}, ["head.0", "head.1"]),
@@ -715,6 +718,15 @@ def test_choices(options: dict[str, Any], expected: list[str]) -> None:
     assert changed == set(expected)
     assert {entry.text for entry in report.left} <= {"excluded"}
     assert len(report.left) + len(expected) == (5 if "kinds" not in options else len(expected))
+
+
+@pytest.mark.parametrize("options", [{"exclude": "b"}, {"exclude": "a"}, {"include": "c.*"}, {"exclude": ["c", "b"]}])
+def test_a_shared_layer_goes_by_any_of_its_names(options: dict[str, Any]) -> None:
+    norm = nn.LayerNorm(8)
+    model = nn.ModuleDict({"a": norm, "b": norm, "c": nn.Sequential(norm)})
+    report = replace_norms(model, **options)
+    assert [entry.name for entry in (*report.replaced, *report.left)] == ["a"]
+    assert bool(report.replaced) == ("include" in options)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,8 @@ def replace_norms(
         Any model, also a layer on its own. Replace before ``torch.compile``.
     include : str, class, or sequence of them, optional
         Only these layers: names in the model or names of classes, with ``*`` and ``?`` for wildcards; or classes, with
-        their subclasses.
+        their subclasses. The name in the model of what holds layers stands for all of them. A layer that is there
+        several times goes by any of its names.
     exclude : str, class, or sequence of them
         Not these layers, likewise.
     kinds : sequence of {"norms", "gelus"}
@@ -175,17 +176,21 @@ def replace_norms(
     kinds = kinds if isinstance(kinds, str) else list(kinds)
     if isinstance(kinds, str) or not set(kinds) <= set(_KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence of {' and '.join(map(repr, _KINDS))}")
-    layers = list(model.named_modules())
-    included = None if include is None else _choices("include", include, layers)
-    excluded = _choices("exclude", exclude, layers)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    included = None if include is None else _choices("include", include, names)
+    excluded = _choices("exclude", exclude, names)
     proved: dict[Any, Formula | str] = {}
     substitutes: list[tuple[str, nn.Module, _Substitute]] = []
     replaced: list[Entry] = []
     left: list[Entry] = []
-    for name, module in layers:
+    for module, own_names in names.items():
+        name = own_names[0]
         if _kind(module) not in kinds:
             continue
-        if _is_one_of(name, module, excluded) or (included is not None and not _is_one_of(name, module, included)):
+        is_included = included is None or _is_one_of(own_names, module, included)
+        if not is_included or _is_one_of(own_names, module, excluded):
             found: _Substitute | str = "excluded"
         else:
             found = _untouchable(module) or _substitute(module, proved, compiled)
@@ -214,22 +219,24 @@ def _kind(module: nn.Module) -> str | None:
     return "norms" if isinstance(module, _NORMS) or "norm" in name else None
 
 
-def _choices(option: str, given: Any, layers: Iterable[tuple[str, nn.Module]]) -> tuple[Choice, ...]:
+def _choices(option: str, given: Any, names: Mapping[nn.Module, Sequence[str]]) -> tuple[Choice, ...]:
     """The include or exclude of a user's call."""
     choices = (given,) if isinstance(given, (str, type)) else tuple(given)
     for choice in choices:
         if isinstance(choice, str):
-            if not any(_is_one_of(name, module, (choice,)) for name, module in layers):
+            if not any(_is_one_of(own_names, module, (choice,)) for module, own_names in names.items()):
                 raise ValueError(f"{option} has {choice!r}, which is the name of no layer of the model and of no class")
         elif not (isinstance(choice, type) and issubclass(choice, nn.Module)):
             raise TypeError(f"{option} has {choice!r}; it must have names of layers, or classes of torch.nn.Module")
     return choices
 
 
-def _is_one_of(name: str, module: nn.Module, choices: Iterable[Choice]) -> bool:
-    names = (name, type(module).__name__)
+def _is_one_of(names: Sequence[str], module: nn.Module, choices: Iterable[Choice]) -> bool:
+    # Of a layer "a.b.c" those of what it is in, too: "a" and "a.b".
+    parts = [name.split(".") for name in names]
+    texts = [type(module).__name__, *(".".join(part[: i + 1]) for part in parts for i in range(len(part)))]
     return any(
-        any(fnmatch.fnmatchcase(text, choice) for text in names)
+        any(fnmatch.fnmatchcase(text, choice) for text in texts)
         if isinstance(choice, str)
         else isinstance(module, choice)
         for choice in choices
