@@ -189,8 +189,8 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
     ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(var + epsilon)`` by channel (Ioffe, Szegedy 2015,
     arXiv:1502.03167): of the batch in training, and of the moving statistics in inference and where the layer is not
     trainable. Training moves them: ``moving = momentum * moving + (1 - momentum) * new``, with the biased variance.
-    With a mask, ``synchronized``, ``renorm``, or an ``axis`` that is neither the second nor the last, it is Keras's own
-    computation.
+    With a mask, ``synchronized``, ``renorm``, an ``axis`` that is neither the second nor the last, or an empty batch,
+    it is Keras's own computation.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
         data_format = _data_format(inputs, self.axis)
         # Older Keras has no renorm.
         others = mask is not None or self.synchronized or getattr(self, "renorm", False)
-        if others or data_format is None or not _is_supported(inputs):
+        if others or data_format is None or not _is_supported(inputs) or 0 in inputs.shape:
             return super().call(inputs, training=training, mask=mask)
         gamma, beta = _tensor(self.gamma), _tensor(self.beta)
         options: dict[str, Any] = {"data_format": data_format, "eps": self.epsilon, "convention": "keras"}

@@ -141,6 +141,14 @@ def test_backend_is_the_one_that_was_asked_for() -> None:
 # ---- What a layer computes.
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("axis", "shape"), [(-1, (0, 5, 4)), (1, (2, 3, 0))], ids=str)
+def test_an_empty_batch_is_kerass(axis: int, shape: tuple[int, ...], training: bool) -> None:
+    ours, theirs = pair("BatchNormalization", {"axis": axis}, shape)
+    x = np.zeros(shape, "float32")
+    assert_same(ours(x, training=training), theirs(x, training=training))
+
+
 @pytest.mark.parametrize(("name", "arguments", "shape", "policy"), VALUES, ids=str)
 def test_values(name: str, arguments: dict[str, Any], shape: tuple[int, ...], policy: str, computed: list[str]) -> None:
     ours, theirs = pair(name, arguments, shape, dtype=policy)

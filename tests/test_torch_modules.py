@@ -277,6 +277,16 @@ def test_nothing_leaves_running_statistics_alone(layer: str, shape: tuple[int, .
     assert not ours.weight.grad.any() and x.grad is not None
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_without_running_statistics(training: bool) -> None:
+    ours = layers.BatchNorm1d(3, track_running_stats=False, activation="relu").train(training)
+    x = torch.randn(0, 3, 4, requires_grad=True)
+    y = ours(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
 @pytest.mark.filterwarnings("ignore:input's size")
 @pytest.mark.parametrize("channels", [1, 3])
 def test_running_statistics_of_other_channels_are_not_touched(channels: int) -> None:

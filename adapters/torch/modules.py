@@ -242,7 +242,8 @@ class _BatchNormForward(_Activated, _BatchNorm):
         if tracks or not training:
             mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
-        if training and not input.numel():  # which cunorm.batch_norm refuses, and torch.nn's layer does not
+        of_batch = training or (mean is None and var is None)
+        if of_batch and not input.numel():  # which cunorm.batch_norm refuses, and torch.nn's layer does not
             y = super().forward(input)
             return y
         if training and tracks and (batches := tensor_of(self, "num_batches_tracked")) is not None:
@@ -264,7 +265,7 @@ class _BatchNormForward(_Activated, _BatchNorm):
             bias,
             running_mean=mean,
             running_var=var,
-            training=training or (mean is None and var is None),
+            training=of_batch,
             momentum=0.0 if self.momentum is None else self.momentum,
             eps=eps,
             activation=activation,
