@@ -124,7 +124,8 @@ def _inputs_of(arrays: Sequence[Any]) -> Inputs:
         if array is not None and not all(isinstance(size, int) for size in array.shape):
             raise ValueError(
                 f"an array has shape {tuple(array.shape)}; a call is prepared for sizes that are numbers: export the "
-                "function with concrete sizes, once for each shape"
+                "function with concrete sizes, once for each shape, with "
+                "disabled_checks=[jax.export.DisabledSafetyCheck.custom_call('cunorm')]"
             )
     return tuple(None if array is None else (tuple(array.shape), str(array.dtype)) for array in arrays)
 
