@@ -5,6 +5,7 @@ Each kernel here is as short as the promise allows.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,22 @@ def test_the_number_of_fields_is_checked() -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"needs Linux and g\+\+ .* for tests and for those who write kernels"):
+        launch("", [], [0], arguments="long long n;")
+
+
+@pytest.mark.parametrize("folder", ["file", "proc"])
+def test_without_a_folder_to_write_to(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "file" if folder == "file" else "/proc/cunorm"))
+    with pytest.raises(RuntimeError, match=r"cannot be kept in .*: .*; set CUNORM_CACHE_DIR to a folder"):
+        launch("", [], [0], arguments="long long n;")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_there_but_not_to_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "emulator").mkdir(mode=0o555)
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"cannot be kept in .*: Permission denied; set CUNORM_CACHE_DIR"):
         launch("", [], [0], arguments="long long n;")
 
 

@@ -100,7 +100,12 @@ def _executables_folder() -> Path:
     if cache is None:
         raise RuntimeError("there is no home folder to keep executables in; set CUNORM_CACHE_DIR")
     folder = cache.absolute() / "emulator"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        found = f"executables cannot be kept in {folder}: {error.strerror or error}"
+        raise RuntimeError(f"{found}; set CUNORM_CACHE_DIR to a folder that can be written to") from error
     return folder
 
 
@@ -140,7 +145,7 @@ def executable(source: str, kernel: str) -> Path:
     HostCompileError
         If the text does not compile.
     RuntimeError
-        If there is no g++.
+        If there is no g++, and no folder to write to.
     """
     compiler = _compiler()
     folder = _executables_folder()
