@@ -92,7 +92,9 @@ def test_gradients_that_are_wanted(wanted: tuple[str, ...], no_python: Callable[
     def found() -> list[torch.Tensor | None]:
         for tensor in tensors.values():
             tensor.grad = None
-        objective(case(*tensors.values())).backward()
+        results = case(*tensors.values())
+        assert [item.requires_grad for item in results[:2]] == [True, not {"x", "residual"}.isdisjoint(wanted)]
+        objective(results).backward()
         return [tensor.grad for tensor in tensors.values()]
 
     expected = found()

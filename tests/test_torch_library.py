@@ -159,6 +159,16 @@ def test_a_mode_sees_the_ops() -> None:
     assert seen == ["cunorm.gelu.default"]
 
 
+@pytest.mark.parametrize("needed", ["x", "residual", "weight"])
+def test_the_sum_of_constants_is_a_constant(needed: str) -> None:
+    given = {"x": torch.randn(3, 8), "residual": torch.randn(3, 8), "weight": torch.randn(8)}
+    given[needed].requires_grad_()
+    y, residual_out, _ = torch.ops.cunorm.rms_norm(*given.values(), None, [-1], 1e-5, None, 0.0, True)
+    assert y.requires_grad and residual_out.requires_grad == (needed != "weight")
+    y.sum().backward()
+    assert given[needed].grad.any()
+
+
 def test_errors_are_raised_by_the_call() -> None:
     x, weight = data(3, 8).requires_grad_(), data(7).requires_grad_()
     for tensor in (x, x.detach()):

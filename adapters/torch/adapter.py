@@ -392,10 +392,14 @@ class _Recorded(torch.autograd.Function):
         kept = x if residual_out is None else residual_out
         ctx.save_for_backward(kept, weight, bias if op.keeps_bias else None, mean, rstd)
         ctx.set_materialize_grads(False)  # there would be zeros for what was not used, mean and rstd always
+        statistics = () if not stats else (rstd,) if mean is None else (mean, rstd)
+        # Where weight and bias alone have gradients, the sum of x and residual is a constant.
+        if residual_out is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(residual_out, *statistics)
+        elif statistics:
+            ctx.mark_non_differentiable(*statistics)
         if not stats:
             return y if residual_out is None else (y, residual_out)
-        statistics = (rstd,) if mean is None else (mean, rstd)
-        ctx.mark_non_differentiable(*statistics)
         return (y, *statistics) if residual_out is None else (y, residual_out, *statistics)
 
     @staticmethod

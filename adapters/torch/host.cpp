@@ -338,6 +338,13 @@ struct CunormBackward : torch::autograd::Node {
   }
 };
 
+bool any_requires_grad(const Tensors& tensors, std::size_t begin, std::size_t end) {
+  for (std::size_t i = begin; i < end; ++i) {
+    if (tensors[i].defined() && tensors[i].requires_grad()) return true;
+  }
+  return false;
+}
+
 // The results of run_forward(), recorded. Statistics are constants to autograd.
 std::array<at::Tensor, 4> recorded_forward(PyObject* op, bool keeps_bias, const Ready& ready, const Tensors& tensors) {
   const auto& [x, residual, weight, bias, out, running_mean, running_var] = tensors;
@@ -346,12 +353,14 @@ std::array<at::Tensor, 4> recorded_forward(PyObject* op, bool keeps_bias, const 
   std::array<at::Tensor, 4> results = run_forward(ready, tensors);
   const auto& [y, residual_out, mean, rstd] = results;
   torch::autograd::set_history(y, node);
-  if (residual.defined()) torch::autograd::set_history(residual_out, node);
+  // Where weight and bias alone have gradients, the sum of x and residual is a constant.
+  const bool differentiates_sum = residual.defined() && any_requires_grad(tensors, 0, 2);
+  if (differentiates_sum) torch::autograd::set_history(residual_out, node);
   node->op = op;
   node->paired = ready.pair_offset >= 0;
   if (bias.defined()) node->bias_dtype = bias.scalar_type();
   using torch::autograd::SavedVariable;
-  node->saved = {SavedVariable(residual.defined() ? residual_out : x, residual.defined()),
+  node->saved = {SavedVariable(residual.defined() ? residual_out : x, differentiates_sum),
                  SavedVariable(weight, false), SavedVariable(keeps_bias ? bias : at::Tensor(), false),
                  SavedVariable(mean, false), SavedVariable(rstd, false)};
   return results;
@@ -375,13 +384,6 @@ PyObject* as_tuple(const std::array<at::Tensor, COUNT>& tensors) {
   pybind11::tuple tuple(COUNT);
   for (std::size_t i = 0; i < COUNT; ++i) PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(tensors[i]));
   return tuple.release().ptr();
-}
-
-bool any_requires_grad(const Tensors& tensors, std::size_t begin, std::size_t end) {
-  for (std::size_t i = begin; i < end; ++i) {
-    if (tensors[i].defined() && tensors[i].requires_grad()) return true;
-  }
-  return false;
 }
 
 // forward(op, keeps_bias, stats, x, residual, weight, bias, out[, running_mean, running_var]): y, residual_out, mean,

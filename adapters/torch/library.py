@@ -369,7 +369,10 @@ class _Forward(_Operator):
 
     def keep(self, ctx: Any, call: _Call, results: Sequence[Any]) -> None:
         given, found = call.tensors.get, dict(zip(self.names(call), results))
-        ctx.mark_non_differentiable(*[item for name, item in found.items() if name not in ("y", "residual_out")])
+        wanted = dict(zip(self.operands, ctx.needs_input_grad[2:]))
+        # Where weight and bias alone have gradients, the sum of x and residual is a constant.
+        has_gradient = ("y", "residual_out") if wanted["x"] or wanted.get("residual") else ("y",)
+        ctx.mark_non_differentiable(*[item for name, item in found.items() if name not in has_gradient])
         bias = given("bias")
         kept = (found.get("residual_out", given("x")), given("weight"), bias if call.op.keeps_bias else None)
         # Where statistics are given but none are results, `differentiate` has to compute these.
