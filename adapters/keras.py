@@ -176,6 +176,8 @@ class InstanceNormalization(GroupNormalization):
     """
 
     def __init__(self, **options: Any) -> None:
+        if "groups" in options:
+            raise TypeError("InstanceNormalization has no groups; GroupNormalization has")
         super().__init__(groups=-1, **options)
 
     def get_config(self) -> dict[str, Any]:

@@ -286,6 +286,11 @@ def test_symbolic_inputs(name: str) -> None:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) == ((None, None, 8), ours.dtype)
 
 
+def test_instance_normalization_has_no_groups() -> None:
+    with pytest.raises(TypeError, match="InstanceNormalization has no groups; GroupNormalization has"):
+        layers.InstanceNormalization(groups=2)
+
+
 def test_wrong_arguments_are_keras_own_errors() -> None:
     with pytest.raises(ValueError, match="cannot be more than"):
         layers.GroupNormalization(groups=16)(values((2, 8)))

@@ -738,6 +738,10 @@ def test_a_shared_layer_goes_by_any_of_its_names(options: dict[str, Any]) -> Non
         ({"include": [int]}, TypeError, "include has <class 'int'>"),
         ({"kinds": ["softmaxes"]}, ValueError, "kinds is ['softmaxes']; it must be a sequence of 'norms' and 'gelus'"),
         ({"kinds": "norms"}, ValueError, "kinds is 'norms'"),
+        ({"kinds": None}, ValueError, "kinds is None; it must be a sequence"),
+        ({"exclude": None}, TypeError, "exclude is None; it must be names of layers, or classes"),
+        ({"exclude": nn.LayerNorm(8)}, TypeError, "exclude is LayerNorm((8,), eps=1e-05, elementwise_affine=True"),
+        ({"include": nn.Sequential()}, TypeError, "include is Sequential(); it must be names of layers, or classes"),
     ],
 )
 def test_wrong_choices_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:

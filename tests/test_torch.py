@@ -211,7 +211,9 @@ def test_nested_tensors_are_refused() -> None:
 import torch, cunorm
 nested, x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)]), torch.randn(5, 8)
 cunorm.rms_norm(x)  # of as many numbers, and prepared
-for given in ((nested,), (x, torch.nested.nested_tensor([torch.randn(8)])), (x.requires_grad_(), None, nested)):
+jagged = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+weight = torch.nested.nested_tensor([torch.randn(8)])
+for given in ((nested,), (x, weight), (x.requires_grad_(), None, nested), (jagged,), (jagged.requires_grad_(),)):
     try:
         cunorm.layer_norm(*given)
     except TypeError as error:
@@ -219,7 +221,7 @@ for given in ((nested,), (x, torch.nested.nested_tensor([torch.randn(8)])), (x.r
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     what = "is nested; it must be a torch.strided tensor"
-    assert done.stdout.splitlines() == [f"{name} {what}" for name in ("x", "weight", "bias")], done.stderr
+    assert done.stdout.splitlines() == [f"{name} {what}" for name in ("x", "weight", "bias", "x", "x")], done.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -137,6 +137,8 @@ def apply(
     for item, tensor in given.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise no_tensor(item, tensor, "PyTorch", "a PyTorch tensor")
+        if tensor is not None and tensor.is_nested:
+            raise TypeError(f"{item} is nested; it must be a torch.strided tensor")
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
     keeps = stats or recorded

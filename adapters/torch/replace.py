@@ -173,8 +173,8 @@ def replace_norms(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__qualname__}; it must be a torch.nn.Module")
-    kinds = kinds if isinstance(kinds, str) else list(kinds)
-    if isinstance(kinds, str) or not set(kinds) <= set(_KINDS):
+    kinds = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not set(kinds) <= set(_KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence of {' and '.join(map(repr, _KINDS))}")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -221,13 +221,15 @@ def _kind(module: nn.Module) -> str | None:
 
 def _choices(option: str, given: Any, names: Mapping[nn.Module, Sequence[str]]) -> tuple[Choice, ...]:
     """The include or exclude of a user's call."""
-    choices = (given,) if isinstance(given, (str, type)) else tuple(given)
+    is_one = isinstance(given, (str, type, nn.Module)) or not isinstance(given, Iterable)
+    choices = (given,) if is_one else tuple(given)
     for choice in choices:
         if isinstance(choice, str):
             if not any(_is_one_of(own_names, module, (choice,)) for module, own_names in names.items()):
                 raise ValueError(f"{option} has {choice!r}, which is the name of no layer of the model and of no class")
         elif not (isinstance(choice, type) and issubclass(choice, nn.Module)):
-            raise TypeError(f"{option} has {choice!r}; it must have names of layers, or classes of torch.nn.Module")
+            found, must = (f"{option} is", "be") if is_one else (f"{option} has", "have")
+            raise TypeError(f"{found} {choice!r}; it must {must} names of layers, or classes of torch.nn.Module")
     return choices
 
 
