@@ -434,6 +434,17 @@ def test_replaced_layers_are_traced_as_they_were() -> None:
     assert "cunorm::" not in str(traced.inlined_graph)
 
 
+def test_symbolic_traces() -> None:
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8), nn.GELU(), nn.GroupNorm(2, 8)), torch.randn(3, 8)
+    report = replace_norms(model)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+    report.undo()
+    for layer, compiled in ((model, True), (nn.BatchNorm1d(8), False), (nn.InstanceNorm1d(8), False)):
+        replace_norms(layer, compiled=compiled)
+        with pytest.raises(torch.fx.proxy.TraceError):
+            torch.fx.symbolic_trace(layer)
+
+
 def test_what_cannot_be_tried_is_left() -> None:
     with FakeTensorMode():
         report = replace_norms(nn.Sequential(LlamaRMSNorm(8)))

@@ -165,6 +165,23 @@ def test_wrong_arguments_under_vmap() -> None:
         torch.vmap(functools.partial(cunorm.batch_norm, training=True))(data(3, 1, 8))
 
 
+def test_running_statistics_from_outside_a_transformation() -> None:
+    mean, var = torch.zeros(4), torch.ones(4)
+
+    def loss(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        y = cunorm.batch_norm(x, running_mean=mean, running_var=var, training=True)
+        return y.pow(3).sum(), (mean, var)
+
+    x = data(8, 4)
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        torch.func.grad(lambda x: loss(x, mean, var)[0])(x)
+    assert not mean.any()
+    _, updated = torch.func.grad(loss, has_aux=True)(x, mean, var)
+    expected = torch.zeros(4), torch.ones(4)
+    loss(x, *expected)
+    torch.testing.assert_close(updated, expected)
+
+
 def test_vmap_of_running_statistics() -> None:
     def step(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = cunorm.batch_norm(x, running_mean=mean, running_var=var, training=True)
