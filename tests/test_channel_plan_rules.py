@@ -574,17 +574,21 @@ def test_few_numbers_are_not_worth_a_pipeline(
 
 def test_long_rows_that_leave_multiprocessors_idle_are_shared() -> None:
     forward, backward = (plan(problem, Device()) for problem in plain_channel_norm((2, 512, 64**2), "float16", 16))
-    assert forward.launches[0].cluster == 4 and backward.launches[0].cluster == 2
+    assert forward.launches[0].cluster == 8 and backward.launches[0].cluster == 2
 
 
 @pytest.mark.parametrize(
     ("shape", "activation", "expected"),
     [
-        ((8, 1280, 16**2), None, [(1, 512, "direct"), (1, 512, "ahead")]),
-        ((8, 320, 64**2), "silu", [(2, 256, "ahead"), (2, 512, "ahead")]),
-        ((8, 512, 64**2), "silu", [(4, 256, "ahead"), (4, 256, "ahead")]),
-        ((2, 512, 64**2), "silu", [(2, 512, "direct"), (2, 512, "direct")]),
-        ((16, 512, 32**2), None, [(1, 512, "ahead"), (1, 512, "ahead")]),
+        ((8, 1280, 16**2), None, [(1, 256, "ahead"), (1, 256, "ahead")]),
+        ((8, 320, 64**2), "silu", [(4, 128, "ahead"), (2, 512, "ahead")]),
+        ((8, 512, 64**2), "silu", [(8, 128, "ahead"), (8, 256, "ahead")]),
+        ((2, 512, 64**2), "silu", [(8, 128, "ahead"), (8, 256, "ahead")]),
+        ((16, 512, 32**2), None, [(1, 256, "ahead"), (1, 512, "ahead")]),
+        ((16, 512, 32**2), "silu", [(1, 256, "ahead"), (2, 256, "ahead")]),
+        ((4, 640, 32**2), "silu", [(1, 256, "ahead"), (1, 512, "direct")]),
+        ((8, 960, 32**2), "silu", [(1, 256, "ahead"), (4, 256, "ahead")]),
+        ((4, 1920, 32**2), "silu", [(4, 128, "ahead"), (8, 256, "ahead")]),
         ((2, 640, 32**2), None, [(2, 256, "direct"), (2, 256, "direct")]),
     ],
 )
@@ -603,8 +607,8 @@ def test_groups_lie_over_blocks_as_was_timed(
 @pytest.mark.parametrize(
     ("shape", "activation", "expected"),
     [
-        ((2, 640, 64**2), "silu", [(2, 10, "direct", "staged"), (2, 10, "direct", "late")]),
-        ((2, 640, 64**2), None, [(4, 10, "direct", "staged"), (2, 10, "direct", "late")]),
+        ((2, 640, 64**2), "silu", [(8, 10, "ahead", "staged"), (2, 10, "direct", "late")]),
+        ((2, 640, 64**2), None, [(8, 10, "ahead", "staged"), (2, 10, "direct", "late")]),
         ((2, 960, 64**2), "silu", [(2, 15, "direct", "staged"), (8, 8, "ahead", "staged")]),
         ((2, 960, 64**2), None, [(8, 8, "ahead", "staged"), (8, 8, "ahead", "staged")]),
         ((1, 512, 128**2), None, [(8, 16, "ahead", "late"), (8, 8, "ahead", "staged")]),
@@ -640,8 +644,9 @@ def test_slower_memory_makes_reading_twice_worse(
     assert plan(backward, Device(memory_rate=21.8e3)).strategy == expected
 
 
-def test_many_groups_under_an_activation_are_slabs_backward() -> None:
-    assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "channel_slab"]
+def test_many_small_groups_under_an_activation_are_slabs_backward() -> None:
+    assert _strategies((32, 512, 7**2), "float16", 16, activation="silu") == ["row_block", "channel_slab"]
+    assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "row_cluster"]
 
 
 def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
