@@ -110,7 +110,7 @@ def _small_blocks_forward(problem: ForwardProblem, device: Device, width: int, v
         is_whole = geometry.capacity == problem.columns
         if few or problem.rows > 4 * device.multiprocessors or not (is_whole or problem.rows > device.multiprocessors):
             return None
-        crowd = 4 if geometry.vectors <= 4 else 3 if geometry.vectors == 5 else 2 if geometry.vectors < 10 else 1
+        crowd = 4 if geometry.vectors <= 4 else 3 if geometry.vectors == 5 else 2 if geometry.vectors < 8 else 1
         return _ahead(geometry, crowd, problem, device)
     blocks = _power_of_two(vectors_per_row, 1280)
     for fewer, crowd in ((blocks, 4), (blocks // 2, 2)):
