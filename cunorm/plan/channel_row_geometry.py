@@ -110,16 +110,14 @@ def _small_blocks_forward(problem: ForwardProblem, device: Device, width: int, v
         is_whole = geometry.capacity == problem.columns
         if few or problem.rows > 4 * device.multiprocessors or not (is_whole or problem.rows > device.multiprocessors):
             return None
-        crowd = 4 if geometry.vectors <= 4 else 3 if geometry.vectors == 5 else 2 if geometry.vectors < 8 else 1
+        many = problem.rows > 2 * device.multiprocessors
+        crowd = 4 if geometry.vectors <= 4 else 3 if geometry.vectors == 5 else 2 if geometry.vectors < 10 + many else 1
         return _ahead(geometry, crowd, problem, device)
     blocks = _power_of_two(vectors_per_row, 1280)
-    for fewer, crowd in ((blocks, 4), (blocks // 2, 2)):
-        geometry = _spread(problem, width, fewer, 128)
-        if (
-            geometry.capacity == problem.columns
-            and geometry.vectors <= 15
-            and _can_share(problem, device, fewer, width)
-        ):
+    for shared, crowd in ((blocks, 4), (blocks // 2, 2)):
+        geometry = _spread(problem, width, shared, 128)
+        is_possible = geometry.vectors <= (10 if few else 15) and _can_share(problem, device, shared, width)
+        if is_possible and geometry.capacity == problem.columns:
             return _ahead(geometry, crowd, problem, device)
     return None
 
