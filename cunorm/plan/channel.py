@@ -13,7 +13,7 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
@@ -127,10 +127,10 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
     """
     one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
     if isinstance(problem, ChannelForward):
-        return 16 if one and clusters and DTYPES[problem.x.dtype].itemsize == 2 else 0
+        return 16 if one and clusters and problem.itemsize == 2 else 0
     if problem.activation is None:
         return 0
     if one:
         return 8 if clusters else 0
-    small = problem.channels_per_set * problem.points * DTYPES[problem.x.dtype].itemsize <= _SMALL_SET_BYTES
+    small = problem.channels_per_set * problem.points * problem.itemsize <= _SMALL_SET_BYTES
     return 1 if small and problem.sets > 2 * device.multiprocessors else 0

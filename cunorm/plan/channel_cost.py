@@ -20,7 +20,7 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split, direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["cost", "grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
 
@@ -58,7 +58,7 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
     """How much longer memory takes where a tile's channels are not whole and aligned lines of it."""
     if not tiles.along_channels:
         return float(1.06 ** math.log2(tiles.channel_lanes))
-    run = tiles.channels * tiles.direction.plane * DTYPES[problem.x.dtype].itemsize
+    run = tiles.channels * tiles.direction.plane * problem.itemsize
     if tiles.channels >= problem.channels:
         return 1.0
     if tiles.direction.plane > 1 and run >= 512:
@@ -69,12 +69,12 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
 
 def _narrow(problem: ChannelProblem, width: int) -> float:
     """How much longer vectors of less than 16 bytes take."""
-    return math.sqrt(16 / (width * DTYPES[problem.x.dtype].itemsize))
+    return math.sqrt(16 / (width * problem.itemsize))
 
 
 def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float, by_channels: float) -> float:
     """The time in which a thread sums its vectors."""
-    elements = vectors * 16 // DTYPES[problem.x.dtype].itemsize
+    elements = vectors * 16 // problem.itemsize
     each = by_channels if tiles.along_channels else by_points
     return elements * each * (1 if isinstance(problem, ChannelForward) else 1.6)
 
@@ -126,7 +126,7 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     if waves > 1:
         memory *= 1 + 0.54 * (waves * at_once / grid - 1)
 
-    elements = slab.vectors * 16 // DTYPES[problem.x.dtype].itemsize
+    elements = slab.vectors * 16 // problem.itemsize
     busy = slab.tiles.threads * per_multiprocessor / 512
     latency = elements * 0.03 * max(0.6, busy) * (1 if forward else 1.48)
     latency += 0.18 * busy * (2 + max(0, math.ceil(math.log2(32 / slab.tiles.channel_lanes))))
@@ -162,7 +162,7 @@ def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
 def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream: float, waste: float) -> float:
     """Of a grid whose slabs do not stay: `stream` is the time of what must move, `waste` how much longer that takes."""
     forward = isinstance(problem, ChannelForward)
-    turns, itemsize = grid.turns(problem), DTYPES[problem.x.dtype].itemsize
+    turns, itemsize = grid.turns(problem), problem.itemsize
     # What the slabs that are worked on at a time read again.
     slab = problem.points * min(grid.tiles.channels, problem.channels) * itemsize * (1 if forward else 2)
     again = grid.groups * slab * grid.rereads / grid.vectors
@@ -190,7 +190,7 @@ def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device)
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     run = way.tiles.channels * itemsize
     if way.whole(problem):
         waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, device, 1.0, 1.12)
@@ -210,7 +210,7 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
 
 def split_cost(problem: ChannelProblem, device: Device) -> float:
     along_channels, width, _ = direction_of_passes(problem)
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3
     unpacked = 1.05 if along_channels and itemsize == 2 else 1.03
     stream = _time_to_move(problem.bytes_moved, device) * passes * unpacked

@@ -20,7 +20,7 @@ from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Grid", "candidates", "plan_backward", "plan_forward"]
 
@@ -91,7 +91,7 @@ class Grid:
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: slots, and what is collected."""
         read = 1 if isinstance(problem, ChannelForward) else 2
-        slots = read * self.slots * self.tiles.holders * self.tiles.width * DTYPES[problem.x.dtype].itemsize
+        slots = read * self.slots * self.tiles.holders * self.tiles.width * problem.itemsize
         return slots + self.collected_bytes(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
@@ -163,7 +163,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
             grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, 0, vectors, vectors)
-            slot_bytes = read * tiles.holders * tiles.width * DTYPES[problem.x.dtype].itemsize
+            slot_bytes = read * tiles.holders * tiles.width * problem.itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
             room = min(free // slot_bytes, _MOST_SLOTS)
             if grid.static_bytes(problem) > MOST_STATIC_BYTES:
@@ -178,7 +178,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
 def _larger_than_its_slots(grid: Grid, problem: ChannelProblem, room: int) -> Iterator[Grid]:
     """With so many slots, fewer than vectors: as it is, and with some in registers."""
     read = 1 if isinstance(problem, ChannelForward) else 2
-    if grid.tiles.width * DTYPES[problem.x.dtype].itemsize < 16:
+    if grid.tiles.width * problem.itemsize < 16:
         return  # shorter vectors were not measured so
     for resident in (0, _RESIDENT[read]) if _has_registers(grid.tiles, problem) else (0,):
         with_registers = replace(grid, resident=resident)
@@ -198,7 +198,7 @@ def _has_registers(tiles: Tiles, problem: ChannelProblem) -> bool:
     """
     in_lanes = tiles.along_channels and tiles.direction.plane == 1 and tiles.channel_lanes in (4, 8, 16)
     plain = len(problem.point_sizes) == 1 and problem.channels_per_set == 1 and problem.activation is None
-    return in_lanes and plain and tiles.min_blocks == 1 and DTYPES[problem.x.dtype].itemsize == 4
+    return in_lanes and plain and tiles.min_blocks == 1 and problem.itemsize == 4
 
 
 def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:

@@ -19,7 +19,7 @@ from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
 __all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward", "units"]
 
@@ -163,7 +163,7 @@ def is_possible(problem: ChannelProblem, device: Device) -> bool:
     that are a single dimension, so near to each other that an int holds how far one of a thread's is from its next. Of
     float64 ptxas would spill.
     """
-    way, itemsize = direction(problem), DTYPES[problem.x.dtype].itemsize
+    way, itemsize = direction(problem), problem.itemsize
     whole = way.along_channels and way.width * itemsize == 16 and len(problem.point_sizes) == 1
     near = whole and all(max(_THREADS) * abs(tensor.point_strides[0]) < 2**31 for tensor in problem.tensors)
     some = problem.samples * problem.channels * problem.points > 0

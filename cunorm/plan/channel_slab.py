@@ -18,7 +18,7 @@ from cunorm.plan.channel_tiles import (
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import MOST_STATIC_BYTES, REGISTERS, Builder, Constants, Device
 from cunorm.plan.running import running_arguments, running_constants
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
 
@@ -45,7 +45,7 @@ class Slab:
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: a slot for every vector that is read."""
         read = 1 if isinstance(problem, ChannelForward) else 2
-        return read * self.vectors * self.tiles.holders * self.tiles.width * DTYPES[problem.x.dtype].itemsize
+        return read * self.vectors * self.tiles.holders * self.tiles.width * problem.itemsize
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""

@@ -83,13 +83,13 @@ class _Layout:
 
 def direction_of_passes(problem: ChannelProblem) -> Direction:
     way, planes = direction(problem), along_planes(problem)
-    if planes is None or way.width * DTYPES[problem.x.dtype].itemsize >= _SHORT_VECTOR_BYTES:
+    if planes is None or way.width * problem.itemsize >= _SHORT_VECTOR_BYTES:
         return way
     return planes if least_lanes(planes, 1) <= _MOST_PLANE_LANES else way
 
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     way = direction_of_passes(problem)
     along_channels, width, plane = way
     of = passes[along_channels]

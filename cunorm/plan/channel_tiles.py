@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import DTYPES, ChannelProblem, ChannelTensor, Vector
+from cunorm.problem import ChannelProblem, ChannelTensor, Vector
 
 __all__ = [
     "Direction",
@@ -134,7 +134,7 @@ def _width(problem: ChannelProblem, along_channels: bool) -> int:
 
 def _aligned_elements(problem: ChannelProblem, *strides: int) -> int:
     """Elements that are moved at once, up to 16 bytes: as many as the pointers and so many strides divide by."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     elements = math.gcd(16 // itemsize, *strides)
     return max(1, min([elements] + [tensor.alignment // itemsize for tensor in problem.tensors]))
 

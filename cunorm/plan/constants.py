@@ -35,7 +35,7 @@ _LEAST_LINES = 64
 
 def vector_width(problem: Problem | PointwiseProblem) -> int:
     """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     matrices = problem.matrices
     if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
         return 1
@@ -60,7 +60,7 @@ def are_shifted(problem: Problem) -> bool:
     """
     if not are_rows(problem) or problem.channels is not None:
         return False
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     offsets = [matrix.offset for matrix in problem.matrices_read]
     strides = [matrix.row_strides[0] for matrix in problem.matrices]
     whole = math.gcd(problem.columns, *strides) * itemsize % 16 == 0
@@ -70,12 +70,12 @@ def are_shifted(problem: Problem) -> bool:
 
 def row_width(problem: Problem) -> int:
     """Elements of a vector of row_block_*, which may be shifted; where rows are peeled, those of a whole one."""
-    return 16 // DTYPES[problem.x.dtype].itemsize if are_shifted(problem) else vector_width(problem)
+    return 16 // problem.itemsize if are_shifted(problem) else vector_width(problem)
 
 
 def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
     """How many elements the rows of what is read begin behind a multiple of 16 bytes, where they `are_shifted`."""
-    shifted, itemsize = are_shifted(problem), DTYPES[problem.x.dtype].itemsize
+    shifted, itemsize = are_shifted(problem), problem.itemsize
     shifts: Constants = {
         f"{name.upper()}_SHIFT": matrix.offset // itemsize if shifted and matrix else 0
         for name, matrix in matrices.items()
@@ -114,7 +114,7 @@ def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
         if blocks < channels.channels_per_row:
             return -(-channels.channels_per_row // blocks) * channels.positions
         return problem.columns // blocks
-    part, line = -(-problem.columns // blocks), _LINE_BYTES // DTYPES[problem.x.dtype].itemsize
+    part, line = -(-problem.columns // blocks), _LINE_BYTES // problem.itemsize
     whole = blocks > 1 and channels is None and problem.columns % width == 0
     unit = line if whole and part >= _LEAST_LINES * line else width
     return -(-part // unit) * unit

@@ -89,7 +89,7 @@ def _layout(problem: PointwiseProblem, device: Device) -> _Layout:
 
 
 def _full_layout(problem: PointwiseProblem) -> _Layout:
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     if _is_run(problem):
         # Only addresses matter: what is left over at the end is finished number by number.
         width = min(matrix.alignment for matrix in problem.matrices) // itemsize
@@ -117,7 +117,7 @@ def _is_run(problem: PointwiseProblem) -> bool:
 def _steps(problem: PointwiseProblem, width: int) -> int:
     """Steps of a thread: 64 bytes in flight."""
     tensors = 1 if isinstance(problem, PointwiseForward) else 2  # that are read
-    return min(_MOST_STEPS, 64 // (tensors * width * DTYPES[problem.x.dtype].itemsize))
+    return min(_MOST_STEPS, 64 // (tensors * width * problem.itemsize))
 
 
 def plan_forward(problem: PointwiseForward, device: Device) -> Plan:
@@ -186,7 +186,7 @@ def plan_backward(problem: PointwiseBackward, device: Device) -> Plan:
 
 def _min_blocks(problem: PointwiseProblem, width: int) -> int:
     """How many blocks are to share a multiprocessor, which bounds their registers: as many as spill none."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     if itemsize == 8 or len(problem.row_sizes) > 1:
         return 4
     if problem.bias is None and width * itemsize == 16:

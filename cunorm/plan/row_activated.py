@@ -15,7 +15,7 @@ from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early
 from cunorm.plan.row_spread import threads_for
-from cunorm.problem import DTYPES, BackwardProblem
+from cunorm.problem import BackwardProblem
 
 __all__ = ["activated_peeled_backward", "activated_row_backward"]
 
@@ -167,7 +167,7 @@ def _first_of(
 
 
 def _was_measured(problem: BackwardProblem, device: Device) -> bool:
-    sixteen_bit, activated = DTYPES[problem.x.dtype].itemsize == 2, problem.norm.activation is not None
+    sixteen_bit, activated = problem.itemsize == 2, problem.norm.activation is not None
     rows = problem.weight is not None and problem.channels is None
     return device.capability == 90 and sixteen_bit and activated and rows
 

@@ -88,7 +88,7 @@ class RowBlock:
         """Dynamic shared memory: for the tensors that come through it, and those that leave; then for weights."""
         elements = self.threads * self.vectors * self.width
         through = {"direct": (), "ahead": problem.matrices_read, "run": problem.matrices}[self.stage]
-        slot_bytes = elements * DTYPES[problem.x.dtype].itemsize + (32 if self.stage == "run" else 0)
+        slot_bytes = elements * problem.itemsize + (32 if self.stage == "run" else 0)
         slot_bytes += self.rows_per_block * _COPY_ALIGNMENT * are_shifted(problem)
         total = len(through) * slot_bytes * (self.rows_ahead if self.stage == "ahead" else 1)
         if self.weights == "staged" and problem.channels is None:
@@ -181,7 +181,7 @@ class RowBlock:
 
     def compiled_for(self, problem: Problem) -> int:
         """For how many blocks on a multiprocessor the compiler is to leave registers."""
-        if self.stage != "ahead" or DTYPES[problem.x.dtype].itemsize == 8:  # doubles would spill
+        if self.stage != "ahead" or problem.itemsize == 8:  # doubles would spill
             return self.min_blocks
         # A block that comes ahead in a second wave would take as long as all.
         return max(self.min_blocks, self.blocks_per_multiprocessor)
@@ -195,7 +195,7 @@ class RowBlock:
         """
         if self.blocks_per_multiprocessor > 0 or problem.channels is not None:
             return True
-        narrow = self.width * DTYPES[problem.x.dtype].itemsize < 16
+        narrow = self.width * problem.itemsize < 16
         return narrow and self.capacity != problem.columns and self.weights == "late"
 
     def claims_rows(self, problem: ForwardProblem, device: Device) -> bool:

@@ -11,14 +11,14 @@ from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_short import SHORT_BYTES
-from cunorm.problem import DTYPES, ForwardProblem, Problem
+from cunorm.problem import ForwardProblem, Problem
 
 __all__ = ["candidates"]
 
 
 def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     """The ways in which rows can come: (width, stage, peeled)."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
     yield width, "direct", False
     if width == piece:
@@ -60,7 +60,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
 
 def _are_short(problem: Problem, width: int) -> bool:
     """Whether rows are short and of narrow vectors: see row_short."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     return problem.columns * itemsize < SHORT_BYTES and width * itemsize < 16
 
 
@@ -73,7 +73,7 @@ def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
 
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
     """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
-    itemsize, ways = DTYPES[problem.x.dtype].itemsize, list(_weight_ways(problem, stage))
+    itemsize, ways = problem.itemsize, list(_weight_ways(problem, stage))
     all_threads = [1 << i for i in range(3 if peeled else 0, 11)]
     all_rows = [1 << i for i in range(9)]
     for blocks, threads_per_row, rows, weights in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows, ways):

@@ -52,13 +52,13 @@ def _registers(problem: Problem, width: int) -> tuple[int, int]:
     there are many, each with its own bounds to check; so does one of sixteen-bit numbers, which are unpacked. Once: the
     weight, intermediate results in double, and what an activation needs.
     """
-    loaded_bytes = width * DTYPES[problem.x.dtype].itemsize
+    loaded_bytes = width * problem.itemsize
     loaded, narrow = max(1, loaded_bytes // 4), loaded_bytes < 16
     if isinstance(problem, ForwardProblem):
         return (loaded + narrow) * (1 if problem.residual is None else 2), 0
     weight_bytes = 0 if problem.weight is None else width * DTYPES[problem.weight.dtype].itemsize
     sums = 2 * width * compute_itemsize(problem) // 4 if problem.channels is None else 0
-    unpacked = DTYPES[problem.x.dtype].itemsize == 2 and not narrow
+    unpacked = problem.itemsize == 2 and not narrow
     more = weight_bytes // 4 + 8 * (problem.x.dtype == "float64")
     if problem.norm.activation is not None and (problem.channels is None or problem.x.dtype == "float64"):
         more += _DERIVATIVE_REGISTERS
@@ -99,7 +99,7 @@ def fits_registers(
         other += 4 + 20 * double
         # Read directly, all of a thread's are loaded at once.
         if direct:
-            other += vectors * width * DTYPES[problem.x.dtype].itemsize // 4 + 32 * peeled
+            other += vectors * width * problem.itemsize // 4 + 32 * peeled
     return vectors * registers + more + other <= _registers_of_each(threads)
 
 
@@ -178,9 +178,9 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
 
     Left alone, ptxas loads so much ahead that at 12,288 columns of bfloat16 two blocks fit, not three: 1.21, not 1.03.
     """
-    if DTYPES[problem.x.dtype].itemsize == 8:
+    if problem.itemsize == 8:
         return geometry
-    held = geometry.vectors * max(1, geometry.width * DTYPES[problem.x.dtype].itemsize // 4)
+    held = geometry.vectors * max(1, geometry.width * problem.itemsize // 4)
     if isinstance(problem, ForwardProblem) and problem.residual is not None:
         # With 64 registers seven vectors would spill; with the exact gelu behind it four fill them.
         held += 16 if problem.norm.activation is not None else 8

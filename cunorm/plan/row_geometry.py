@@ -27,7 +27,7 @@ from cunorm.plan.row_spread import (
     vectors_for_all_threads,
 )
 from cunorm.plan.row_weights import are_wide, backward_weights, with_weights
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry"]
 
@@ -49,7 +49,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
 
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
-    width, piece = row_width(problem), 16 // DTYPES[problem.x.dtype].itemsize
+    width, piece = row_width(problem), 16 // problem.itemsize
     if width < piece:
         return narrow(problem, device, width)
     vectors_per_row = problem.columns // width
@@ -82,7 +82,7 @@ def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
     """
     if problem.norm.activation in ("gelu", "gelu_tanh") and vectors_per_row > 12:
         return 5
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     if vectors_per_row >= 16:
         return 3 if itemsize == 4 and vectors_per_row <= 48 else 4
     if itemsize > 2:
@@ -106,7 +106,7 @@ def _most_of_others(problem: ForwardProblem, device: Device, vectors_per_row: in
     16,384 1.03 with 4, with 8 1.05; with a residual 1000, 4000 and 8192 1.02, 1.02 and 1.02, with 4 1.03, 1.03 and
     1.04. But 4096 columns, RMS norm, take 1.05 with 2, 1.02 with 4, and 4096 rows of 2048 0.99 with 2, 0.95 with 8.
     """
-    itemsize, activation = DTYPES[problem.x.dtype].itemsize, problem.norm.activation
+    itemsize, activation = problem.itemsize, problem.norm.activation
     many = vectors_for_all_threads(problem, device, vectors_per_row) >= 16
     light = activation is None and (not problem.norm.centered or problem.residual is not None)
     if itemsize == 8 or 1024 < vectors_per_row < 1920 or not (many or (in_part and not light)):
@@ -163,7 +163,7 @@ def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: in
     1.00.
     """
     for_all = vectors_for_all_threads(problem, device, vectors_per_row)
-    plain = not problem.norm.centered and problem.norm.activation is None and DTYPES[problem.x.dtype].itemsize == 2
+    plain = not problem.norm.centered and problem.norm.activation is None and problem.itemsize == 2
     wanted = 4.5 if vectors_per_row > 1024 or (plain and vectors_per_row >= 256 and for_all <= 8) else 4
     if vectors_per_row < 32 or problem.residual is not None:
         wanted = 3  # 100 columns of float32: 8 threads of 4
@@ -218,7 +218,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 
 
 def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
@@ -253,7 +253,7 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
     32,768 rows of them 1.22, with 4 and one row ahead 1.33. Of float32 256 and 512 columns take 1.01, read directly
     1.05; but 100 take 1.05 directly, and fetched ahead 1.09.
     """
-    vectors_per_row, sixteen_bit = problem.columns // width, DTYPES[problem.x.dtype].itemsize == 2
+    vectors_per_row, sixteen_bit = problem.columns // width, problem.itemsize == 2
     many = vectors_for_all_threads(problem, device, vectors_per_row) >= 2
     if many and vectors_per_row <= (24 if sixteen_bit else 31):
         return _shortest_rows_backward(problem, device, width)
@@ -284,7 +284,7 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     128 of bfloat16 take 1.07 and 1.06 ahead on an H100, a vector a thread, directly 1.11 and 1.11.
     """
     vectors_per_row = problem.columns // width
-    has_residual, sixteen_bit = problem.dresidual_out is not None, DTYPES[problem.x.dtype].itemsize == 2
+    has_residual, sixteen_bit = problem.dresidual_out is not None, problem.itemsize == 2
     if sixteen_bit and has_residual and vectors_per_row in (8, 16) and device.capability == 90:
         ahead = RowBlock(
             width,
@@ -299,7 +299,7 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
         )
         if problem.parameters and fits_early(ahead, problem, device):
             return ahead
-    light = DTYPES[problem.x.dtype].itemsize == 4 and problem.dresidual_out is None and problem.norm.activation is None
+    light = problem.itemsize == 4 and problem.dresidual_out is None and problem.norm.activation is None
     light = light and device.has_fast_memory
     threads = threads_for(vectors_per_row, 2 if light and vectors_per_row <= 16 else 3 if vectors_per_row <= 24 else 4)
     threads, vectors = more_threads(problem, device, (threads, -(-vectors_per_row // threads)), 128)
@@ -307,7 +307,7 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     geometry = RowBlock(width, vectors, threads, 128 // threads, blocks_per_multiprocessor=share, min_blocks=share)
     early = replace(geometry, weights="early")
     # Under the exact gelu those of doubles would spill.
-    light = problem.norm.activation is None or DTYPES[problem.x.dtype].itemsize < 8
+    light = problem.norm.activation is None or problem.itemsize < 8
     return early if light and problem.parameters and fits_early(early, problem, device) else geometry
 
 
@@ -317,7 +317,7 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
     At 5120 columns of bfloat16 128 threads of 5 vectors take 1.05, 256 of 3 1.11; 10,000 of float16 512 of 3 1.08, 256
     of 5 1.20; 1000 64 of 2 1.04, 32 of 4 1.23.
     """
-    vectors_per_row, itemsize = problem.columns // width, DTYPES[problem.x.dtype].itemsize
+    vectors_per_row, itemsize = problem.columns // width, problem.itemsize
     few, moderate = (problem.rows < turns * device.multiprocessors for turns in (8, 48))
     wanted = 3.0
     if itemsize == 2 and (vectors_per_row <= 512 or few):

@@ -107,7 +107,7 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     whole vectors. Where not even half of a row fits into the device, little is gained over a kernel that reads
     everything twice. With weights in double for numbers that are not, the compiler runs out of registers.
     """
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     few = problem.rows <= device.groups(16) or problem.channels is not None
     least_bytes = _LEAST_BYTES_OF_FEW if few else _LEAST_ROW_BYTES
     if device.capability < 80 or problem.rows == 0 or problem.columns * itemsize < least_bytes:
@@ -135,12 +135,12 @@ def _slots(problem: ForwardProblem, device: Device) -> int:
 
 def _held(problem: ForwardProblem) -> int:
     """Vectors that a thread can have in registers."""
-    return _MOST_HELD[DTYPES[problem.x.dtype].itemsize] if problem.residual is None else 0
+    return _MOST_HELD[problem.itemsize] if problem.residual is None else 0
 
 
 def _geometry(problem: ForwardProblem, device: Device, groups: int) -> RowGrid | None:
     """So many groups of blocks, with as many rows ahead as there is room for."""
-    piece = 16 // DTYPES[problem.x.dtype].itemsize
+    piece = 16 // problem.itemsize
     blocks = device.multiprocessors // groups
     slots = _slots(problem, device)
     if blocks == 0 or slots < 1 or problem.columns < 16 * piece * blocks:
@@ -174,7 +174,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowGrid | None:
 
 def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
     """The time that a geometry is expected to take, as the bytes that a multiprocessor could move."""
-    part = geometry.columns_per_block(problem) * DTYPES[problem.x.dtype].itemsize * len(problem.matrices)
+    part = geometry.columns_per_block(problem) * problem.itemsize * len(problem.matrices)
     vectors = geometry.vectors(problem)
     twice = (vectors - geometry.resident - geometry.held) / vectors / len(problem.matrices)
     # With a row ahead, that one comes in meanwhile.

@@ -24,14 +24,14 @@ from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import backward_weights
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["narrow"]
 
 
 def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows that do not all begin and end at multiples of 16 bytes."""
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
     if problem.columns * itemsize < SHORT_BYTES:

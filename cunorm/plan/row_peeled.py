@@ -12,7 +12,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
-from cunorm.problem import DTYPES, ForwardProblem
+from cunorm.problem import ForwardProblem
 
 __all__ = ["peeled_directly"]
 
@@ -31,7 +31,7 @@ def _short(problem: ForwardProblem, device: Device, width: int) -> RowBlock | No
     fetched ahead 1.14. On an H100 257, 1025 and 4097 with a residual take 1.03, 1.01 and 1.02, fetched ahead 1.25, 1.16
     and 1.05.
     """
-    vectors_per_row, itemsize, residual = problem.columns // width, DTYPES[problem.x.dtype].itemsize, problem.residual
+    vectors_per_row, itemsize, residual = problem.columns // width, problem.itemsize, problem.residual
     measured = device.capability == 90 and problem.norm.activation is None and not are_wide(problem)
     if itemsize == 8 or (residual is not None and not measured):
         return None
@@ -145,7 +145,7 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     """
     vectors_per_row, activation = problem.columns // width, problem.norm.activation
     measured = device.capability == 90 and problem.channels is None and not are_wide(problem)
-    measured = measured and problem.rows > 2 * device.multiprocessors and DTYPES[problem.x.dtype].itemsize < 8
+    measured = measured and problem.rows > 2 * device.multiprocessors and problem.itemsize < 8
     if not measured or vectors_per_row <= 768:
         return None
     many_weights = len(problem.parameters) > 1 and problem.residual is None

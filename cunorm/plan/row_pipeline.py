@@ -140,7 +140,7 @@ class RowPipeline:
 def is_faster_than_clusters(problem: Problem) -> bool:
     """Whether rows are so long that they are better not left to clusters, where a pipeline is possible."""
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
-    long = problem.columns * DTYPES[problem.x.dtype].itemsize > most
+    long = problem.columns * problem.itemsize > most
     return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
 
 
@@ -155,7 +155,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
     """
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
         return None
     if not (are_rows(problem) or (_keeps_nothing(problem) and _are_segmented(problem))):
@@ -226,7 +226,7 @@ def _blocks(problem: Problem, multiprocessors: int) -> Iterator[_Block]:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
     else:
-        yield _FORWARD if forward else _BACKWARD[DTYPES[problem.x.dtype].itemsize]
+        yield _FORWARD if forward else _BACKWARD[problem.itemsize]
 
 
 def _keeps_nothing(problem: Problem) -> bool:
@@ -237,7 +237,7 @@ def _keeps_nothing(problem: Problem) -> bool:
 def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     """The expected time in microseconds, where threads keep nothing of every column."""
     forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
-    bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * DTYPES[problem.x.dtype].itemsize
+    bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     if len(problem.column_sizes) > 1 and part % problem.column_sizes[1] and problem.column_sizes[1] % part:
         turns *= _CUT_SEGMENTS

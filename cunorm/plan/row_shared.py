@@ -15,7 +15,7 @@ from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
 from cunorm.plan.row_spread import MOST_THREADS
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["shared_row"]
 
@@ -60,7 +60,7 @@ def _is_slow_in_clusters(problem: Problem, width: int) -> bool:
     has_weights = problem.channels is None and not (problem.weight is None and problem.bias is None)
     if not isinstance(problem, ForwardProblem) or not has_weights:
         return False
-    itemsize = DTYPES[problem.x.dtype].itemsize
+    itemsize = problem.itemsize
     read = problem.columns * itemsize * len(problem.matrices_read)
     return width * itemsize == 16 and read > _MOST_READ_BYTES
 

@@ -20,7 +20,7 @@ from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_crowd
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["SHORT_BYTES", "short_row"]
 
@@ -60,7 +60,7 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; under silu 10, 17 and 25 1.20, 1.16 and
     1.13 as a run.
     """
-    itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
+    itemsize, vectors_per_row = problem.itemsize, problem.columns // width
     if _is_better_peeled(problem, device, width):
         return _directly(problem, device, 8, 4, peeled=True)
     if itemsize == 2:
@@ -93,7 +93,7 @@ def _is_light(problem: ForwardProblem) -> bool:
 
 def _is_better_peeled(problem: ForwardProblem, device: Device, width: int) -> bool:
     """Whether rows of sixteen-bit numbers had better go as pieces of 16 bytes: see `_forward`."""
-    if DTYPES[problem.x.dtype].itemsize > 2 or not _can_be_peeled(problem, device):
+    if problem.itemsize > 2 or not _can_be_peeled(problem, device):
         return False
     if width < 4:
         return problem.columns >= 64
@@ -145,7 +145,7 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     Under silu even one thread's row of float16 comes ahead: 10 columns take 1.30 so, directly 1.43; 17 and 25 of
     float32 take 1.37 and 1.28 by four, as a run 1.65 and 1.69.
     """
-    itemsize, vectors_per_row = DTYPES[problem.x.dtype].itemsize, problem.columns // width
+    itemsize, vectors_per_row = problem.itemsize, problem.columns // width
     activated, vector_bytes = problem.norm.activation is not None, width * itemsize
     kept = activated_row_backward(problem, device, width) if width == 4 else None
     if kept is not None:
@@ -222,7 +222,7 @@ def _ahead(problem: BackwardProblem, device: Device, width: int, threads: int, p
     and 1.13.
     """
     geometry = replace(_laid(problem, width, threads, peeled), stage="ahead")
-    few = geometry.vectors * width * DTYPES[problem.x.dtype].itemsize < 32
+    few = geometry.vectors * width * problem.itemsize < 32
     share = 3 if peeled and device.capability > 90 else 4  # else they spill there
     geometry = replace(geometry, rows_ahead=2 if few and not peeled else 1, blocks_per_multiprocessor=share)
     for weights in (geometry.weights, "staged", "late"):
@@ -240,7 +240,7 @@ def _as_run(problem: Problem, device: Device, width: int, threads: int) -> RowBl
     geometry = replace(_laid(problem, width, threads), stage="run", weights="late")
     if backward:
         geometry = replace(geometry, rows_per_block=geometry.rows_per_block // 2)
-    most = 6 if not backward and DTYPES[problem.x.dtype].itemsize == 2 and width > 1 else 8
+    most = 6 if not backward and problem.itemsize == 2 and width > 1 else 8
     for share in range(most, 2, -1):
         geometry = replace(geometry, blocks_per_multiprocessor=share, min_blocks=share)
         if _has_room(geometry, problem, device, share):

@@ -48,7 +48,7 @@ def _row_split(problem: Problem) -> _RowSplit:
     # Backward of 32768 x 16384 bfloat16 takes 1.88 of a copy's time on an H200 with 128 threads of two vectors, with
     # 256 2.77; of 4 x 10,000,001 float32, number by number, 2.46 and 2.29.
     threads = 256 if width == 1 and row_lanes == 1 else 128
-    unroll = 2 if width * DTYPES[problem.x.dtype].itemsize == 16 else 4
+    unroll = 2 if width * problem.itemsize == 16 else 4
     return _RowSplit(width, row_lanes, unroll, threads)
 
 
@@ -173,7 +173,7 @@ def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) ->
     tiles = -(-problem.columns // split.tile_columns)
     # Enough groups of rows to fill the device, four times over where a thread has little under way; but a group not
     # shorter than 8 steps.
-    whole = split.row_lanes == 1 and split.width * DTYPES[problem.x.dtype].itemsize == 16
+    whole = split.row_lanes == 1 and split.width * problem.itemsize == 16
     filling = 4 * device.threads_per_multiprocessor // split.threads
     wanted = device.multiprocessors * (_GROUPED_BLOCKS if whole else filling)
     groups = max(1, min(wanted // max(1, tiles), row_blocks // 8))

@@ -70,7 +70,7 @@ def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device
 
 def are_wide(problem: ForwardProblem) -> bool:
     """Whether a weight or bias has larger elements than x."""
-    return any(DTYPES[item.dtype].itemsize > DTYPES[problem.x.dtype].itemsize for item in problem.parameters)
+    return any(DTYPES[item.dtype].itemsize > problem.itemsize for item in problem.parameters)
 
 
 def backward_weights(geometry: RowBlock, problem: BackwardProblem, device: Device) -> str:

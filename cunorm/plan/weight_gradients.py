@@ -27,7 +27,7 @@ def are_better_apart(problem: BackwardProblem, device: Device) -> bool:
     sums = (problem.dweight is not None) + (problem.dbias is not None)
     if problem.channels is not None or sums == 0:
         return False
-    row_bytes = problem.columns * DTYPES[problem.x.dtype].itemsize
+    row_bytes = problem.columns * problem.itemsize
     if problem.rows > max(row_bytes, device.multiprocessors):
         # Few blocks with long ways: 1024 rows of 128 take 8.6 us, with partial sums 7.3, 512 of 256 6.8 and 7.4.
         return False
@@ -71,7 +71,7 @@ def _lanes(problem: BackwardProblem, device: Device, width: int) -> tuple[int, i
     take 8.5 us with 16 lanes of 16, with 8 of 32 9.6 and with 16 of 32 9.4, but 512 of 8192 16.3 with 8 of 64, with 4
     of 64 17.0 and with 8 of 32 18.8.
     """
-    least, threads = min(32, 64 // (width * DTYPES[problem.x.dtype].itemsize)), 256
+    least, threads = min(32, 64 // (width * problem.itemsize)), 256
     lanes = least if problem.rows * least >= threads * _STEPS else min(32, 2 * least)
     if problem.columns // (lanes * width) > device.multiprocessors and lanes < 32:
         lanes *= 2
