@@ -47,7 +47,7 @@ from plan_cases import (
 
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
-from cunorm.plan.channel_cost import pipeline_cost
+from cunorm.plan.channel_cost import cost
 from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
 from cunorm.problem import (
     ACTIVATIONS,
@@ -294,7 +294,7 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
 
 def cheapest_pipeline(problem: ChannelProblem, device: Device) -> channel_pipeline.ChannelPipeline | None:
     every = channel_pipeline.candidates(problem, device)
-    return min(every, key=lambda way: pipeline_cost(way, problem, device), default=None)
+    return min(every, key=lambda way: cost(way, problem, device), default=None)
 
 
 def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:

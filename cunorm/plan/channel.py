@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 from cunorm.plan import channel_grid, channel_pipeline, channel_slab, channel_split, rows_of_channels
-from cunorm.plan.channel_cost import grid_cost, pipeline_cost, slab_cost, split_cost
+from cunorm.plan.channel_cost import cost
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
@@ -19,7 +19,7 @@ __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
 _OfChannels = Slab | Grid | ChannelPipeline | Split
 Way = _OfChannels | RowBlock
-_Way = TypeVar("_Way")
+_Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
 
 
@@ -85,35 +85,26 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     rows, slab = rows_of_channels.plan_rows(problem, device), None
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     if most_blocks != 0:
-        slab = _least(slab_cost, channel_slab.candidates(problem, device), problem, device)
+        slab = _least(channel_slab.candidates(problem, device), problem, device)
     if most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks:
         return slab
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
-    grid = _least(grid_cost, channel_grid.candidates(problem, device), problem, device)
+    grid = _least(channel_grid.candidates(problem, device), problem, device)
     if grid is not None and not grid.is_worth_its_words(problem):
         grid = None
-    pipeline = _least(pipeline_cost, channel_pipeline.candidates(problem, device), problem, device)
-    ways: list[tuple[float, Plan | Way]] = [(split_cost(problem, device), rows or Split())]
+    pipeline = _least(channel_pipeline.candidates(problem, device), problem, device)
+    ways: list[tuple[float, Plan | Way]] = [(cost(Split(), problem, device), rows or Split())]
     batch = rows_of_channels.plan_batch(problem, device)
     if batch is not None:
         ways.append(batch)
-    if pipeline is not None:
-        ways.append((pipeline_cost(pipeline, problem, device), pipeline))
-    if grid is not None:
-        ways.append((grid_cost(grid, problem, device), grid))
-    if slab is not None and rows is None:
-        ways.append((slab_cost(slab, problem, device), slab))
+    held = (pipeline, grid, slab if rows is None else None)
+    ways += [(cost(way, problem, device), way) for way in held if way is not None]
     _, best = min(ways, key=lambda way: way[0])
     return best
 
 
-def _least(
-    cost: Callable[[_Way, ChannelProblem, Device], float],
-    candidates: Iterable[_Way],
-    problem: ChannelProblem,
-    device: Device,
-) -> _Way | None:
+def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) -> _Way | None:
     return min(candidates, key=lambda way: cost(way, problem, device), default=None)
 
 

@@ -22,7 +22,7 @@ from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.launches import Device
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["cost", "grid_cost", "pipeline_cost", "slab_cost", "split_cost"]
+__all__ = ["cost"]
 
 # The memory rate (see `Device`) that the constants were fitted for.
 _FITTED_RATE = 32e3
@@ -35,12 +35,12 @@ _CACHED_BYTES = 20e6
 def cost(way: Slab | Grid | ChannelPipeline | Split, problem: ChannelProblem, device: Device) -> float:
     """That of a way of any family."""
     if isinstance(way, Slab):
-        return slab_cost(way, problem, device)
+        return _slab_cost(way, problem, device)
     if isinstance(way, Grid):
-        return grid_cost(way, problem, device)
+        return _grid_cost(way, problem, device)
     if isinstance(way, ChannelPipeline):
-        return pipeline_cost(way, problem, device)
-    return split_cost(problem, device)
+        return _pipeline_cost(way, problem, device)
+    return _split_cost(problem, device)
 
 
 def _time_to_move(nbytes: float, device: Device) -> float:
@@ -87,7 +87,7 @@ def _activation(problem: ChannelProblem, device: Device, forward: float, backwar
     return 1 + (longer - 1) * min(1.0, device.memory_rate / _FITTED_RATE)
 
 
-def slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
+def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     if slab.tiles.along_channels and slab.tiles.direction.plane == 1:
         return _cost_along_channels(slab, problem, device)
     resident = max(1, slab.resident(problem, device))
@@ -137,7 +137,7 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     return cost * _activation(problem, device, 1.1, 1.35)
 
 
-def grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
+def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     turns, resident = grid.turns(problem), grid.tiles.min_blocks
     busy = min(1.0, grid.groups * grid.blocks_per_slab / (device.multiprocessors * resident))
     waste = _waste(problem, grid.tiles) * _narrow(problem, grid.tiles.width) / busy
@@ -175,7 +175,7 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream:
     return 12.0 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
 
 
-def pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
+def _pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
     busy = min(1.0, way.groups * way.blocks_per_slab / (0.97 * device.multiprocessors))
     left_over = way.turns(problem) * way.groups / way.tiles.count(problem) / busy
     if isinstance(problem, ChannelBackward):
@@ -208,7 +208,7 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     return 14.0 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.7) + 0.15 * way.turns(problem)
 
 
-def split_cost(problem: ChannelProblem, device: Device) -> float:
+def _split_cost(problem: ChannelProblem, device: Device) -> float:
     along_channels, width, _ = direction_of_passes(problem)
     itemsize = problem.itemsize
     passes = 3 / 2 if isinstance(problem, ChannelForward) else 5 / 3

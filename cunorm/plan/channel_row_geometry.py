@@ -11,7 +11,7 @@ from dataclasses import replace
 from cunorm.plan.constants import can_be_shared, columns_per_block, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import STATIC_SHARED_BYTES, blocks_with, fits, has_channels
+from cunorm.plan.row_fit import STATIC_SHARED_BYTES, blocks_with, fits, has_several_channels
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry", "with_channels"]
@@ -218,7 +218,7 @@ def _ahead(geometry: RowBlock, crowd: int, problem: Problem, device: Device) -> 
 def _width(problem: Problem, device: Device) -> int:
     """Numbers of a vector of 16 bytes, of rows that this is about; or 0."""
     width, itemsize = vector_width(problem), problem.itemsize
-    timed = device.capability == 90 and has_channels(problem) and itemsize < 8
+    timed = device.capability == 90 and has_several_channels(problem) and itemsize < 8
     return width if timed and width * itemsize == 16 else 0
 
 

@@ -17,7 +17,7 @@ __all__ = [
     "fits_crowd",
     "fits_early",
     "fits_registers",
-    "has_channels",
+    "has_several_channels",
     "persistent",
     "resident",
     "resident_by_memory",
@@ -35,7 +35,7 @@ _ACTIVATION_REGISTERS = 8
 _DERIVATIVE_REGISTERS = 24
 
 
-def has_channels(problem: Problem) -> bool:
+def has_several_channels(problem: Problem) -> bool:
     """Whether rows have several channels each."""
     return problem.channels is not None and problem.channels.channels_per_row > 1
 
@@ -78,13 +78,13 @@ def fits_registers(
     other += _of_shifted(problem, device, vectors)
     if isinstance(problem, BackwardProblem) and problem.channels is not None:
         # Without sums of columns, whose count is generous, the rest counts for more.
-        several, activated = has_channels(problem), problem.norm.activation is not None
+        several, activated = has_several_channels(problem), problem.norm.activation is not None
         other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
         # Which spill at 8 vectors in clusters of 8 blocks: relu with several channels, the exact gelu of bfloat16.
         other += 8 * (problem.norm.activation == "relu")
         other += 18 * (problem.norm.activation == "gelu" and problem.x.dtype == "bfloat16")
     if isinstance(problem, ForwardProblem):
-        other += 12 * has_channels(problem)
+        other += 12 * has_several_channels(problem)
         # 262,144 float16 numbers of a channel, 16 vectors of each of 512 threads, would spill from sm_100 on.
         other += 16 * (problem.channels is not None and device.capability >= 100)
         if problem.residual is not None:
@@ -93,7 +93,7 @@ def fits_registers(
             # More beside a residual, and with several channels of a row for the exact gelu and for bfloat16, which
             # would spill with 16 vectors.
             heavy = problem.norm.activation == "gelu" or problem.x.dtype == "bfloat16"
-            more_channels = heavy and has_channels(problem)
+            more_channels = heavy and has_several_channels(problem)
             other += _ACTIVATION_REGISTERS + 28 * (problem.residual is not None or more_channels)
     elif problem.dresidual_out is not None:
         other += 4 + 20 * double

@@ -15,7 +15,7 @@ from cunorm.plan.row_fit import (
     fits,
     fits_early,
     fits_registers,
-    has_channels,
+    has_several_channels,
     persistent,
     resident,
 )
@@ -38,7 +38,7 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         return short_row(problem, device, width)
     # What does not lie alike is better read number by number: 4096 columns of float32 that begin 4 bytes late take 1.09
     # so, peeled 1.38.
-    may_peel = forward or not has_channels(problem)
+    may_peel = forward or not has_several_channels(problem)
     if may_peel and lie_alike(problem) and device.capability >= 80:
         return _peeled(problem, device, piece)
     vectors_per_row = problem.columns // width

@@ -10,7 +10,7 @@ from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.constants import can_be_shared
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, has_channels
+from cunorm.plan.row_fit import fits, has_several_channels
 from cunorm.problem import (
     BackwardProblem,
     ChannelForward,
@@ -43,7 +43,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
     if as_row_problem is None or _is_of_a_batch(as_row_problem):
         return
     seen = set()
-    whole_channels = isinstance(as_row_problem, BackwardProblem) and has_channels(as_row_problem)
+    whole_channels = isinstance(as_row_problem, BackwardProblem) and has_several_channels(as_row_problem)
     for geometry in row_candidates.candidates(replace(as_row_problem, weight=None, bias=None), device):
         # Where sums are by channel, no vector may reach from one into the next.
         reaches = whole_channels and geometry.peeled
