@@ -5,7 +5,8 @@ Each kernel here is as short as the promise allows.
 
 from __future__ import annotations
 
-import os
+import errno
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -399,10 +400,12 @@ def test_without_a_folder_to_write_to(folder: str, monkeypatch: pytest.MonkeyPat
         launch("", [], [0], arguments="long long n;")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_is_there_but_not_to_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "emulator").mkdir(mode=0o555)
+    def refused(**options: Any) -> None:  # root may write anywhere
+        raise PermissionError(errno.EACCES, "Permission denied", str(options["dir"]))
+
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     with pytest.raises(RuntimeError, match=r"cannot be kept in .*: Permission denied; set CUNORM_CACHE_DIR"):
         launch("", [], [0], arguments="long long n;")
 
