@@ -145,7 +145,7 @@ def executable(source: str, kernel: str) -> Path:
     HostCompileError
         If the text does not compile.
     RuntimeError
-        If there is no g++, and no folder to write to.
+        If there is no g++, or no folder to write to.
     """
     compiler = _compiler()
     folder = _executables_folder()

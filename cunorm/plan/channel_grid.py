@@ -33,7 +33,6 @@ _RESIDENT = {1: 8, 2: 4}
 # channel_slab_statistics.cuh relies on it: what cancels in a squared deviation is bounded by that. The pivot is of
 # vectors that are held.
 _VECTORS_PER_PIVOT = 64
-# What the runtime keeps of shared memory for each block.
 
 
 @dataclass(frozen=True)

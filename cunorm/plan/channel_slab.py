@@ -24,10 +24,8 @@ __all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
 
 # Vectors of a thread.
 _MOST_VECTORS = 64
-# What the runtime keeps of shared memory for each block.
 # Registers that a thread may have: no kernel spills for it.
 _REGISTERS = 96
-# Static shared memory that a kernel may have.
 
 
 @dataclass(frozen=True)

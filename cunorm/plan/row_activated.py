@@ -14,7 +14,7 @@ from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early
-from cunorm.plan.row_spread import threads_for
+from cunorm.plan.row_spread import threads_for, three_ahead
 from cunorm.problem import BackwardProblem
 
 __all__ = ["activated_peeled_backward", "activated_row_backward"]
@@ -89,17 +89,7 @@ def _short(problem: BackwardProblem, device: Device, width: int) -> RowBlock | N
     if width < 8:
         most = 5 if alone else 4
     threads = threads_for(vectors_per_row, most)
-    geometry = RowBlock(
-        width,
-        -(-vectors_per_row // threads),
-        threads,
-        128 // threads,
-        stage="ahead",
-        weights="early",
-        blocks_per_multiprocessor=3,
-        rows_ahead=2,
-        min_blocks=3,
-    )
+    geometry = three_ahead(width, vectors_per_row, threads)
     few = problem.rows <= 9 * geometry.rows_per_block * device.multiprocessors
     return geometry if not few and _have_room(geometry, problem, device) else None
 

@@ -10,7 +10,6 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [
-    "STATIC_SHARED_BYTES",
     "blocks_with",
     "crowded",
     "fits",
@@ -26,7 +25,7 @@ __all__ = [
 ]
 
 # What the kernels declare of shared memory themselves, mostly at most.
-STATIC_SHARED_BYTES = 3 * 1024
+_STATIC_SHARED_BYTES = 3 * 1024
 # What addresses and the like take of a thread's registers, by the first compute capability of which that is true: ptxas
 # gets by with the least for sm_90.
 _OTHER_REGISTERS = ((120, 62), (100, 50), (90, 20), (80, 32), (0, 40))
@@ -138,7 +137,7 @@ def fits_crowd(geometry: RowBlock, problem: Problem, device: Device, share: int)
 def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     # Many rows a block have sums that take more, each in two places, of up to two numbers.
     sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
-    static_bytes = max(STATIC_SHARED_BYTES, sums + 1024)
+    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
     return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
 
 
@@ -170,7 +169,7 @@ def resident(geometry: RowBlock, problem: Problem, device: Device) -> int:
 
 def resident_by_memory(geometry: RowBlock, problem: Problem, device: Device) -> int:
     """How many of its blocks have the shared memory that they need."""
-    return device.blocks_with(geometry.shared_bytes(problem) + STATIC_SHARED_BYTES)
+    return device.blocks_with(geometry.shared_bytes(problem) + _STATIC_SHARED_BYTES)
 
 
 def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:

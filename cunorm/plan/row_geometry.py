@@ -24,6 +24,7 @@ from cunorm.plan.row_spread import (
     rows_per_block,
     spread,
     threads_for,
+    three_ahead,
     vectors_for_all_threads,
 )
 from cunorm.plan.row_weights import are_wide, backward_weights, with_weights
@@ -286,17 +287,7 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
     vectors_per_row = problem.columns // width
     has_residual, sixteen_bit = problem.dresidual_out is not None, problem.itemsize == 2
     if sixteen_bit and has_residual and vectors_per_row in (8, 16) and device.capability == 90:
-        ahead = RowBlock(
-            width,
-            1,
-            vectors_per_row,
-            128 // vectors_per_row,
-            stage="ahead",
-            weights="early",
-            blocks_per_multiprocessor=3,
-            rows_ahead=2,
-            min_blocks=3,
-        )
+        ahead = three_ahead(width, vectors_per_row, vectors_per_row)
         if problem.parameters and fits_early(ahead, problem, device):
             return ahead
     light = problem.itemsize == 4 and problem.dresidual_out is None and problem.norm.activation is None

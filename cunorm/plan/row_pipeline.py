@@ -46,7 +46,7 @@ _LEAST_ROWS_AHEAD, _MOST_ROWS_AHEAD = 3, 8
 _MOST_LAG = 5
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
-# What a kernel declares of shared memory itself, and what the runtime keeps for each block.
+# What a kernel declares of shared memory itself.
 _STATIC_SHARED_BYTES = 1024
 
 

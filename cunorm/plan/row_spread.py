@@ -6,10 +6,19 @@ import math
 
 from cunorm.plan.constants import row_width
 from cunorm.plan.launches import Device
+from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits_registers
 from cunorm.problem import Problem
 
-__all__ = ["MOST_THREADS", "more_threads", "rows_per_block", "spread", "threads_for", "vectors_for_all_threads"]
+__all__ = [
+    "MOST_THREADS",
+    "more_threads",
+    "rows_per_block",
+    "spread",
+    "threads_for",
+    "three_ahead",
+    "vectors_for_all_threads",
+]
 
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 MOST_THREADS = 512
@@ -24,6 +33,21 @@ def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:
 def threads_for(vectors_per_row: int, most_vectors: float) -> int:
     """As few threads as leave none more than ``most_vectors``."""
     return 1 << (max(1, math.ceil(vectors_per_row / most_vectors)) - 1).bit_length()
+
+
+def three_ahead(width: int, vectors_per_row: int, threads: int) -> RowBlock:
+    """Short rows, two ahead, by three blocks of 128 threads a multiprocessor that have the weights in registers."""
+    return RowBlock(
+        width,
+        -(-vectors_per_row // threads),
+        threads,
+        128 // threads,
+        stage="ahead",
+        weights="early",
+        blocks_per_multiprocessor=3,
+        rows_ahead=2,
+        min_blocks=3,
+    )
 
 
 def more_threads(problem: Problem, device: Device, wanted: tuple[int, int], block_threads: int) -> tuple[int, int]:
