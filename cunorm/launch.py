@@ -243,7 +243,7 @@ def argument_values(launch: Launch) -> list[tuple[str, Any]]:
             values.append(("d" if kind == "double" else "q", value))
         else:
             assert isinstance(value, tuple) and len(value) == constants[length]
-            values += [("q", item) for item in value]
+            values += [("d" if kind == "double" else "q", item) for item in value]
     return values
 
 

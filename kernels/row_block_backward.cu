@@ -19,6 +19,7 @@
 #include "copy_async.cuh"
 #include "row_cut.cuh"
 #include "activation.cuh"
+#include "row_segments.cuh"
 #include "row_stage.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
@@ -51,6 +52,9 @@ struct Arguments {
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
 #endif
+#if SEGMENT_NUMBERS > 0
+  long long segments[SEGMENT_NUMBERS];  // see row_segments.cuh
+#endif
 };
 
 // What a thread has of dweight or dbias, since its share began.
@@ -68,7 +72,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // x, dy, dresidual_out; dx where it is a run; weight, bias, or those of channels and entries of theirs
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
-  Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
+  Part part = part_of_block(arguments);
   X_TYPE* unused = staged;
   const auto take = [&](bool needed) {
     X_TYPE* taken = unused;

@@ -1,6 +1,7 @@
 // Layer norm and RMS norm of rows that fit in registers: y = activate((x - mean) * rstd * weight + bias); RMS norm (not
 // CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it was rounded.
-// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh).
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh), and so is batch norm, a
+// row of which is a channel of all samples (see row_segments.cuh), and moves running statistics towards its own.
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out. The row stays in the registers as it came from
 // memory, in X_TYPE: that halves their number for sixteen-bit data, and widening again is cheaper than occupancy.
@@ -16,12 +17,15 @@
 #include "copy_async.cuh"
 #include "row_cut.cuh"
 #include "activation.cuh"
+#include "row_segments.cuh"
 #include "row_stage.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
 constexpr bool FORWARD = true;
 #include "row_affine.cuh"
 #include "statistics.cuh"
+#include "channel_merge.cuh"
+#include "channel_running.cuh"
 #include "dependent_launch.cuh"
 
 static_assert(!CLAIMS || (TAKES_TURNS && ROWS_PER_BLOCK == 1 && THREADS_PER_ROW > 32 && ROWS_AHEAD == 1));
@@ -38,6 +42,10 @@ struct Arguments {
 #if CLAIMS > 0
   unsigned* claimed;  // counters of rows
 #endif
+#if RUNNING_NUMBERS > 0
+  RUNNING_MEAN_TYPE* running_mean;
+  RUNNING_VARIANCE_TYPE* running_var;
+#endif
   long long rows;
   long long columns;            // a multiple of VECTOR
   long long columns_per_block;  // likewise; columns, where a row is one block's
@@ -48,6 +56,35 @@ struct Arguments {
   double eps;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
+#endif
+#if SEGMENT_NUMBERS > 0
+  long long segments[SEGMENT_NUMBERS];  // see row_segments.cuh
+#endif
+#if RUNNING_NUMBERS > 0
+  double running[RUNNING_NUMBERS];  // kept, taken, taken of the variance: see channel_running.cuh
+#endif
+};
+
+// The running statistics that those of a row move, where there are any.
+struct RunningOfRow {
+#if RUNNING_NUMBERS > 0
+  Running before;
+
+  __device__ __forceinline__ void fetch(const Arguments& arguments, long long row) {
+    before = load_running(arguments.running_mean, arguments.running_var, row);
+  }
+  __device__ __forceinline__ void update(const Arguments& arguments, const Statistics& own, long long row) const {
+    const struct {
+      RUNNING_MEAN_TYPE* running_mean;
+      RUNNING_VARIANCE_TYPE* running_var;
+      double kept, taken, taken_variance;
+    } update = {arguments.running_mean, arguments.running_var, arguments.running[0], arguments.running[1],
+                arguments.running[2]};
+    update_running(update, before, {static_cast<double>(own.mean) + own.remainder, own.variance}, row);
+  }
+#else
+  __device__ __forceinline__ void fetch(const Arguments&, long long) {}
+  __device__ __forceinline__ void update(const Arguments&, const Statistics&, long long) const {}
 #endif
 };
 
@@ -154,7 +191,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // x, residual; y, residual_out where they are runs; weight, bias, or those of channels
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
 
-  const Part part = part_of_block(arguments.rows, arguments.columns, arguments.columns_per_block);
+  const Part part = part_of_block(arguments);
   X_TYPE* unused = staged;
   const auto take = [&](bool needed) {
     X_TYPE* taken = unused;
@@ -266,6 +303,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (stage == Stage::ahead) fetch_edges(place_at(CLAIMS ? claims.following : first_row + step));
     if constexpr (!KEEPS_WEIGHTS) affine.fetch_early(place);
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
+    const auto tells_of_row = [&] { return threadIdx.x == 0 && part.first_column == 0 && place.there; };
+    RunningOfRow running;
+    if (tells_of_row()) running.fetch(arguments, place.row);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
@@ -315,7 +355,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     // Finish and store.
     affine.arrive(turn);
     const Compute rstd = reciprocal_sqrt(statistics.variance + static_cast<Compute>(arguments.eps));
-    if (threadIdx.x == 0 && part.first_column == 0 && place.there && arguments.rstd != nullptr) {
+    if (tells_of_row() && arguments.rstd != nullptr) {
       if constexpr (CENTERED) arguments.mean[place.row] = statistics.mean + statistics.remainder;
       arguments.rstd[place.row] = rstd;
     }
@@ -336,6 +376,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         }
       }
     }
+    if (tells_of_row()) running.update(arguments, statistics, place.row);
     if constexpr (HAS_CHANNELS) affine.get_edges(place, affine_edges);
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {

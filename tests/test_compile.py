@@ -270,6 +270,30 @@ def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
             yield from () if batch is None else batch[1].launches
 
 
+# Of a batch norm that blocks hold: samples, channels and points.
+SEGMENTS = [
+    (2, 32, 216), (4, 64, 196), (16, 128, 49), (32, 512, 49), (32, 256, 49), (8, 64, 3136), (128, 256, 64),
+    (64, 256, 256), (64, 512, 196), (3, 7, 35), (16, 1024, 256), (16, 64, 1024), (8, 512, 196), (4, 1024, 64),
+]  # fmt: skip
+
+
+def segment_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of SEGMENTS, under all activations for sm_90, and else under one; architectures that are alike share them."""
+    place, share = ARCHS.index(arch), len(ALIKE) if arch in ALIKE else 1
+    kinds = itertools.cycle((dtype, "float32", "float64", "float16"))
+    for number, shape in enumerate(SEGMENTS):
+        some = (None, *ACTIVATIONS)[(number + place + list(DTYPES).index(dtype)) % 5]
+        for activation in (None, *ACTIVATIONS) if arch == "sm_90" else (some,):
+            vector = Vector(next(kinds))
+            for plain in plain_channel_norm(shape, dtype, None, activation=activation):
+                problem = dataclasses.replace(plain, weight=vector, bias=vector)
+                if isinstance(problem, ChannelForward):
+                    running = RunningStatistics(vector, vector, False, 0.9, 0.1)
+                    problem = dataclasses.replace(problem, running=running)
+                chosen = plan_rows(problem, GPUS[arch]) if number % share == place % share else None
+                yield from () if chosen is None else chosen.launches
+
+
 # Samples, channels, how many of them a row has, and points of each.
 CHANNELS = [
     (64, 32, 1, 49), (8, 64, 1, 1000), (8, 64, 1, 4097), (8, 64, 1, 24_000), (8, 64, 1, 32_768), (8, 64, 1, 40_001),
@@ -394,6 +418,7 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
     every = itertools.chain(
         launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
         channel_launches(dtype, arch),
+        segment_launches(dtype, arch),
     )
     # Their other launches are like those of other problems.
     pipelines = itertools.chain(

@@ -1,5 +1,6 @@
-"""Rows in segments, by the kernels in which blocks share rows in a pipeline: batch norm of channels that lie before
-their points, and layer norm over axes that lie apart, on the emulator; and what is planned."""
+"""Rows in segments, by the kernels in which blocks share rows in a pipeline, and by those that hold them in blocks or
+clusters: batch norm of channels that lie before their points, and layer norm over axes that lie apart, on the emulator;
+and what is planned."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gr
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import GPUS, plain_channel_norm
 
-from cunorm.plan import Device, Plan, plan, row_pipeline
+from cunorm.plan import Device, Plan, RowBlock, plan, row_pipeline
 from cunorm.plan.constants import vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
-from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
+from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows, plan_with
 from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, Norm, RunningStatistics, Vector
 
 
@@ -35,16 +36,25 @@ def in_a_pipeline(problem: ChannelProblem, device: Device, **changes: Any) -> Pl
     return builder.finished(row_pipeline.plan_backward(rows, way, builder))
 
 
-def runner(seed: int = 0, **changes: Any) -> EmulatorRunner:
-    return EmulatorRunner(choose=lambda problem, device: in_a_pipeline(problem, device, **changes), seed=seed)
+def in_blocks(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:
+    """The plan for blocks of 64 threads, a row each."""
+    rows = as_rows(problem)
+    assert rows is not None
+    way = replace(RowBlock(vector_width(rows), 1, 64), **changes)
+    vectors = -(-way.columns_per_block(rows) // (way.width * way.threads_per_row))
+    return plan_with(problem, device, replace(way, vectors=vectors))
 
 
-def check(case: Case, **changes: Any) -> None:
+def runner(seed: int = 0, held: Any = in_a_pipeline, **changes: Any) -> EmulatorRunner:
+    return EmulatorRunner(choose=lambda problem, device: held(problem, device, **changes), seed=seed)
+
+
+def check(case: Case, held: Any = in_a_pipeline, **changes: Any) -> None:
     before, dy = case.x.copy(), case.empty_result()  # which lies as y does
     dy[...] = data(17, case.x.shape, case.x.dtype.name, shift=0.1)
-    results = runner(**changes).forward(case)
+    results = runner(held=held, **changes).forward(case)
     assert_forward(case, results)
-    assert_gradients(case, runner(**changes).backward(case.backward(results, dy)), dy)
+    assert_gradients(case, runner(held=held, **changes).backward(case.backward(results, dy)), dy)
     assert case.x.tobytes() == before.tobytes(), "x was modified"
 
 
@@ -94,9 +104,37 @@ def test_batch_norm(asked: str) -> None:
     check(shape.case(**options), **changes)
 
 
+# More shapes for blocks, whose vectors may be short; and how rows lie.
+ODD: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "numbers one by one": (
+        Shape("batch_norm", (16, 7, 7, 7), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32"},
+    ),
+    "vectors of half the bytes": (
+        Shape("batch_norm", (6, 5, 6, 7), "NCHW"),
+        {"dtype": "float32", "activation": "gelu_tanh", "running_dtype": "float64"},
+    ),
+}
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "a row a block": {},
+    "four rows a block": {"threads_per_row": 16, "rows_per_block": 4},
+    "rows ahead, in turns": {"stage": "ahead", "blocks_per_multiprocessor": 1},
+    "a cluster": {"blocks_per_row": 2},
+}
+
+
 @NEEDS_COMPILER
-def test_without_weight_and_bias() -> None:
-    check(Shape("batch_norm", (24, 5, 16, 8), "NCHW").case(affine="none", running_dtype="float32"))
+@pytest.mark.parametrize("lie", IN_BLOCKS)
+@pytest.mark.parametrize("asked", [*ASKED, *ODD])
+def test_batch_norm_in_blocks(asked: str, lie: str) -> None:
+    shape, options = ASKED[asked][:2] if asked in ASKED else ODD[asked]
+    check(shape.case(**options), in_blocks, **IN_BLOCKS[lie])
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("held", [in_a_pipeline, in_blocks])
+def test_without_weight_and_bias(held: Any) -> None:
+    check(Shape("batch_norm", (24, 5, 16, 8), "NCHW").case(affine="none", running_dtype="float32"), held)
 
 
 @NEEDS_COMPILER
@@ -186,6 +224,34 @@ def test_the_layers_of_a_resnet_take_the_pipeline(shape: tuple[int, int, int], d
             assert [item.kernel for item in chosen.launches][:1] == ["zeros"] and len(chosen.launches) == 2
 
 
+TINY = [(2, 32, 216), (1, 8, 16), (4, 64, 196), (16, 128, 49), (3, 7, 35)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", TINY, ids=str)
+def test_blocks_hold_tiny_ones(shape: tuple[int, int, int], dtype: str) -> None:
+    for device, activation in itertools.product(GPUS.values(), (None, "relu", "silu")):
+        for problem in batch_norm(shape, dtype, activation=activation):
+            chosen = plan(problem, device)
+            assert chosen.strategy == "row_block" and len(chosen.launches) == 1
+
+
+def test_which_are_not_held_by_blocks() -> None:
+    for shape, dtype, planned in [
+        ((64, 2048, 49), "float16", [False, False]),  # so many numbers one by one
+        ((32, 1024, 49), "float16", [True, False]),
+        ((32, 32, 1024), "float16", [False, False]),  # so few channels
+        ((8, 64, 3136), "float16", [True, True]),
+        ((8, 64, 3136), "float64", [False, False]),  # longer than a block holds
+        ((64, 512, 196), "float32", [False, True]),  # forward, as fast as a copy in slabs
+    ]:
+        assert [plan_rows(problem, H200) is not None for problem in batch_norm(shape, dtype)] == planned, shape
+    forward, backward = batch_norm((4, 64, 196))
+    apart = replace(forward.x, point_strides=(64 * 196 + 4, 1))
+    assert plan_rows(replace(forward, x=apart), H200) is None, "x and y lie in different ways"
+    assert plan_rows(replace(backward, x=apart), H200) is None
+
+
 def test_what_takes_another_way() -> None:
     for problem in batch_norm((64, 128, 784), "float16"):
         assert plan(problem, H200).strategy == "channel_slab", "small ones are faster so"
@@ -222,13 +288,14 @@ def test_one_sample_is_a_run_and_moves_running_statistics() -> None:
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_they_keep_the_rules_of_rows(device: str) -> None:
-    planned = 0
-    shapes = [*RESNET, (2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000)]
+    planned = {"row_pipeline": 0, "row_block": 0}
+    shapes = [*RESNET, *TINY, (2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000), (64, 512, 196)]
     for shape, dtype in itertools.product(shapes, ("float16", "float32")):
         for problem in batch_norm(shape, dtype):
             batch, rows = plan_batch(problem, GPUS[device]), as_rows(problem)
-            if batch is not None:
-                planned += 1
-                for rule in plan_rules.RULES:
-                    rule(rows, GPUS[device], batch[1])
-    assert planned > 16
+            for chosen in (plan_rows(problem, GPUS[device]), None if batch is None else batch[1]):
+                if chosen is not None:
+                    planned[chosen.strategy] += 1
+                    for rule in plan_rules.RULES:
+                        rule(rows, GPUS[device], chosen)
+    assert min(planned.values()) > 16

@@ -10,6 +10,7 @@ from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, Matrix, Pointwis
 __all__ = [
     "affine_constants",
     "are_rows",
+    "are_segmented",
     "are_shifted",
     "can_be_shared",
     "channel_numbers",
@@ -21,6 +22,7 @@ __all__ = [
     "margin_of",
     "row_strides",
     "row_width",
+    "segment_numbers",
     "shift_constants",
     "vector_constants",
     "vector_shift",
@@ -51,6 +53,15 @@ def are_rows(problem: Problem) -> bool:
     if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
         return False
     return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
+
+
+def are_segmented(problem: Problem) -> bool:
+    """Whether every row is in runs of memory, equally far apart in all rows and tensors."""
+    if len(problem.row_sizes) > 1 or len(problem.column_sizes) != 2:
+        return False
+    strides = {matrix.column_strides for matrix in problem.matrices}
+    apart, along = min(strides)
+    return len(strides) == 1 and along == 1 and 0 <= apart * problem.column_sizes[0] < 2**31
 
 
 def are_shifted(problem: Problem) -> bool:
@@ -185,13 +196,27 @@ def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: boo
 def channel_numbers(problem: Problem) -> tuple[int, ...]:
     """What the kernels are told of the channels that a row has; nothing where weights are by column.
 
-    For columns below 2^31, column // positions is column * factor >> shift: with 2^shift at least 2^31 * positions, and
-    factor 2^shift / positions rounded up, the product is too large by less than the quotient lacks of the next integer
-    (Granlund, Montgomery 1994, "Division by invariant integers using multiplication").
+    Of columns // positions they have the `_reciprocal`.
     """
     channels = problem.channels
     if channels is None:
         return ()
-    shift = 31 + (channels.positions - 1).bit_length()
-    factor = -(-(1 << shift) // channels.positions)
-    return channels.rows_per_sample, channels.channels_per_row, channels.positions, factor, shift
+    return channels.rows_per_sample, channels.channels_per_row, channels.positions, *_reciprocal(channels.positions)
+
+
+def segment_numbers(problem: Problem) -> tuple[int, ...]:
+    """What the kernels are told of the segments of rows, if there are any (see kernels/row_segments.cuh)."""
+    if len(problem.column_sizes) == 1:
+        return ()
+    return problem.x.column_strides[0] - problem.column_sizes[1], *_reciprocal(problem.column_sizes[1])
+
+
+def _reciprocal(divisor: int) -> tuple[int, int]:
+    """A factor and a shift: for numbers below 2^31, number // divisor is number * factor >> shift.
+
+    With 2^shift at least 2^31 * divisor, and factor 2^shift / divisor rounded up, the product is too large by less than
+    the quotient lacks of the next integer (Granlund, Montgomery 1994, "Division by invariant integers using
+    multiplication").
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift

@@ -17,7 +17,7 @@ __all__ = [
     "Value",
 ]
 
-Value = int | float | str | tuple[int, ...]
+Value = int | float | str | tuple[float, ...]
 Constants = dict[str, int | str]
 
 _MOST_BLOCKS = 2**31 - 1

@@ -16,11 +16,13 @@ from cunorm.plan.constants import (
     lie_alike,
     margin_of,
     row_strides,
+    segment_numbers,
     shift_constants,
     vector_shift,
     weights_of,
 )
 from cunorm.plan.launches import REGISTERS, Builder, Constants, Device, Value
+from cunorm.plan.running import running_numbers, running_pointers, running_types
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
@@ -233,6 +235,7 @@ class RowBlock:
             **dict(zip(("WEIGHT_SHIFT", "BIAS_SHIFT"), self.weight_shifts(problem))),
             "WEIGHTS_OF": self.weights_of(problem),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
+            "SEGMENT_NUMBERS": len(segment_numbers(problem)),
             "WHOLE_VECTORS": self.whole_vectors(problem),
         }
 
@@ -283,6 +286,7 @@ class RowBlock:
 def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
     counters = geometry.period(problem) if geometry.claims_rows(problem, device) else 0
     claimed: Value = reserve_words(builder, -(-counters // 2)) if counters else 0  # a word is two of them
+    running = running_numbers(problem.running, problem.columns)
     builder.launch(
         "row_block_forward",
         dtype_constants(problem)
@@ -290,16 +294,21 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
         | shift_constants(problem, x=problem.x, residual=problem.residual)
         | {"HAS_RESIDUAL": int(problem.residual is not None)}
         | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": counters}
+        | {"RUNNING_NUMBERS": len(running)}
+        | running_types(problem.running)
         | affine_constants(problem, geometry.width),
         geometry.groups(problem, device) * geometry.blocks_per_row,
         (geometry.threads_per_row, geometry.rows_per_block),
         {
             **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
             "claimed": claimed,
+            **running_pointers(problem.running),
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
             "eps": problem.eps,
             "channels": channel_numbers(problem),
+            "segments": segment_numbers(problem),
+            "running": running,
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
@@ -328,6 +337,7 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
             **_sizes(problem, geometry),
             **row_strides(x=problem.x, dy=problem.dy, dresidual_out=problem.dresidual_out, dx=problem.dx),
             "channels": channel_numbers(problem),
+            "segments": segment_numbers(problem),
         },
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,

@@ -6,7 +6,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import are_rows, can_be_shared, columns_per_block, lie_alike, margin_of, row_width
+from cunorm.plan.constants import (
+    are_rows,
+    are_segmented,
+    can_be_shared,
+    columns_per_block,
+    lie_alike,
+    margin_of,
+    row_width,
+)
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
@@ -26,6 +34,8 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
         return
     if _are_short(problem, width) and width * itemsize >= 4:
         yield width, "ahead", False
+    if len(problem.column_sizes) > 1:
+        return
     strides = [matrix.row_strides[0] for matrix in problem.matrices]
     if problem.rows == 1 or all(stride == problem.columns for stride in strides):
         yield width, "run", False
@@ -37,7 +47,7 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
 
 def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
     """Every geometry that is worth a try for a problem, for whoever measures."""
-    if problem.columns == 0 or not are_rows(problem):
+    if problem.columns == 0 or not (are_rows(problem) or are_segmented(problem)):
         return
     for width, stage, peeled in _ways(problem):
         for geometry in _layouts(problem, device, width, stage, peeled):

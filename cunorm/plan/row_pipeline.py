@@ -9,6 +9,7 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
     are_rows,
+    are_segmented,
     channel_numbers,
     columns_per_block,
     compute_itemsize,
@@ -158,7 +159,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     itemsize = problem.itemsize
     if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
         return None
-    if not (are_rows(problem) or (_keeps_nothing(problem) and _are_segmented(problem))):
+    if not (are_rows(problem) or (_keeps_nothing(problem) and are_segmented(problem))):
         return None
     if vector_width(problem) * itemsize < 16 or problem.columns * itemsize // 16 < 16 * device.multiprocessors:
         return None
@@ -176,15 +177,6 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return min(1.0, way.rows_ahead / wanted)
 
     return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
-
-
-def _are_segmented(problem: Problem) -> bool:
-    """Whether every row is in runs of memory, equally far apart in all rows and tensors."""
-    if len(problem.row_sizes) > 1 or len(problem.column_sizes) != 2:
-        return False
-    strides = {matrix.column_strides for matrix in problem.matrices}
-    apart, along = min(strides)
-    return len(strides) == 1 and along == 1 and 0 <= apart * problem.column_sizes[0] < 2**31
 
 
 def _segments(problem: Problem) -> dict[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import row_candidates, row_pipeline, rows
+from cunorm.plan import row_candidates, row_pipeline, row_segments, rows
 from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.constants import can_be_shared
 from cunorm.plan.launches import Builder, Device, Plan
@@ -32,15 +32,21 @@ _TOO_MANY = 2**31
 def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
     """The plan that moves every number once, by the kernels of rows; None where they cannot."""
     as_row_problem = as_rows(problem)
-    if as_row_problem is None or _is_of_a_batch(as_row_problem):
+    if as_row_problem is None:
         return None
+    if _is_of_a_batch(as_row_problem):
+        geometry = row_segments.geometry(as_row_problem, device)
+        return None if geometry is None else _plan(as_row_problem, device, geometry)
     return _plan(as_row_problem, device, None)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
     """Every geometry by which the kernels of rows can compute a problem, for whoever measures."""
     as_row_problem = as_rows(problem)
-    if as_row_problem is None or _is_of_a_batch(as_row_problem):
+    if as_row_problem is None:
+        return
+    if _is_of_a_batch(as_row_problem):
+        yield from row_candidates.candidates(as_row_problem, device)
         return
     seen = set()
     whole_channels = isinstance(as_row_problem, BackwardProblem) and has_several_channels(as_row_problem)

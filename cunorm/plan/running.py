@@ -5,7 +5,7 @@ from __future__ import annotations
 from cunorm.plan.launches import Constants, Value
 from cunorm.problem import DTYPES, RunningStatistics
 
-__all__ = ["running_arguments", "running_constants", "running_pointers", "running_types"]
+__all__ = ["running_arguments", "running_constants", "running_numbers", "running_pointers", "running_types"]
 
 
 def running_types(running: RunningStatistics | None) -> Constants:
@@ -26,8 +26,13 @@ def running_pointers(running: RunningStatistics | None) -> dict[str, Value]:
 
 def running_arguments(running: RunningStatistics | None, count: int) -> dict[str, Value]:
     """Of a kernel that updates them with a mean and a variance of so many numbers."""
-    kept = taken = taken_variance = 0.0
-    if running:
-        kept, taken = running.kept, running.taken
-        taken_variance = taken * count / (count - 1) if running.unbiased and count > 1 else taken
-    return running_pointers(running) | {"kept": kept, "taken": taken, "taken_variance": taken_variance}
+    numbers = running_numbers(running, count) or (0.0, 0.0, 0.0)
+    return running_pointers(running) | dict(zip(("kept", "taken", "taken_variance"), numbers))
+
+
+def running_numbers(running: RunningStatistics | None, count: int) -> tuple[float, ...]:
+    """How much is kept of them, and how much is taken of a mean and a variance of so many numbers; or nothing."""
+    if running is None:
+        return ()
+    unbiased = count / (count - 1) if running.unbiased and count > 1 else 1
+    return running.kept, running.taken, running.taken * unbiased
