@@ -57,10 +57,12 @@ struct Finish {
   Compute slopes[CHANNEL_VECTOR];
 
   Finish() = default;
-  __device__ __forceinline__ Finish(const SetMeans* sets, const Own& thread) {
+  // means_of(j) are those of the set that the thread's j-th channel is of.
+  template <typename MeansOf>
+  __device__ __forceinline__ Finish(const MeansOf& means_of, const Own& thread) {
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const SetMeans means = sets[set_in_tile(j)];
+      const SetMeans means = means_of(j);
       scales[j] = scale_of(thread.weight[j], thread.rstd[j]);
       offsets[j] = -means.g * thread.rstd[j];
       slopes[j] = -means.product * thread.rstd[j] * missing_scale(thread.rstd[j]);

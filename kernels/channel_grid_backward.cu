@@ -108,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     const auto for_residents = [&](const auto& use) {
       residents.for_each([&](int i) { use(residents.values[0][i], residents.values[1][i]); });
     };
-    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, for_residents, scratch, own);
+    Compute sums[NUMBERS * CHANNEL_VECTOR];
+    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, for_residents, scratch, sums);
+    tell_sums(sums, own);
     if constexpr (CHANNELS_PER_SET > 1) {
       for (int i = thread_in_block(); i < NUMBERS * TILE_CHANNELS; i += THREADS) {
         const long long channel = part.first_channel + i % TILE_CHANNELS;
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
 
     // Finish and store.
     const ChannelNumbers<4> next_numbers = numbers_of(next_slab);
-    const Finish finish(sets, thread);
+    const Finish finish([&](int j) { return sets[set_in_tile(j)]; }, thread);
     Path path = path_of(last, part, arguments.dx_sample_stride, arguments.dx_channel_stride,
                         arguments.dx_point_strides);
     const Slab slab_after = group.behind(next_slab, distance);

@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
       if (done.there) {
         of_sets.wait_full(done_turn);
         own = own_of(weights, biases, given[done_turn % GIVEN], done);
-        finish = Finish(sets[done_turn % 2], own);
+        finish = Finish([&](int j) { return sets[done_turn % 2][set_in_tile(j)]; }, own);
         if (slabs[done_turn + 2].there) of_sets.emptied(done_turn);
       }
       const int done_vectors = vectors_of(done), next_vectors = vectors_of(next);

@@ -83,47 +83,65 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const auto slot_of = [](int i) { return i; };
   const auto release = [](int) { copy_async_commit(); };
   const auto no_others = [](const auto&) {};
-  sum_part(dy_slots, x_slots, thread, VECTORS, count, slot_of, release, no_others, scratch, own);
-  const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
-      exchange_shared<THREADS>(exchange, own, thread_in_block());
-
-  // The sums of each channel, which its sample adds to dweight and dbias; with its weight they are of g.
-  for (int i = thread_in_block(); i < 2 * TILE_CHANNELS; i += THREADS) {
-    const long long channel = part.first_channel + i % TILE_CHANNELS;
-    totals[i] = 0;
-    if (channel >= arguments.channels) continue;
-    double sum = 0;
+  Compute sums[NUMBERS * CHANNEL_VECTOR];
+  sum_part(dy_slots, x_slots, thread, VECTORS, count, slot_of, release, no_others, scratch, sums);
+  // Where a part is all of a set, every thread knows all of its own.
+  constexpr bool ALONE = BLOCKS_PER_ROW * CHANNELS_PER_SET == 1;
+  SetMeans own_means[ALONE ? CHANNEL_VECTOR : 1];
+  if constexpr (ALONE) {
+    const Compute share = static_cast<Compute>(arguments.set_share);
 #pragma unroll
-    for (int block = 0; block < BLOCKS_PER_ROW; ++block) sum += everyones[block][i];
-    if (rank_in_row() == 0) {
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      const Compute factor = HAS_WEIGHT ? thread.weight[j] * share : share, product = sums[CHANNEL_VECTOR + j];
+      own_means[j] = {sums[j] * factor, product * factor};
+      const long long channel = part.first_channel + channel_in_tile(j);
+      if (!tells_of(j) || channel >= arguments.channels) continue;
       const long long place = part.sample * arguments.channels + channel;
-      if (WANTS_DBIAS && i < TILE_CHANNELS) narrow(sum, arguments.dbias[place]);
-      if (WANTS_DWEIGHT && i >= TILE_CHANNELS) narrow(sum, arguments.dweight[place]);
+      if constexpr (WANTS_DBIAS) narrow(sums[j], arguments.dbias[place]);
+      if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[place]);
     }
-    if constexpr (HAS_WEIGHT) sum *= widen(arguments.weight[channel]);
-    totals[i] = static_cast<Compute>(sum);
-  }
-  __syncthreads();
-  const int lane = thread_in_block() % SET_LANES;
+  } else {
+    tell_sums(sums, own);
+    const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
+        exchange_shared<THREADS>(exchange, own, thread_in_block());
+    // The sums of each channel, which its sample adds to dweight and dbias; with its weight they are of g.
+    for (int i = thread_in_block(); i < 2 * TILE_CHANNELS; i += THREADS) {
+      const long long channel = part.first_channel + i % TILE_CHANNELS;
+      totals[i] = 0;
+      if (channel >= arguments.channels) continue;
+      double sum = 0;
 #pragma unroll
-  for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-    const int set = first + thread_in_block() / SET_LANES;
-    const bool there = set < TILE_SETS;
-    double of_set[2] = {0, 0};
-    for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
-      of_set[0] += totals[set * CHANNELS_PER_SET + i];
-      of_set[1] += totals[TILE_CHANNELS + set * CHANNELS_PER_SET + i];
+      for (int block = 0; block < BLOCKS_PER_ROW; ++block) sum += everyones[block][i];
+      if (rank_in_row() == 0) {
+        const long long place = part.sample * arguments.channels + channel;
+        if (WANTS_DBIAS && i < TILE_CHANNELS) narrow(sum, arguments.dbias[place]);
+        if (WANTS_DWEIGHT && i >= TILE_CHANNELS) narrow(sum, arguments.dweight[place]);
+      }
+      if constexpr (HAS_WEIGHT) sum *= widen(arguments.weight[channel]);
+      totals[i] = static_cast<Compute>(sum);
     }
-    total_over<SET_LANES>(of_set, nullptr);
-    if (there && lane == 0) {
-      sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share),
-                   static_cast<Compute>(of_set[1] * arguments.set_share)};
+    __syncthreads();
+    const int lane = thread_in_block() % SET_LANES;
+#pragma unroll
+    for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+      const int set = first + thread_in_block() / SET_LANES;
+      const bool there = set < TILE_SETS;
+      double of_set[2] = {0, 0};
+      for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
+        of_set[0] += totals[set * CHANNELS_PER_SET + i];
+        of_set[1] += totals[TILE_CHANNELS + set * CHANNELS_PER_SET + i];
+      }
+      total_over<SET_LANES>(of_set, nullptr);
+      if (there && lane == 0) {
+        sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share),
+                     static_cast<Compute>(of_set[1] * arguments.set_share)};
+      }
     }
+    __syncthreads();
   }
-  __syncthreads();
 
   // Finish and store.
-  const Finish finish(sets, thread);
+  const Finish finish([&](int j) { return ALONE ? own_means[j] : sets[set_in_tile(j)]; }, thread);
   walk = begin;
 #pragma unroll 2
   for (int i = 0; i < VECTORS; ++i) {

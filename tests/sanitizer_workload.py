@@ -158,10 +158,12 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
-    (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),
+    (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),  # rows in segments, by blocks
+    (Shape("batch_norm", (16, 70, 7, 7), "NCHW"), "float16"),  # number by number
+    (Shape("batch_norm", (12, 140, 28, 28), "NCHW"), "float32"),  # ahead
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
-    (Shape("batch_norm", (4, 2008, 7, 7), "NCHW"), "float16"),  # along planes, of which the last block has fewer
-    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),  # rows in segments
+    (Shape("batch_norm", (40, 2008, 7, 7), "NCHW"), "float16"),  # along planes, of which the last block has fewer
+    (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),  # rows in segments, in a pipeline
     (Shape("batch_norm", (256, 24, 32, 32), "NCHW"), "float32"),
     (Shape("batch_norm", (64, 56, 56, 40), "NHWC"), "float16"),
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge

@@ -278,7 +278,7 @@ SEGMENTS = [
 
 
 def segment_launches(dtype: str, arch: str) -> Iterator[Launch]:
-    """Each of SEGMENTS, under all activations for sm_90, and else under one; architectures that are alike share them."""
+    """Each of SEGMENTS, for sm_90 under all activations, else under one; architectures that are alike share them."""
     place, share = ARCHS.index(arch), len(ALIKE) if arch in ALIKE else 1
     kinds = itertools.cycle((dtype, "float32", "float64", "float16"))
     for number, shape in enumerate(SEGMENTS):

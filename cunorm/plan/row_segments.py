@@ -13,7 +13,7 @@ from cunorm.plan.constants import are_rows, are_segmented, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_registers
-from cunorm.problem import ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["geometry"]
 
@@ -49,8 +49,8 @@ def geometry(problem: Problem, device: Device) -> RowBlock | None:
     if threads > _MOST_THREADS or _are_better_slabs(problem, device, vectors, width * problem.itemsize):
         return None
     found = RowBlock(width, -(-vectors // threads), threads)
-    forward, heavy = isinstance(problem, ForwardProblem), _is_heavy(found, problem)
-    if heavy and threads == _MOST_THREADS:
+    forward, heavy = isinstance(problem, ForwardProblem), _is_heavy(found, problem, device)
+    if heavy and (threads == _MOST_THREADS or _is_too_heavy(found, problem, device)):
         return None
     if not forward and threads == _MOST_THREADS and per_multiprocessor > 1 and not narrow and device.capability >= 80:
         found = replace(found, stage="ahead", blocks_per_multiprocessor=1)
@@ -82,11 +82,21 @@ def _are_better_slabs(problem: Problem, device: Device, vectors: int, vector_byt
     return vectors > (_MOST_HALF if forward and vector_bytes == 8 else _MOST_NARROW)
 
 
-def _is_heavy(found: RowBlock, problem: Problem) -> bool:
-    """Whether 128 registers are not enough: 8 to 260 bytes would spill."""
-    if isinstance(problem, ForwardProblem) or found.width < 8:
+def _is_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether 128 registers are not enough for whole vectors: 8 to 260 bytes would spill."""
+    if found.width * problem.itemsize < 16:
         return False
-    return found.vectors >= (_MOST_VECTORS if problem.norm.activation is None else _MOST_VECTORS - 1)
+    hopper, activated = device.capability == 90, problem.norm.activation is not None
+    if isinstance(problem, ForwardProblem) or problem.itemsize > 2:
+        heavy = not hopper and (problem.itemsize == 2 or (activated and not isinstance(problem, ForwardProblem)))
+        return heavy and found.vectors == _MOST_VECTORS
+    return found.vectors >= _MOST_VECTORS - (0 if not activated else 1 if hopper else 2)
+
+
+def _is_too_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether 255 are not, either: 352 bytes would spill under the exact gelu."""
+    activated = isinstance(problem, BackwardProblem) and problem.norm.activation is not None
+    return activated and found.vectors == _MOST_VECTORS and problem.itemsize == 2 and device.capability != 90
 
 
 def _fits_registers(found: RowBlock, problem: Problem, device: Device) -> bool:
