@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
         arguments.rstd[place] = statistics.rstd;
       }
       if constexpr (UPDATES_RUNNING) {
-        const Running before = load_running(arguments.running_mean, arguments.running_var, place);
+        const Running before = {arguments.running_mean[place], arguments.running_var[place]};
         update_running(arguments, before, moments, place);
       }
     }

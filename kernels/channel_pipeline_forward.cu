@@ -146,7 +146,7 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
     }
     if constexpr (UPDATES_RUNNING) {
       const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
-      const Running before = load_running(arguments.running_mean, arguments.running_var, place);
+      const Running before = {arguments.running_mean[place], arguments.running_var[place]};
       update_running(arguments, before, moments, place);
     }
   }

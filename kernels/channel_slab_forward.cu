@@ -86,7 +86,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < OWNED_SETS; ++i) {
       const int set = thread_in_block() + i * THREADS;
-      if (owns(set)) running[i] = load_running(arguments.running_mean, arguments.running_var, place_of(set));
+      if (!owns(set)) continue;
+      const long long place = place_of(set);
+      running[i] = {arguments.running_mean[place], arguments.running_var[place]};
     }
   }
 

@@ -71,7 +71,7 @@ struct RunningOfRow {
   Running before;
 
   __device__ __forceinline__ void fetch(const Arguments& arguments, long long row) {
-    before = load_running(arguments.running_mean, arguments.running_var, row);
+    before = {arguments.running_mean[row], arguments.running_var[row]};
   }
   __device__ __forceinline__ void update(const Arguments& arguments, const Statistics& own, long long row) const {
     const struct {

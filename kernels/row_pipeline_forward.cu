@@ -241,9 +241,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     } else if (waits && finishes) {
       const OfChannel of_channel(arguments.weight, arguments.bias, channel_of_row(arguments, done_row));
       const bool updates = UPDATES_RUNNING && part.rank == 0;
-      RUNNING_MEAN_TYPE running_mean = {};
-      RUNNING_VARIANCE_TYPE running_var = {};
-      if (updates) running_mean = arguments.running_mean[done_row], running_var = arguments.running_var[done_row];
+      Running before = {};
+      if (updates) before = {arguments.running_mean[done_row], arguments.running_var[done_row]};
       Compute parts[PARTS_PER_LANE][3];
       exchange.await(parts, done_turn);
       const Statistics whole = merged_of_lanes(parts, shares);
@@ -257,7 +256,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           arguments.rstd[done_row] = rstd;
         }
         if (updates) {
-          const Running before = load_running(&running_mean, &running_var, 0);
           const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
           update_running(arguments, before, moments, done_row);
         }

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) spli
     arguments.rstd[set] = statistics.rstd;
   }
   if constexpr (UPDATES_RUNNING) {
-    const Running before = load_running(arguments.running_mean, arguments.running_var, set);
+    const Running before = {arguments.running_mean[set], arguments.running_var[set]};
     update_running(arguments, before, moments, set);
   }
 }

@@ -163,9 +163,9 @@ def _vectors_wanted(problem: ForwardProblem, device: Device, vectors_per_row: in
     2048 of 4096 take 0.97 with 64 of 8, with 128 of 4 1.03, 4096 of 2048 0.91 and 0.95; but 65,536 of 2048 1.03 and
     1.00.
 
-    With 8 all rows run at once, or in two waves, where they would take twice as many with 4: on an H100 8192 and 12,000
-    rows of 1024 take 0.90 and 0.93 of the time so, of float32 0.92 and 0.95, but 4600 0.98 and 23,000 0.98; layer norm of
-    8192 rows 0.97, of 6300 0.92, and of 2000 of 4096 1.08.
+    With 8 all rows run at once, or in two waves, where they would take twice as many with 4: on an H100 8192 and 9500
+    rows of 1024 take 0.90 and 0.93 of the time so, of 512 float32 numbers 0.89 and 0.93, but 4600 rows 0.98; layer norm
+    of 6300 and 8100 rows of 1024 0.92 and 0.97, of 2000 of 4096 1.08.
     """
     for_all = vectors_for_all_threads(problem, device, vectors_per_row)
     simple = problem.norm.activation is None and problem.residual is None and problem.itemsize <= 4
