@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import DEVICES, ROWS, Problem, devices, many, plain_backward, plain_forward, problems
+from plan_cases import DEVICES, GPUS, ROWS, Problem, devices, many, plain_backward, plain_forward, problems
 
 from cunorm.plan import Device, Plan, plan, row_geometry, row_split
 from cunorm.plan.launches import Builder
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Vector
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 
 # ---- A plan is a function, and kernels are few.
 
@@ -148,6 +148,19 @@ def test_no_clusters_of_16_blocks_have_rows_with_much_to_read(dtype: str) -> Non
     assert [clusters(mebi), clusters(mebi + 64), clusters(2 * mebi)] == [True, False, False]
     assert clusters(2 * mebi, weight=None, bias=None)
     assert [clusters(columns, residual=True) for columns in (mebi // 2, mebi)] == [True, False]
+
+
+def test_rows_that_run_in_a_wave_or_two_have_eight_vectors() -> None:
+    def vectors(problem: ForwardProblem) -> Any:
+        return dict(plan(problem, GPUS["sm_90"]).launches[-1].constants)["VECTORS"]
+
+    for dtype, columns, rows in itertools.product(("bfloat16", "float32"), (512, 1024), (4600, 8192, 12_000, 40_000)):
+        layer_norm = plain_forward(rows, columns, dtype)
+        rms_norm = replace(layer_norm, bias=None, norm=Norm(centered=False))
+        waves = rows * columns * layer_norm.itemsize / 16 / (132 * 2048)
+        assert (vectors(rms_norm) == 8) == (2.9 <= waves <= 7), (dtype, columns, rows)
+        assert vectors(replace(rms_norm, norm=Norm(centered=False, activation="silu"))) < 8
+        assert vectors(layer_norm) < 8 or waves <= 4
 
 
 def test_long_rows_that_no_pipeline_has_are_read_twice() -> None:

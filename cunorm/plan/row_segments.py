@@ -12,7 +12,8 @@ from dataclasses import replace
 from cunorm.plan.constants import are_rows, are_segmented, vector_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_registers
+from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_spread import threads_for
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["geometry"]
@@ -51,7 +52,7 @@ def geometry(problem: Problem, device: Device) -> RowBlock | None:
         # Fewer registers are worth it where numbers come one by one, or else a multiprocessor would have one block.
         most = 256 if heavy else 1024 if forward and (narrow or threads == _MOST_THREADS) else 512
         found = replace(found, min_blocks=min(most // found.threads, per_multiprocessor))
-    while not _fits_registers(found, problem, device):
+    while not fits_crowd(found, problem, device, found.min_blocks):
         if found.min_blocks == 1:
             return None
         found = replace(found, min_blocks=found.min_blocks // 2)
@@ -66,10 +67,10 @@ def _threads(vectors: int, rows_per_multiprocessor: int) -> int:
     once, if they have fewer threads: 1024 of 784 numbers that come one by one 0.77 by 128 threads of 7, by 256 of 4
     0.87.
     """
+    each_one, least = threads_for(vectors, 1), threads_for(vectors, _MOST_VECTORS)
     if vectors <= _OF_A_WARP:
-        return min(32, _power_of_two(vectors))
-    least = _power_of_two(vectors / _MOST_VECTORS)
-    return least if rows_per_multiprocessor > _MANY else max(least, min(_SOME_THREADS, _power_of_two(vectors)))
+        return min(32, each_one)
+    return least if rows_per_multiprocessor > _MANY else max(least, min(_SOME_THREADS, each_one))
 
 
 def _are_better_slabs(problem: Problem, device: Device, vectors: int, vector_bytes: int) -> bool:
@@ -94,23 +95,13 @@ def _is_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
     if found.width * problem.itemsize < 16:
         return False
     hopper, activated = device.capability == 90, problem.norm.activation is not None
-    if isinstance(problem, ForwardProblem) or problem.itemsize > 2:
-        heavy = not hopper and (problem.itemsize == 2 or (activated and not isinstance(problem, ForwardProblem)))
-        return heavy and found.vectors == _MOST_VECTORS
-    return found.vectors >= _MOST_VECTORS - (0 if not activated else 1 if hopper else 2)
+    forward, sixteen_bit = isinstance(problem, ForwardProblem), problem.itemsize == 2
+    if sixteen_bit and not forward:
+        return found.vectors >= _MOST_VECTORS - (0 if not activated else 1 if hopper else 2)
+    return found.vectors == _MOST_VECTORS and not hopper and (sixteen_bit if forward else activated)
 
 
 def _is_too_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
     """Whether 255 are not, either: 352 bytes would spill under the exact gelu."""
     activated = isinstance(problem, BackwardProblem) and problem.norm.activation is not None
     return activated and found.vectors == _MOST_VECTORS and problem.itemsize == 2 and device.capability != 90
-
-
-def _fits_registers(found: RowBlock, problem: Problem, device: Device) -> bool:
-    threads, direct = found.threads * found.min_blocks, found.stage == "direct"
-    return fits_registers(problem, device, found.width, found.vectors, threads, direct=direct)
-
-
-def _power_of_two(number: float) -> int:
-    """The least that is no smaller."""
-    return 1 << (max(1, -int(-number // 1)) - 1).bit_length()

@@ -80,7 +80,7 @@ def _plan(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan |
 
 
 def plan_batch(problem: ChannelProblem, device: Device) -> tuple[float, Plan] | None:
-    """The plan by the pipeline of rows for what no other kernel of rows can do, and its expected microseconds.
+    """The plan by the pipeline of rows for those of a batch norm, and its expected microseconds.
 
     That are rows in segments, and such that move running statistics. None where they cannot be held so.
     """
