@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       }
       if constexpr (UPDATES_RUNNING) {
         const Running before = {arguments.running_mean[place], arguments.running_var[place]};
-        update_running(arguments, before, moments, place);
+        update_running(arguments, before, moments.mean, moments.variance, place);
       }
     }
     for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {

@@ -145,9 +145,8 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
       arguments.rstd[place] = rstd;
     }
     if constexpr (UPDATES_RUNNING) {
-      const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
       const Running before = {arguments.running_mean[place], arguments.running_var[place]};
-      update_running(arguments, before, moments, place);
+      update_running(arguments, before, static_cast<double>(whole.mean) + whole.remainder, whole.variance, place);
     }
   }
 }

@@ -11,8 +11,8 @@ struct Running {
 // for.
 template <typename KernelArguments>
 __device__ __forceinline__ void update_running(const KernelArguments& arguments, const Running& before,
-                                               const Moments& batch, long long channel) {
+                                               double batch_mean, double batch_variance, long long channel) {
   const double mean = widen(before.mean), variance = widen(before.variance);
-  narrow(arguments.kept * mean + arguments.taken * batch.mean, arguments.running_mean[channel]);
-  narrow(arguments.kept * variance + arguments.taken_variance * batch.variance, arguments.running_var[channel]);
+  narrow(arguments.kept * mean + arguments.taken * batch_mean, arguments.running_mean[channel]);
+  narrow(arguments.kept * variance + arguments.taken_variance * batch_variance, arguments.running_var[channel]);
 }

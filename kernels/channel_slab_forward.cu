@@ -161,8 +161,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
       arguments.rstd[place] = statistics.rstd;
     }
     if constexpr (UPDATES_RUNNING) {
-      const Moments batch = {static_cast<double>(statistics.mean) + statistics.mean_remainder, variances[set]};
-      update_running(arguments, running[i], batch, place);
+      const double mean = static_cast<double>(statistics.mean) + statistics.mean_remainder;
+      update_running(arguments, running[i], mean, variances[set], place);
     }
   }
 }

@@ -24,7 +24,6 @@
 constexpr bool FORWARD = true;
 #include "row_affine.cuh"
 #include "statistics.cuh"
-#include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "dependent_launch.cuh"
 
@@ -80,7 +79,7 @@ struct RunningOfRow {
       double kept, taken, taken_variance;
     } update = {arguments.running_mean, arguments.running_var, arguments.running[0], arguments.running[1],
                 arguments.running[2]};
-    update_running(update, before, {static_cast<double>(own.mean) + own.remainder, own.variance}, row);
+    update_running(update, before, static_cast<double>(own.mean) + own.remainder, own.variance, row);
   }
 #else
   __device__ __forceinline__ void fetch(const Arguments&, long long) {}

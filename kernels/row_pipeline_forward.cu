@@ -18,7 +18,6 @@
 #include "affine.cuh"
 #include "row_channels.cuh"
 #include "statistics.cuh"
-#include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "group_part.cuh"
 #include "pipeline.cuh"
@@ -256,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           arguments.rstd[done_row] = rstd;
         }
         if (updates) {
-          const Moments moments = {static_cast<double>(whole.mean) + whole.remainder, whole.variance};
-          update_running(arguments, before, moments, done_row);
+          const double mean = static_cast<double>(whole.mean) + whole.remainder;
+          update_running(arguments, before, mean, whole.variance, done_row);
         }
       }
     }

@@ -78,6 +78,6 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) spli
   }
   if constexpr (UPDATES_RUNNING) {
     const Running before = {arguments.running_mean[set], arguments.running_var[set]};
-    update_running(arguments, before, moments, set);
+    update_running(arguments, before, moments.mean, moments.variance, set);
   }
 }

@@ -94,11 +94,13 @@ def _is_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
     """Whether 128 registers are not enough for whole vectors: 8 to 260 bytes would spill."""
     if found.width * problem.itemsize < 16:
         return False
-    hopper, activated = device.capability == 90, problem.norm.activation is not None
-    forward, sixteen_bit = isinstance(problem, ForwardProblem), problem.itemsize == 2
-    if sixteen_bit and not forward:
-        return found.vectors >= _MOST_VECTORS - (0 if not activated else 1 if hopper else 2)
-    return found.vectors == _MOST_VECTORS and not hopper and (sixteen_bit if forward else activated)
+    hopper, activation = device.capability == 90, problem.norm.activation
+    forward, full = isinstance(problem, ForwardProblem), found.vectors == _MOST_VECTORS
+    if problem.itemsize > 2:
+        return full and not (hopper or forward or activation is None)
+    if forward:
+        return full and (not hopper or activation in ("gelu", "gelu_tanh"))
+    return found.vectors >= _MOST_VECTORS - (0 if activation is None else 1 if hopper else 2)
 
 
 def _is_too_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
