@@ -197,9 +197,9 @@ def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
     rows = max(1, 64 // threads)
     geometry = RowBlock(width, vectors, threads, rows, blocks, weights="early")
     in_registers = vectors <= 8 and fits_registers(problem, device, width, vectors, geometry.threads, direct=True)
-    if blocks == 1 and (geometry.threads, vectors, problem.itemsize) == (MOST_THREADS, 4, 4):
-        if problem.rows > device.multiprocessors:
-            return None  # two of these have no room: 200 rows of 8192 float32 numbers take 0.84 to 0.89 of it staged
+    full = (geometry.threads, vectors, problem.itemsize) == (MOST_THREADS, 4, 4)
+    if full and blocks == 1 and problem.rows > device.multiprocessors:
+        return None  # two have no room on a multiprocessor: 200 rows of 8192 float32 numbers take 0.84 to 0.89 staged
     return geometry if in_registers and fits_early(geometry, problem, device) else None
 
 
