@@ -21,10 +21,12 @@ struct Finish {
     }
   }
 
-  __device__ __forceinline__ Vector<X_TYPE, VECTOR> of(const Vector<X_TYPE, VECTOR>& values) const {
-    Compute results[VECTOR];
+  // Of a vector, or less of it.
+  template <int COUNT>
+  __device__ __forceinline__ Vector<X_TYPE, COUNT> of(const Vector<X_TYPE, COUNT>& values) const {
+    Compute results[COUNT];
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
+    for (int j = 0; j < COUNT; ++j) {
       const int channel = channel_of(j);
       results[j] = (widen(values, j) - means[channel]) * scales[channel] + shifts[channel];
     }

@@ -25,6 +25,7 @@ struct Arguments {
   long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
+  long long run_points;  // where PEELED
   long long splits;
   long long points_per_split;  // a multiple of TILE_POINTS
   long long point_sizes[POINT_DIMS];
@@ -63,30 +64,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     slopes[j] = GIVEN ? 0 : -arguments.means[arguments.sets + set] * rstd[j];
   }
 
+  const auto dx_of = [&](Compute x_value, Compute dy_value, int own) {
+    const Gradient gradient = gradient_of(x_value, dy_value, mean[own], rstd[own], weight[own], bias[own]);
+    return gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
+  };
+  const Runs runs = runs_of(x, arguments.run_points);
   Walk walk = walk_over(chunk, arguments.point_sizes), behind = walk;
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (whole.value || walk.left > 0) {
-        dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
-        x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+      const Spot spot = runs.spot(walk, arguments.x_point_strides);
+      if ((whole.value || walk.left > 0) && spot.whole) {
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + (PEELED ? spot.offset : walk.offset(arguments.dy_point_strides)));
+        x_values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
       }
       walk.advance(arguments.point_sizes);
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (!whole.value && behind.left <= 0) continue;
-      Compute results[VECTOR];
+      const Spot spot = runs.spot(behind, arguments.dx_point_strides);
+      if ((whole.value || behind.left > 0) && spot.whole) {
+        Compute results[VECTOR];
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        const int own = channel_of(j);
-        const Gradient gradient = gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean[own], rstd[own],
-                                              weight[own], bias[own]);
-        results[j] = gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
+        for (int j = 0; j < VECTOR; ++j) {
+          results[j] = dx_of(widen(x_values[i], j), widen(dy_values[i], j), channel_of(j));
+        }
+        store_global(dx + spot.offset, rounded<X_TYPE>(results));
       }
-      store_global(dx + behind.offset(arguments.dx_point_strides), rounded<X_TYPE>(results));
       behind.advance(arguments.point_sizes);
     }
+  });
+  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
+    const Compute result[1] = {dx_of(widen(x[offset]), widen(dy[offset]), 0)};
+    store(dx + offset, rounded<X_TYPE>(result));
   });
 }

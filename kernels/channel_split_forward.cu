@@ -27,6 +27,7 @@ struct Arguments {
   long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
+  long long run_points;  // where PEELED
   long long splits;
   long long points_per_split;  // a multiple of TILE_POINTS
   long long point_sizes[POINT_DIMS];
@@ -66,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   };
   const Finish finish(statistics_of, weight, bias);
 
+  const Runs runs = runs_of(x, arguments.run_points);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> values[UNROLL];
@@ -73,14 +75,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = whole.value || walk.left > 0;
-      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
-      targets[i] = walk.offset(arguments.y_point_strides);
+      const Spot spot = runs.spot(walk, arguments.x_point_strides);
+      there[i] = (whole.value || walk.left > 0) && spot.whole;
+      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
+      targets[i] = PEELED ? spot.offset : walk.offset(arguments.y_point_strides);
       walk.advance(arguments.point_sizes);
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (there[i]) store_global(y + targets[i], finish.of(values[i]));
     }
+  });
+  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
+    store(y + offset, finish.of(load<X_TYPE, 1>(x + offset)));
   });
 }

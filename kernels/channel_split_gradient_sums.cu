@@ -21,6 +21,7 @@ struct Arguments {
   long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long channels_per_set;
   long long points;  // a multiple of POINT_VECTOR
+  long long run_points;  // where PEELED
   long long splits;
   long long points_per_split;  // a multiple of TILE_POINTS
   long long point_sizes[POINT_DIMS];
@@ -56,17 +57,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   }
 
+  const Runs runs = runs_of(x, arguments.run_points);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Compute sums[2 * CHANNEL_VECTOR] = {};
+  const auto add = [&](Compute x_value, Compute dy_value, int own, Compute (&parts)[2 * CHANNEL_VECTOR]) {
+    const Gradient gradient = gradient_of(x_value, dy_value, mean[own], rstd[own], weight[own], bias[own]);
+    parts[own] += gradient.dz;
+    parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;
+  };
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
     bool there[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = whole.value || walk.left > 0;
+      const Spot spot = runs.spot(walk, arguments.x_point_strides);
+      there[i] = (whole.value || walk.left > 0) && spot.whole;
       if (there[i]) {
-        dy_values[i] = load<X_TYPE, VECTOR>(dy + walk.offset(arguments.dy_point_strides));
-        x_values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+        dy_values[i] = load<X_TYPE, VECTOR>(dy + (PEELED ? spot.offset : walk.offset(arguments.dy_point_strides)));
+        x_values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
       }
       walk.advance(arguments.point_sizes);
     }
@@ -74,14 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < UNROLL; ++i) {
       if (!there[i]) continue;
       add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
-        const int own = channel_of(j);
-        const Gradient gradient = gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean[own], rstd[own],
-                                              weight[own], bias[own]);
-        parts[own] += gradient.dz;
-        parts[CHANNEL_VECTOR + own] += gradient.dz * gradient.xhat;
+        add(widen(x_values[i], j), widen(dy_values[i], j), channel_of(j), parts);
       });
     }
   });
+  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides,
+                     [&](long long offset) { add(widen(x[offset]), widen(dy[offset]), 0, sums); });
   sum_over_points(sums, scratch);
 
   if (!chunk.there) return;

@@ -16,11 +16,13 @@ struct Arguments {
   const X_TYPE* x;
   double* chunk_means;       // [samples][splits][channels]
   double* chunk_deviations;  // likewise, sums of squared differences from the chunk's mean
+  double* chunk_counts;      // likewise, of points, where PEELED: of places there are more
   Compute* mean;             // [samples][channels], where ONE_CHUNK; so are the next two
   Compute* mean_remainder;
   Compute* rstd;
   long long channels;  // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS
   long long points;    // a multiple of POINT_VECTOR
+  long long run_points;  // where PEELED
   long long splits;
   long long points_per_split;  // a multiple of TILE_POINTS
   long long point_sizes[POINT_DIMS];
@@ -30,51 +32,64 @@ struct Arguments {
   double eps;
 };
 
+// What is summed of the numbers besides them and their squares: where PEELED, how many they are.
+constexpr int COUNTS = PEELED;
+constexpr int PIVOTS = CHANNEL_VECTOR + COUNTS, SUMS = 2 * CHANNEL_VECTOR + COUNTS;
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_statistics(const Arguments arguments) {
   let_next_launch_begin();
-  __shared__ Compute scratch[3 * SUM_SCRATCH];
+  __shared__ Compute scratch[(3 + 2 * COUNTS) * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
+  const Runs runs = runs_of(x, arguments.run_points);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Vector<X_TYPE, VECTOR> values[UNROLL];
   bool there[UNROLL];
   const auto load_tile = [&](auto whole) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      there[i] = whole.value || walk.left > 0;
-      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + walk.offset(arguments.x_point_strides));
+      const Spot spot = runs.spot(walk, arguments.x_point_strides);
+      there[i] = (whole.value || walk.left > 0) && spot.whole;
+      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
       walk.advance(arguments.point_sizes);
     }
   };
 
-  // The pivots: the means of the first tile.
+  // The pivots: the means of the first tile, and of all edges.
   load_tile(Known<false>());
-  Compute pivots[CHANNEL_VECTOR] = {};
+  Compute pivots[PIVOTS] = {};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) pivots[channel_of(j)] += there[i] ? widen(values[i], j) : 0;
+    if constexpr (PEELED) pivots[CHANNEL_VECTOR] += there[i] ? VECTOR : 0;
   }
+  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
+    pivots[0] += widen(x[offset]);
+    pivots[CHANNEL_VECTOR] += 1;
+  });
   sum_over_points(pivots, scratch);
-  const long long tile_points = min(chunk.points(), static_cast<long long>(TILE_POINTS));
+  Compute tile_points = static_cast<Compute>(min(chunk.points(), static_cast<long long>(TILE_POINTS)));
+  if constexpr (PEELED) tile_points = pivots[CHANNEL_VECTOR] > 0 ? pivots[CHANNEL_VECTOR] : 1;
 #pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= static_cast<Compute>(tile_points);
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) pivots[j] /= tile_points;
 
   // The sums of the differences from them, then those of their squares.
-  Compute sums[2 * CHANNEL_VECTOR] = {};
+  Compute sums[SUMS] = {};
+  const auto add = [&](Compute value, int own, Compute (&parts)[SUMS]) {
+    const Compute difference = value - pivots[own];
+    parts[own] += difference;
+    parts[CHANNEL_VECTOR + own] += difference * difference;
+    if constexpr (PEELED) parts[2 * CHANNEL_VECTOR] += 1;
+  };
   const auto add_tile = [&] {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       forget_widened(values[i]);
       if (!there[i]) continue;
-      add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
-        const int own = channel_of(j);
-        const Compute difference = widen(values[i], j) - pivots[own];
-        parts[own] += difference;
-        parts[CHANNEL_VECTOR + own] += difference * difference;
-      });
+      add_vector(sums, [&](int j, Compute (&parts)[SUMS]) { add(widen(values[i], j), channel_of(j), parts); });
     }
   };
   add_tile();
@@ -82,10 +97,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     load_tile(whole);
     add_tile();
   });
-  sum_over_points(sums, scratch + SUM_SCRATCH);
+  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides,
+                     [&](long long offset) { add(widen(x[offset]), 0, sums); });
+  sum_over_points(sums, scratch + (1 + COUNTS) * SUM_SCRATCH);
 
   if (!chunk.there) return;
-  const double count = static_cast<double>(chunk.points());
+  double count = static_cast<double>(chunk.points());
+  // Places of a run's last vector may be all that a chunk has.
+  if constexpr (PEELED) count = sums[2 * CHANNEL_VECTOR] > 0 ? sums[2 * CHANNEL_VECTOR] : 1;
 #pragma unroll
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
@@ -102,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       const long long place = (chunk.sample * arguments.splits + chunk.split) * arguments.channels + channel;
       arguments.chunk_means[place] = mean;
       arguments.chunk_deviations[place] = deviation;
+      if constexpr (PEELED) arguments.chunk_counts[place] = sums[2 * CHANNEL_VECTOR];
     }
   }
 }

@@ -13,6 +13,7 @@
 struct Arguments {
   const double* chunk_means;       // [samples][splits][channels]
   const double* chunk_deviations;  // likewise
+  const double* chunk_counts;      // likewise, of points; null where all chunks have as many, but for the last
   Compute* mean;                   // [sets]
   Compute* mean_remainder;
   Compute* rstd;  // the variance, where WANTS_VARIANCE
@@ -45,8 +46,10 @@ extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) spli
     const auto use_part = [&](long long split, long long channel) {
       const long long left = arguments.points - split * arguments.points_per_split;
       const long long place = first + split * arguments.channels + channel;
-      use(static_cast<double>(min(left, arguments.points_per_split)), arguments.chunk_means[place],
-          arguments.chunk_deviations[place]);
+      const double count = arguments.chunk_counts != nullptr
+                               ? arguments.chunk_counts[place]
+                               : static_cast<double>(min(left, arguments.points_per_split));
+      use(count, arguments.chunk_means[place], arguments.chunk_deviations[place]);
     };
     if (arguments.channels_per_set == 1) {
 #pragma unroll 4

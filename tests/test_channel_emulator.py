@@ -223,6 +223,21 @@ ASKED: list[Asked] = [
     ),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), {}, {"passes": PASSES}),
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),
+    # Runs of memory that begin anywhere: of one dimension, behind each other in a batch, and such that chunks cut.
+    (Shape("instance_norm", (2, 3, 5, 13), "NCHW"), {"dtype": "float16", "activation": "silu"}, SPLIT),
+    (Shape("batch_norm", (6, 3, 67), "NCW"), {"running_dtype": "float32", "activation": "relu"}, SPLIT),
+    (
+        Shape("batch_norm", (3, 2, 9001), "NCW"),
+        {"dtype": "bfloat16", "running_dtype": "bfloat16", "affine": "weight"},
+        SPLIT,
+    ),
+    (Shape("group_norm", (1, 6, 41, 43), "NCHW", 2), {"dtype": "float16", "activation": "gelu"}, SPLIT),
+    (Shape("instance_norm", (3, 2, 33), "NCW"), {"dtype": "float64", "affine": "bias"}, SPLIT),
+    (
+        Shape("batch_norm", (5, 3, 7, 31), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "training": False, "activation": "gelu"},
+        PLANNED,
+    ),
     # Vectors along planes: of two channels, of several, and with a last tile of fewer channels.
     (
         Shape("batch_norm", (11, 12, 5), "NCW"),
@@ -281,6 +296,19 @@ def every_result(runner: EmulatorRunner, case: Case, dy: Array) -> list[bytes | 
     results = runner.forward(case)
     arrays = (*results, *runner.backward(case.backward(results, dy)))
     return [None if array is None else array.tobytes() for array in arrays]
+
+
+def by_peeled_passes(problem: ChannelProblem, device: Device) -> Plan:
+    plan = by_passes(problem, device)
+    assert {dict(launch.constants).get("PEELED", 1) for launch in plan.launches} == {1}
+    return plan
+
+
+@pytest.mark.parametrize("length", [length for length in range(8177, 8208) if length % 8])
+def test_chunks_of_runs_that_begin_anywhere(length: int) -> None:
+    """Of up to a chunk of places and a few more: the last chunk has few points of a channel, or none."""
+    shape = Shape("batch_norm", (2, 3, length), "NCW")
+    check(EmulatorRunner(choose=by_peeled_passes), shape.case("float16", affine="none", running_dtype="float32"))
 
 
 # ---- Tensors that lie in memory in another way.

@@ -5,6 +5,7 @@ Forward reads x twice, backward x and dy; where the second pass finds them in th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cunorm.plan.channel_tiles import (
@@ -20,7 +21,7 @@ from cunorm.plan.constants import compute_constants, compute_itemsize
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.plan.running import running_pointers, running_types
 from cunorm.plan.split_merge import launch_merge, merge_block
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
 __all__ = ["Split", "direction_of_passes", "plan_backward", "plan_forward"]
 
@@ -32,6 +33,8 @@ _LEAST_TILES = 2
 _SHORT_RUN_BYTES = 512
 # Vectors lie along planes, wherever they can, in place of vectors of fewer bytes than this.
 _SHORT_VECTOR_BYTES = 8
+# Runs of fewer vectors are not peeled: too many of their numbers would go one by one.
+_LEAST_VECTORS_OF_PEELED = 4
 # Lanes that planes take: about so many, but never more than a block has threads.
 _PLANE_LANES = 64
 _MOST_PLANE_LANES = 512
@@ -67,6 +70,7 @@ class _Layout:
 
     tiles: Tiles
     unroll: int
+    peeled: bool
     splits: int
     points_per_split: int
 
@@ -74,24 +78,49 @@ class _Layout:
         return self.tiles.count(problem) * self.splits
 
     def constants(self, problem: ChannelProblem) -> Constants:
-        return self.tiles.constants(problem) | {"UNROLL": self.unroll}
+        return self.tiles.constants(problem) | {"UNROLL": self.unroll, "PEELED": int(self.peeled)}
 
-    @property
-    def arguments(self) -> dict[str, Value]:
-        return {"splits": self.splits, "points_per_split": self.points_per_split}
+    def arguments(self, problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:
+        """Sizes, of places where runs are peeled, and the strides of each tensor."""
+        arguments = pass_arguments(problem, **tensors)
+        if self.peeled:
+            sizes = _places(problem, self.tiles.width)
+            arguments |= {"points": math.prod(sizes), "point_sizes": sizes}
+        own: dict[str, Value] = {"splits": self.splits, "points_per_split": self.points_per_split}
+        return arguments | own | {"run_points": problem.point_sizes[-1] if self.peeled else 0}
 
 
 def direction_of_passes(problem: ChannelProblem) -> Direction:
     way, planes = direction(problem), along_planes(problem)
-    if planes is None or way.width * problem.itemsize >= _SHORT_VECTOR_BYTES:
-        return way
-    return planes if least_lanes(planes, 1) <= _MOST_PLANE_LANES else way
+    short = way.width * problem.itemsize < _SHORT_VECTOR_BYTES
+    if planes is not None and short and least_lanes(planes, 1) <= _MOST_PLANE_LANES:
+        return planes
+    return Direction(False, 16 // problem.itemsize) if _can_be_peeled(problem, way.width) else way
+
+
+def _can_be_peeled(problem: ChannelProblem, width: int) -> bool:
+    """Whether vectors are longer where they are aligned wherever a run begins (see kernels/channel_split_tile.cuh).
+
+    It must begin equally far from a multiple of 16 bytes in all tensors.
+    """
+    tensors, piece, run = problem.tensors, 16 // problem.itemsize, problem.point_sizes[-1]
+    strides = {(tensor.sample_stride, tensor.channel_stride, tensor.point_strides) for tensor in tensors}
+    alike = len(strides) == 1 and all(tensor.offset == 0 for tensor in tensors)
+    contiguous = alike and tensors[0].point_strides[-1] == 1
+    return contiguous and width < piece and _LEAST_VECTORS_OF_PEELED * piece <= run < 2**31 - piece
+
+
+def _places(problem: ChannelProblem, width: int) -> tuple[int, ...]:
+    """The sizes of the points where those of the last dimension are places of the vectors around a run."""
+    return *problem.point_sizes[:-1], -(-(problem.point_sizes[-1] + width - 1) // width) * width
 
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
     itemsize = problem.itemsize
     way = direction_of_passes(problem)
     along_channels, width, plane = way
+    peeled = not along_channels and width > direction(problem).width
+    points = math.prod(_places(problem, width)) if peeled else problem.points
     of = passes[along_channels]
     if itemsize == 2 and of.activates:
         # With more, ptxas spills: along the channels under an activation, and before sm_90.
@@ -107,7 +136,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
         lanes = min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
     else:
-        point_lanes = min(of.threads, 1 << max(0, -(-problem.points // (width * of.unroll)) - 1).bit_length())
+        point_lanes = min(of.threads, 1 << max(0, -(-points // (width * of.unroll)) - 1).bit_length())
         if problem.point_sizes[-1] * itemsize < _SHORT_RUN_BYTES:
             point_lanes = min(point_lanes, 32)
         lanes = of.threads // point_lanes
@@ -115,11 +144,11 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
             lanes //= 2
     tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
-    count = max(1, -(-problem.points // tile_points))
+    count = max(1, -(-points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
     per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
     splits = -(-count // per_split)
-    return _Layout(tiles, of.unroll, splits, -(-count // splits) * tile_points)
+    return _Layout(tiles, of.unroll, peeled, splits, -(-count // splits) * tile_points)
 
 
 def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> str:
@@ -149,8 +178,7 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
                 **running_pointers(problem.running),
                 **statistics,
                 "channels_per_set": problem.channels_per_set,
-                **layout.arguments,
-                **pass_arguments(problem, x=problem.x, y=problem.y),
+                **layout.arguments(problem, x=problem.x, y=problem.y),
                 "eps": problem.eps,
             },
         )
@@ -164,9 +192,11 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
     wants_variance = problem.y is None
     # A set that is one chunk has its statistics at once; one without points what merging nothing gives.
     one_chunk = splits * problem.channels_per_set == 1 and problem.running is None and not wants_variance
-    chunks: dict[str, Value] = {"chunk_means": 0, "chunk_deviations": 0}
+    names = ["chunk_means", "chunk_deviations"] + ["chunk_counts"] * layout.peeled
+    chunks: dict[str, Value] = {"chunk_means": 0, "chunk_deviations": 0, "chunk_counts": 0}
     if not one_chunk:
-        chunks = {name: builder.reserve(name, problem.samples * splits * problem.channels, 8) for name in chunks}
+        count = problem.samples * splits * problem.channels
+        chunks |= {name: builder.reserve(name, count, 8) for name in names}
     if splits > 0:
         builder.launch(
             "channel_split_statistics",
@@ -177,8 +207,7 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
                 "x": "x",
                 **chunks,
                 **(statistics if one_chunk else dict.fromkeys(statistics, 0)),
-                **layout.arguments,
-                **pass_arguments(problem, x=problem.x),
+                **layout.arguments(problem, x=problem.x),
                 "eps": problem.eps,
             },
         )
@@ -210,8 +239,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                     **inputs,
                     "sums": sums,
                     "channels_per_set": problem.channels_per_set,
-                    **layout.arguments,
-                    **pass_arguments(problem, dy=problem.dy, x=problem.x),
+                    **layout.arguments(problem, dy=problem.dy, x=problem.x),
                 },
             )
         wanted_channels, sets = problem.channels * wants_sums, problem.sets * wants_means
@@ -253,8 +281,7 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                 "dx": "dx",
                 "sets": problem.sets,
                 "channels_per_set": problem.channels_per_set,
-                **layout.arguments,
-                **pass_arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
+                **layout.arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
             },
         )
     return "channel_split"

@@ -26,7 +26,10 @@ def launch_merge(
     splits: int,
     points_per_split: int,
 ) -> None:
-    """Make the statistics of every set from those of its chunks. A row is a sample of one channel."""
+    """Make the statistics of every set from those of its chunks. A row is a sample of one channel.
+
+    Chunks have ``points_per_split`` but for the last, where they do not say how many they have.
+    """
     if isinstance(problem, ChannelForward):
         sizes = {name: getattr(problem, name) for name in ("sets", "channels", "channels_per_set", "points")}
         running, wants_variance = problem.running, problem.y is None
@@ -42,6 +45,7 @@ def launch_merge(
         -(-sizes["sets"] // sets_per_block),
         (lanes, sets_per_block),
         {
+            "chunk_counts": 0,
             **chunks,
             **statistics,
             **running_arguments(running, sizes["points"] * sizes["channels_per_set"]),
