@@ -69,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     return gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
   };
   const Runs runs = runs_of(x, arguments.run_points);
+  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
+  const EdgeValues x_edges(edges, x), dy_edges(edges, dy);
   Walk walk = walk_over(chunk, arguments.point_sizes), behind = walk;
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
@@ -95,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       behind.advance(arguments.point_sizes);
     }
   });
-  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
-    const Compute result[1] = {dx_of(widen(x[offset]), widen(dy[offset]), 0)};
-    store(dx + offset, rounded<X_TYPE>(result));
+  edges.for_each([&](int i) {
+    const Compute result[1] = {dx_of(widen(x_edges[i], 0), widen(dy_edges[i], 0), 0)};
+    store(dx + edges.offsets[i], rounded<X_TYPE>(result));
   });
 }

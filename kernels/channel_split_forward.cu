@@ -68,6 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   const Finish finish(statistics_of, weight, bias);
 
   const Runs runs = runs_of(x, arguments.run_points);
+  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
+  const EdgeValues edge_values(edges, x);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   take_tiles(walk, [&](auto whole) {
     Vector<X_TYPE, VECTOR> values[UNROLL];
@@ -86,7 +88,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       if (there[i]) store_global(y + targets[i], finish.of(values[i]));
     }
   });
-  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
-    store(y + offset, finish.of(load<X_TYPE, 1>(x + offset)));
-  });
+  edges.for_each([&](int i) { store(y + edges.offsets[i], finish.of(edge_values[i])); });
 }

@@ -58,6 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   const Runs runs = runs_of(x, arguments.run_points);
+  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
+  const EdgeValues x_edges(edges, x), dy_edges(edges, dy);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Compute sums[2 * CHANNEL_VECTOR] = {};
   const auto add = [&](Compute x_value, Compute dy_value, int own, Compute (&parts)[2 * CHANNEL_VECTOR]) {
@@ -86,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       });
     }
   });
-  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides,
-                     [&](long long offset) { add(widen(x[offset]), widen(dy[offset]), 0, sums); });
+  edges.for_each([&](int i) { add(widen(x_edges[i], 0), widen(dy_edges[i], 0), 0, sums); });
   sum_over_points(sums, scratch);
 
   if (!chunk.there) return;

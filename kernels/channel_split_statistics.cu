@@ -44,6 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
   const Runs runs = runs_of(x, arguments.run_points);
+  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
+  const EdgeValues edge_values(edges, x);
   Walk walk = walk_over(chunk, arguments.point_sizes);
   Vector<X_TYPE, VECTOR> values[UNROLL];
   bool there[UNROLL];
@@ -66,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     for (int j = 0; j < VECTOR; ++j) pivots[channel_of(j)] += there[i] ? widen(values[i], j) : 0;
     if constexpr (PEELED) pivots[CHANNEL_VECTOR] += there[i] ? VECTOR : 0;
   }
-  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides, [&](long long offset) {
-    pivots[0] += widen(x[offset]);
+  edges.for_each([&](int i) {
+    pivots[0] += widen(edge_values[i], 0);
     pivots[CHANNEL_VECTOR] += 1;
   });
   sum_over_points(pivots, scratch);
@@ -97,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     load_tile(whole);
     add_tile();
   });
-  runs.for_each_edge(chunk, arguments.point_sizes, arguments.x_point_strides,
-                     [&](long long offset) { add(widen(x[offset]), 0, sums); });
+  edges.for_each([&](int i) { add(widen(edge_values[i], 0), 0, sums); });
   sum_over_points(sums, scratch + (1 + COUNTS) * SUM_SCRATCH);
 
   if (!chunk.there) return;

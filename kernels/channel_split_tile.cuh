@@ -7,6 +7,7 @@
 // of these, wherever it begins. A vector that only a part of the run lies in is no vector: its numbers, the edges of the
 // run, go one to a thread.
 constexpr int TILE_POINTS = POINT_LANES * POINT_VECTOR * UNROLL;
+static_assert(PEELED == (EDGES > 0));
 
 __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channels, long long points, long long splits,
                                                 long long points_per_split) {
@@ -19,6 +20,31 @@ __device__ __forceinline__ Chunk chunk_of_block(unsigned block, long long channe
 struct Spot {
   long long offset;
   bool whole;
+};
+
+// Where a thread's edges lie in a tensor, from its channel on, and which are there.
+struct Edges {
+  long long offsets[EDGES > 0 ? EDGES : 1];
+  bool there[EDGES > 0 ? EDGES : 1];
+
+  // Calls use(i) for each that is there.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(const Use& use) const {
+#pragma unroll
+    for (int i = 0; i < EDGES; ++i) {
+      if (there[i]) use(i);
+    }
+  }
+};
+
+// The numbers of a thread's edges in a tensor. They are few, and had better be on their way before the vectors are.
+struct EdgeValues {
+  Vector<X_TYPE, 1> values[EDGES > 0 ? EDGES : 1];
+
+  __device__ __forceinline__ EdgeValues(const Edges& edges, const X_TYPE* source) {
+    edges.for_each([&](int i) { values[i] = load<X_TYPE, 1>(source + edges.offsets[i]); });
+  }
+  __device__ __forceinline__ const Vector<X_TYPE, 1>& operator[](int i) const { return values[i]; }
 };
 
 // The runs of one channel. Not PEELED, there is nothing to know of them.
@@ -39,28 +65,35 @@ struct Runs {
     return {offset - own_shift, first >= 0 && first + VECTOR <= points};
   }
 
-  // Calls use(offset) for the thread's share of the edges that lie in a chunk.
-  template <typename Use>
-  __device__ __forceinline__ void for_each_edge(const Chunk& chunk, const long long (&sizes)[POINT_DIMS],
-                                                const long long (&strides)[POINT_DIMS], const Use& use) const {
-    if (!PEELED || !chunk.there) return;
+  // The thread's edges of those that lie in a chunk: EDGES, of which some may not be there.
+  __device__ __forceinline__ Edges edges_of(const Chunk& chunk, const long long (&sizes)[POINT_DIMS],
+                                            const long long (&strides)[POINT_DIMS]) const {
+    Edges edges = {};
+    if (!PEELED || !chunk.there) return edges;
     // A run has a vector at either end that may be cut: so many places.
-    constexpr int EDGES = 2 * VECTOR;
-    const long long places = sizes[POINT_DIMS - 1], first_run = chunk.first_point / places;
-    const int edges = static_cast<int>((chunk.end_point - 1) / places - first_run + 1) * EDGES;
-    for (int edge = point_lane(); edge < edges; edge += POINT_LANES) {
-      const long long run_place = (first_run + edge / EDGES) * places;
-      long long digits[WALKED_DIMS], offset = 0;
-      to_digits(run_place, sizes, digits);
+    constexpr int EACH = 2 * VECTOR;
+    const long long places = sizes[POINT_DIMS - 1];
+    const long long first_run = WALKED_DIMS > 1 ? chunk.first_point / places : 0;
 #pragma unroll
-      for (int i = 0; i < WALKED_DIMS; ++i) offset += digits[i] * strides[i];
-      const int own_shift = shift(offset), in_vector = edge % VECTOR;
-      const bool at_end = edge % EDGES >= VECTOR;
-      const int place = (at_end ? (own_shift + points) / VECTOR * VECTOR : 0) + in_vector, point = place - own_shift;
-      if (point < 0 || point >= points || (!at_end && own_shift == 0)) continue;
-      if (run_place + place < chunk.first_point || run_place + place >= chunk.end_point) continue;
-      use(offset + point);
+    for (int i = 0; i < EDGES; ++i) {
+      const int edge = i * POINT_LANES + point_lane(), in_run = edge % EACH;
+      const long long run = first_run + edge / EACH, run_place = run * places;
+      long long offset = 0;
+      if constexpr (WALKED_DIMS == 2) offset = run * strides[0];
+      if constexpr (WALKED_DIMS > 2) {
+        long long digits[WALKED_DIMS];
+        to_digits(run_place, sizes, digits);
+#pragma unroll
+        for (int j = 0; j < WALKED_DIMS; ++j) offset += digits[j] * strides[j];
+      }
+      const int own_shift = shift(offset);
+      const int first = in_run < VECTOR ? 0 : (own_shift + points) / VECTOR * VECTOR;
+      const int place = first + in_run % VECTOR, point = place - own_shift;
+      edges.offsets[i] = offset + point;
+      edges.there[i] = point >= 0 && point < points && (first > 0 || own_shift > 0) &&
+                       run_place + place >= chunk.first_point && run_place + place < chunk.end_point;
     }
+    return edges;
   }
 };
 

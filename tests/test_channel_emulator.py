@@ -225,7 +225,7 @@ ASKED: list[Asked] = [
     (Shape("group_norm", (2, 9, 130), "NWC", 2), {}, {"passes": PASSES}),
     # Runs of memory that begin anywhere: of one dimension, behind each other in a batch, and such that chunks cut.
     (Shape("instance_norm", (2, 3, 5, 13), "NCHW"), {"dtype": "float16", "activation": "silu"}, SPLIT),
-    (Shape("batch_norm", (6, 3, 67), "NCW"), {"running_dtype": "float32", "activation": "relu"}, SPLIT),
+    (Shape("batch_norm", (6, 3, 149), "NCW"), {"running_dtype": "float32", "activation": "relu"}, SPLIT),
     (
         Shape("batch_norm", (3, 2, 9001), "NCW"),
         {"dtype": "bfloat16", "running_dtype": "bfloat16", "affine": "weight"},
@@ -234,7 +234,7 @@ ASKED: list[Asked] = [
     (Shape("group_norm", (1, 6, 41, 43), "NCHW", 2), {"dtype": "float16", "activation": "gelu"}, SPLIT),
     (Shape("instance_norm", (3, 2, 33), "NCW"), {"dtype": "float64", "affine": "bias"}, SPLIT),
     (
-        Shape("batch_norm", (5, 3, 7, 31), "NCHW"),
+        Shape("batch_norm", (5, 3, 11, 31), "NCHW"),
         {"dtype": "float16", "running_dtype": "float32", "training": False, "activation": "gelu"},
         PLANNED,
     ),

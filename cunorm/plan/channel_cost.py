@@ -28,10 +28,6 @@ __all__ = ["cost"]
 _FITTED_RATE = 32e3
 # What a multiprocessor could move in a microsecond if the others had nothing to move.
 _ALONE_BYTES = 112e3
-# What a multiprocessor takes for each vector of less than 16 bytes that it holds, in nanoseconds, by the size of a
-# number and whether it is forward. On an H100 16 x 512 x 65^2 float16 numbers that come one by one take 278 us as slabs
-# of a batch norm, 273 backward, where copies take 51 and 74; of float32 176 and 201, and 96 and 141.
-_EACH_NARROW = {(2, True): 1.05, (2, False): 1.05, (4, True): 0.67, (4, False): 0.77, (8, True): 0.7, (8, False): 0.8}
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
 
@@ -72,17 +68,21 @@ def _waste(problem: ChannelProblem, tiles: Tiles) -> float:
 
 
 def _narrow(problem: ChannelProblem, width: int) -> float:
-    """How much longer vectors of less than 16 bytes take."""
-    return math.sqrt(16 / (width * problem.itemsize))
+    """How much longer vectors of less than 16 bytes take in grids and passes, the longer where runs are short."""
+    nbytes, forward = width * problem.itemsize, isinstance(problem, ChannelForward)
+    if nbytes >= 8:
+        return 1.0 if nbytes >= 16 else 1.2
+    longer = (1.6 if forward else 1.3) if nbytes == 4 else (5.2 if forward else 3.8)
+    return longer * (1.2 if nbytes == 4 and len(problem.point_sizes) > 1 else 1.0)
 
 
-def _time_of_narrow(problem: ChannelProblem, width: int, device: Device) -> float:
-    """The time to hold vectors of less than 16 bytes, at least; no time for whole ones."""
-    if width * problem.itemsize >= 16:
-        return 0.0
-    each = _EACH_NARROW[problem.itemsize, isinstance(problem, ChannelForward)]
-    vectors = problem.samples * problem.channels * problem.points / width
-    return vectors * each * 1e-3 / device.multiprocessors
+def _narrow_slab(problem: ChannelProblem, slab: Slab) -> float:
+    """The same in slabs along the points, of which those of few bytes are held as fast as others."""
+    nbytes = slab.tiles.width * problem.itemsize
+    in_runs = isinstance(problem, ChannelForward) and len(problem.point_sizes) > 1
+    if nbytes > 2:
+        return 1.15 if nbytes == 4 and in_runs else 1.0
+    return (1.3 if slab.blocks_per_slab == 1 else 1.6) * (1.3 if in_runs else 1.0)
 
 
 def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float, by_channels: float) -> float:
@@ -109,13 +109,14 @@ def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     waves = -(-grid // at_once)
     stream = _time_to_move(problem.bytes_moved, device) * _waste(problem, slab.tiles)
     stream /= min(1.0, 2.2 * grid / device.multiprocessors)
-    stream = max(stream, _time_of_narrow(problem, slab.tiles.width, device))
     if waves > 1:
         stream *= 1 + 0.6 * (waves * at_once / grid - 1)
     work = _work(problem, slab.vectors, slab.tiles, 0.02, 0.04)
     latency = 1.8 + (0.95 + 0.06 * math.log2(slab.blocks_per_slab)) * (slab.blocks_per_slab > 1)
     latency += work * max(0.66, slab.tiles.threads * resident / 512)
     cost = 4.2 + stream + latency * (1 + (waves - 1) / float(resident**0.6))
+    if not slab.tiles.along_channels:
+        cost *= _narrow_slab(problem, slab)
     return cost * _activation(problem, device, 1.05, 1.15)
 
 
@@ -158,7 +159,7 @@ def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     slabs = grid.tiles.count(problem)
     waste *= turns * grid.groups / slabs
     waste *= slabs * grid.tiles.channels / (problem.samples * problem.channels)  # the last may have fewer channels
-    stream = max(_time_to_move(problem.bytes_moved, device) * waste, _time_of_narrow(problem, grid.tiles.width, device))
+    stream = _time_to_move(problem.bytes_moved, device) * waste
     if grid.rereads:
         return _streaming_cost(grid, problem, device, stream, waste)
     stream *= _activation(problem, device, 1.08, 1.4)

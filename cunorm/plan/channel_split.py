@@ -33,8 +33,10 @@ _LEAST_TILES = 2
 _SHORT_RUN_BYTES = 512
 # Vectors lie along planes, wherever they can, in place of vectors of fewer bytes than this.
 _SHORT_VECTOR_BYTES = 8
-# Runs of fewer vectors are not peeled: too many of their numbers would go one by one.
-_LEAST_VECTORS_OF_PEELED = 4
+# Runs of fewer vectors are not peeled, of a batch, whose chunks have several, and others: too many of their numbers
+# would go one by one. Of these a thread has so many at most.
+_LEAST_VECTORS_OF_BATCH, _LEAST_VECTORS_OF_PEELED = 36, 4
+_MOST_EDGES = 4
 # Lanes that planes take: about so many, but never more than a block has threads.
 _PLANE_LANES = 64
 _MOST_PLANE_LANES = 512
@@ -70,15 +72,19 @@ class _Layout:
 
     tiles: Tiles
     unroll: int
-    peeled: bool
+    edges: int  # of a thread, at most, where runs are peeled
     splits: int
     points_per_split: int
+
+    @property
+    def peeled(self) -> bool:
+        return self.edges > 0
 
     def grid(self, problem: ChannelProblem) -> int:
         return self.tiles.count(problem) * self.splits
 
     def constants(self, problem: ChannelProblem) -> Constants:
-        return self.tiles.constants(problem) | {"UNROLL": self.unroll, "PEELED": int(self.peeled)}
+        return self.tiles.constants(problem) | {"UNROLL": self.unroll, "PEELED": int(self.peeled), "EDGES": self.edges}
 
     def arguments(self, problem: ChannelProblem, **tensors: ChannelTensor) -> dict[str, Value]:
         """Sizes, of places where runs are peeled, and the strides of each tensor."""
@@ -107,7 +113,8 @@ def _can_be_peeled(problem: ChannelProblem, width: int) -> bool:
     strides = {(tensor.sample_stride, tensor.channel_stride, tensor.point_strides) for tensor in tensors}
     alike = len(strides) == 1 and all(tensor.offset == 0 for tensor in tensors)
     contiguous = alike and tensors[0].point_strides[-1] == 1
-    return contiguous and width < piece and _LEAST_VECTORS_OF_PEELED * piece <= run < 2**31 - piece
+    least = _LEAST_VECTORS_OF_PEELED if len(problem.point_sizes) == 1 else _LEAST_VECTORS_OF_BATCH
+    return contiguous and width < piece and least * piece <= run < 2**31 - piece
 
 
 def _places(problem: ChannelProblem, width: int) -> tuple[int, ...]:
@@ -142,13 +149,26 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         lanes = of.threads // point_lanes
         while lanes > 1 and lanes >= 2 * problem.channels:
             lanes //= 2
+        if peeled and len(problem.point_sizes) == 1:
+            of = replace(of, unroll=min(of.unroll, -(-points // (width * point_lanes))))
     tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
     count = max(1, -(-points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
     per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
+    while peeled and per_split > 1 and _edges(problem, tiles, per_split * tile_points) > _MOST_EDGES:
+        per_split -= 1
     splits = -(-count // per_split)
-    return _Layout(tiles, of.unroll, peeled, splits, -(-count // splits) * tile_points)
+    per_split = -(-count // splits)
+    edges = _edges(problem, tiles, per_split * tile_points) if peeled else 0
+    return _Layout(tiles, of.unroll, edges, splits, per_split * tile_points)
+
+
+def _edges(problem: ChannelProblem, tiles: Tiles, places: int) -> int:
+    """How many edges a thread has of the runs that so many places reach into, at most."""
+    *outer, of_run = _places(problem, tiles.width)
+    runs = min(math.prod(outer), (places - 2) // of_run + 2)
+    return -(-runs * 2 * tiles.width // tiles.point_lanes)
 
 
 def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> str:

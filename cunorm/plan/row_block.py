@@ -251,8 +251,9 @@ class RowBlock:
         most = self.blocks_per_multiprocessor * device.groups(self.blocks_per_row)
         if not most or all_rows <= most:
             return all_rows
-        if not self.peeled or self.classes(problem, device) > 1:
-            return most
+        by_channel = isinstance(problem, BackwardProblem) and problem.channels is not None
+        if not self.peeled or by_channel or self.classes(problem, device) > 1:
+            return most  # what is summed by channel is not kept from row to row
         # All rows of a thread begin equally far from a multiple of 16 bytes: a step over rows is whole vectors.
         step = math.lcm(self.rows_per_block, self.period(problem)) // self.rows_per_block
         return min(all_rows, max(1, most // step) * step)
