@@ -133,6 +133,9 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         # With more, ptxas spills: along the channels under an activation, and before sm_90.
         halvings = (along_channels and problem.activation is not None) + (device.capability < 90)
         of = replace(of, unroll=of.unroll >> halvings)
+    if peeled:
+        # Where a run's vectors and edges lie takes registers: with fewer, up to 284 bytes would spill.
+        of = replace(of, min_blocks=min(of.min_blocks, 4))
     if plane > 1:
         step = least_lanes(way, 1)  # a set may go over several tiles
         lanes = min(step * max(1, _PLANE_LANES // step), problem.channels * plane // width)
