@@ -20,6 +20,16 @@ __device__ __forceinline__ void load_affine(const WEIGHT_TYPE* weights, const BI
   add_weight_offset(weight);
 }
 
+// The same from anywhere (see Anywhere), if they are ANYWHERE.
+template <bool ANYWHERE, int COUNT>
+__device__ __forceinline__ void load_affine_anywhere(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases,
+                                                     Compute (&weight)[COUNT], Compute (&bias)[COUNT]) {
+  if constexpr (!ANYWHERE || COUNT == 1) return load_affine<COUNT>(weights, biases, weight, bias);
+  if constexpr (HAS_WEIGHT) widen_all(Anywhere<WEIGHT_TYPE, COUNT>(weights).load_from(0), weight);
+  if constexpr (HAS_BIAS) widen_all(Anywhere<BIAS_TYPE, COUNT>(biases).load_from(0), bias);
+  add_weight_offset(weight);
+}
+
 __device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight, Compute bias) {
   if constexpr (HAS_WEIGHT) xhat *= weight;
   if constexpr (HAS_BIAS) xhat += bias;

@@ -162,13 +162,7 @@ struct Affine {
   template <int COUNT>
   __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
     if constexpr (HAS_CHANNELS) return by_channel.get(column, weight, bias);
-    if constexpr (!PEELED || COUNT == 1) {
-      load_affine<COUNT>(weights + column, biases + column, weight, bias);
-    } else {
-      if constexpr (HAS_WEIGHT) widen_all(Anywhere<WEIGHT_TYPE, COUNT>(weights + column).load_from(0), weight);
-      if constexpr (HAS_BIAS) widen_all(Anywhere<BIAS_TYPE, COUNT>(biases + column).load_from(0), bias);
-      add_weight_offset(weight);
-    }
+    load_affine_anywhere<PEELED>(weights + column, biases + column, weight, bias);
   }
 };
 

@@ -3,14 +3,18 @@
 // writes dx.
 //
 // A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
-// block b, counted from the end, takes tile b % tiles of group b / tiles.
+// block b, counted from the end, takes tile b % tiles of group b / tiles. Where its rows are no more than MERGED_ROWS, of
+// few chunks, it adds up the sums of these itself, as column_sums would: a launch less.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "strides.cuh"
+constexpr int MARGIN = 16 / sizeof(X_TYPE);
+#include "row_cut.cuh"
 #include "row_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "channel_merge.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -20,12 +24,13 @@ struct Arguments {
   const BIAS_TYPE* bias;
   const Compute* mean;
   const Compute* rstd;
-  const Compute* sums;  // [2][rows]: of g, of g * xhat
+  const Compute* sums;  // [splits][2][rows]: of g, of g * xhat; of one split, but where MERGED_ROWS > 0
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [groups][columns]: partial sums, or the finished ones where there is one group
   DBIAS_TYPE* dbias;
   long long rows;
   long long columns;  // a multiple of VECTOR
+  long long splits;
   long long tiles;
   long long rows_per_group;  // a multiple of ROW_LANES
   long long row_sizes[ROW_DIMS];
@@ -40,14 +45,33 @@ struct Arguments {
   long long dx_column_strides[COLUMN_DIMS];
 };
 
+// The sums of the rows from first_row on, from those of their chunks: a warp for each. For all threads of the block.
+__device__ __forceinline__ void merge_sums(const Arguments& arguments, long long first_row, long long end_row,
+                                           Compute* merged) {
+  static_assert(MERGED_ROWS == 0 || ROW_LANES == 1);
+  const int rows = static_cast<int>(end_row - first_row);
+  for (int i = threadIdx.x / 32; i < 2 * rows; i += THREADS / 32) {
+    const int which = i / rows, row = i % rows;
+    double sum[1] = {0};
+#pragma unroll 4
+    for (long long split = threadIdx.x % 32; split < arguments.splits; split += 32) {
+      sum[0] += arguments.sums[(split * 2 + which) * arguments.rows + first_row + row];
+    }
+    total_over<32>(sum, nullptr);
+    if (threadIdx.x % 32 == 0) merged[which * MERGED_ROWS + row] = static_cast<Compute>(sum[0]);
+  }
+  __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(const Arguments arguments) {
   let_next_launch_begin();
+  constexpr int MERGED = MERGED_ROWS > 0 ? 2 * MERGED_ROWS : 1;
+  __shared__ Compute merged_sums[MERGED];
   const unsigned block = block_from_the_end();
   const long long group = block / arguments.tiles, first_column = block % arguments.tiles * TILE_COLUMNS;
   const long long first_row = group * arguments.rows_per_group, group_end = first_row + arguments.rows_per_group;
   const long long end_row = group_end < arguments.rows ? group_end : arguments.rows;
   const Compute scale = 1 / static_cast<Compute>(arguments.columns);
-  wait_for_earlier_launches();
 
   long long x_offsets[UNROLL], dy_offsets[UNROLL], dx_offsets[UNROLL], added_offsets[UNROLL];
   Compute weight[UNROLL][VECTOR], bias[UNROLL][VECTOR];
@@ -66,11 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
     }
   }
 
-  for (long long row = first_row + row_lane(); row < end_row; row += ROW_LANES) {
+  Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL], added[UNROLL];
+  const auto load_row = [&](long long row) {
+    if (row >= end_row) return;
     const X_TYPE* x = arguments.x + offset_of(row, arguments.row_sizes, arguments.x_row_strides);
     const X_TYPE* dy = arguments.dy + offset_of(row, arguments.row_sizes, arguments.dy_row_strides);
-    const Compute mean = CENTERED ? arguments.mean[row] : 0, rstd = arguments.rstd[row];
-    Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL], added[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (tile_column(first_column, i) < arguments.columns) {
@@ -88,12 +112,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         }
       }
     }
+  };
+  // What no launch before this one writes may be on its way before they are done.
+  long long row = first_row + row_lane();
+  load_row(row);
+  wait_for_earlier_launches();
+  const auto sum_of_row = [&](int which, long long row) {
+    if constexpr (MERGED_ROWS > 0) return merged_sums[which * MERGED_ROWS + static_cast<int>(row - first_row)];
+    return arguments.sums[which * arguments.rows + row];
+  };
+  if constexpr (MERGED_ROWS > 0 && WANTS_DX) merge_sums(arguments, first_row, end_row, merged_sums);
+
+  for (; row < end_row; row += ROW_LANES) {
+    const Compute mean = CENTERED ? arguments.mean[row] : 0, rstd = arguments.rstd[row];
     X_TYPE* dx = nullptr;
     Compute mean_g = 0, mean_gx = 0;
     if constexpr (WANTS_DX) {
       dx = arguments.dx + offset_of(row, arguments.row_sizes, arguments.dx_row_strides);
-      if constexpr (CENTERED) mean_g = arguments.sums[row] * scale;
-      mean_gx = arguments.sums[arguments.rows + row] * scale;
+      if constexpr (CENTERED) mean_g = sum_of_row(0, row) * scale;
+      mean_gx = sum_of_row(1, row) * scale;
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
@@ -111,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         if constexpr (WANTS_DX) store(dx + dx_offsets[i], rounded<X_TYPE>(results));
       }
     }
+    load_row(row + ROW_LANES);
   }
 
   // Add over the row lanes, which are neighbours in a warp, and write the group's row of sums.

@@ -1,23 +1,31 @@
 // Layer norm and RMS norm from finished statistics: y = activate((x - mean) * rstd * weight + bias), the last launch
 // for rows that no block can hold. Reads x (or residual_out) a second time, from L2 where it is still there, and writes
 // y. One block a chunk of columns.
+//
+// Where a row has few chunks, each block MERGES their statistics itself, as split_merge would: a launch less.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "strides.cuh"
+constexpr int MARGIN = 16 / sizeof(X_TYPE);
+#include "row_cut.cuh"
 #include "row_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "set_statistics.cuh"
+#include "channel_merge.cuh"
 
 struct Arguments {
   const X_TYPE* x;
   const WEIGHT_TYPE* weight;
   const BIAS_TYPE* bias;
-  const Compute* mean;
-  const Compute* mean_remainder;  // what the rounding of the mean lost
-  const Compute* rstd;
+  const double* chunk_means;       // [rows][splits], where MERGES
+  const double* chunk_deviations;  // likewise
+  Compute* mean;                   // where MERGES, null if it is not asked for; so is rstd
+  const Compute* mean_remainder;   // what the rounding of the mean lost; not where MERGES
+  Compute* rstd;
   X_TYPE* y;
   long long rows;
-  long long columns;  // a multiple of VECTOR
+  long long columns;  // a multiple of VECTOR, or PEELED
   long long splits;
   long long columns_per_split;  // a multiple of TILE_COLUMNS
   long long row_sizes[ROW_DIMS];
@@ -26,36 +34,78 @@ struct Arguments {
   long long x_column_strides[COLUMN_DIMS];
   long long y_row_strides[ROW_DIMS];
   long long y_column_strides[COLUMN_DIMS];
+  double eps;
 };
+
+// The statistics of a row from those of its chunks, in all threads of the block.
+__device__ __forceinline__ SetStatistics merged_row(const Arguments& arguments, const Chunk& chunk) {
+  static_assert(!MERGES || ROW_LANES == 1);
+  __shared__ double scratch[2 * THREADS / 32];
+  const long long first = chunk.row * arguments.splits;
+  const double pivot = arguments.chunk_means[first];
+  const auto for_each_chunk = [&](auto use) {
+    for (int split = threadIdx.x; split < arguments.splits; split += THREADS) {
+      const long long left = arguments.columns - split * arguments.columns_per_split;
+      use(static_cast<double>(min(left, arguments.columns_per_split)), arguments.chunk_means[first + split],
+          arguments.chunk_deviations[first + split]);
+    }
+  };
+  const Moments moments = merged<THREADS>(1 / static_cast<double>(arguments.columns), pivot, scratch, for_each_chunk);
+  const SetStatistics row = set_statistics_of(moments.mean, moments.variance, arguments.eps);
+  if (threadIdx.x == 0 && chunk.split == 0) {
+    if (arguments.mean != nullptr) arguments.mean[chunk.row] = row.mean;
+    if (arguments.rstd != nullptr) arguments.rstd[chunk.row] = row.rstd;
+  }
+  return row;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_forward(const Arguments arguments) {
   const Chunk chunk =
       chunk_of_block(block_from_the_end(), arguments.splits, arguments.columns_per_split, arguments.columns);
-  wait_for_earlier_launches();
-  if (chunk.row >= arguments.rows) return;
+  const bool in_rows = chunk.row < arguments.rows;
+  const auto x_offset = [&](int column) {
+    return offset_of(chunk.first_column + column, arguments.column_sizes, arguments.x_column_strides);
+  };
+  const auto y_offset = [&](int column) {
+    return offset_of(chunk.first_column + column, arguments.column_sizes, arguments.y_column_strides);
+  };
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
   X_TYPE* y = arguments.y + offset_of(chunk.row, arguments.row_sizes, arguments.y_row_strides);
-  const Compute mean = arguments.mean[chunk.row], mean_remainder = arguments.mean_remainder[chunk.row];
-  const Compute rstd = arguments.rstd[chunk.row];
+  const Way way = way_over(chunk, x + x_offset(0), in_rows);
 
-  for (long long first = chunk.first_column; first < chunk.end_column; first += TILE_COLUMNS) {
-    Vector<X_TYPE, VECTOR> values[UNROLL];
+  Vector<X_TYPE, VECTOR> values[UNROLL];
+  const auto load_tile = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const long long column = tile_column(first, i);
-      if (column < chunk.end_column) {
-        values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
-      }
+      if (way.has(tile, i)) values[i] = load<X_TYPE, VECTOR>(x + x_offset(way.column(tile, i)));
     }
+  };
+  // What no launch before this one writes may be on its way before they are done.
+  if constexpr (!X_IS_WRITTEN) load_tile(0);
+  Vector<X_TYPE, 1> edge = {};
+  if (!X_IS_WRITTEN && way.has_edge()) edge = load<X_TYPE, 1>(x + x_offset(way.edge_column()));
+  wait_for_earlier_launches();
+  if (X_IS_WRITTEN && way.has_edge()) edge = load<X_TYPE, 1>(x + x_offset(way.edge_column()));
+
+  SetStatistics row = {};
+  if constexpr (MERGES) {
+    row = merged_row(arguments, chunk);
+  } else if (in_rows) {
+    row = {arguments.mean[chunk.row], arguments.mean_remainder[chunk.row], arguments.rstd[chunk.row]};
+  }
+  const auto finish = [&](const auto& numbers, int column) {
+    constexpr int COUNT = sizeof(numbers) / sizeof(X_TYPE);
+    Compute weight[COUNT], bias[COUNT];
+    const long long at = chunk.first_column + column;
+    load_affine_anywhere<PEELED>(arguments.weight + at, arguments.bias + at, weight, bias);
+    store(y + y_offset(column), normalized(numbers, row.mean, row.mean_remainder, row.rstd, weight, bias));
+  };
+  for (int tile = 0; tile < way.tiles(); ++tile) {
+    if (X_IS_WRITTEN || tile > 0) load_tile(tile);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const long long column = tile_column(first, i);
-      if (column < chunk.end_column) {
-        Compute weight[VECTOR], bias[VECTOR];
-        load_affine<VECTOR>(arguments.weight + column, arguments.bias + column, weight, bias);
-        store(y + offset_of(column, arguments.column_sizes, arguments.y_column_strides),
-              normalized(values[i], mean, mean_remainder, rstd, weight, bias));
-      }
+      if (way.has(tile, i)) finish(values[i], way.column(tile, i));
     }
   }
+  if (way.has_edge()) finish(edge, way.edge_column());
 }

@@ -10,6 +10,8 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "strides.cuh"
+constexpr int MARGIN = 16 / sizeof(X_TYPE);
+#include "row_cut.cuh"
 #include "row_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
@@ -26,7 +28,7 @@ struct Arguments {
   Compute* mean_remainder;
   Compute* rstd;
   long long rows;
-  long long columns;  // a multiple of VECTOR
+  long long columns;  // a multiple of VECTOR, or PEELED
   long long splits;
   long long columns_per_split;  // a multiple of TILE_COLUMNS
   long long row_sizes[ROW_DIMS];
@@ -44,9 +46,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
   let_next_launch_begin();
   __shared__ Compute scratch[3 * THREADS / 32 * ROW_LANES];
   const Chunk chunk = chunk_of_block(blockIdx.x, arguments.splits, arguments.columns_per_split, arguments.columns);
-  // Threads past the last row go along with nothing to add: the sums need every lane.
-  const long long end = chunk.row < arguments.rows ? chunk.end_column : 0;
+  const auto x_offset = [&](int column) {
+    return offset_of(chunk.first_column + column, arguments.column_sizes, arguments.x_column_strides);
+  };
   const X_TYPE* x = arguments.x + offset_of(chunk.row, arguments.row_sizes, arguments.x_row_strides);
+  // Threads past the last row go along with nothing to add: the sums need every lane.
+  const Way way = way_over(chunk, x + x_offset(0), chunk.row < arguments.rows);
 
   const X_TYPE* residual = nullptr;
   X_TYPE* residual_out = nullptr;
@@ -55,57 +60,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
     residual_out =
         arguments.residual_out + offset_of(chunk.row, arguments.row_sizes, arguments.residual_out_row_strides);
   }
-
-  Vector<X_TYPE, VECTOR> values[UNROLL];
-  const auto load_tile = [&](long long first) {
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      const long long column = tile_column(first, i);
-      if (column < end) {
-        values[i] = load<X_TYPE, VECTOR>(x + offset_of(column, arguments.column_sizes, arguments.x_column_strides));
-      }
-    }
+  // What is normalized, of numbers of x that begin at a column.
+  const auto with_residual = [&](auto& values, int column) {
     if constexpr (HAS_RESIDUAL) {
-#pragma unroll
-      for (int i = 0; i < UNROLL; ++i) {
-        const long long column = tile_column(first, i);
-        if (column < end) {
-          values[i] = sum_of(values[i], load<X_TYPE, VECTOR>(residual + offset_of(column, arguments.column_sizes,
-                                                                                  arguments.residual_column_strides)));
-          store(residual_out + offset_of(column, arguments.column_sizes, arguments.residual_out_column_strides),
-                values[i]);
-        }
-      }
+      constexpr int COUNT = sizeof(values) / sizeof(X_TYPE);
+      const long long at = chunk.first_column + column;
+      values = sum_of(values, load<X_TYPE, COUNT>(residual + offset_of(at, arguments.column_sizes,
+                                                                       arguments.residual_column_strides)));
+      store(residual_out + offset_of(at, arguments.column_sizes, arguments.residual_out_column_strides), values);
     }
   };
 
-  // The pivot: the mean of the first tile, or 0.
-  load_tile(chunk.first_column);
-  const long long chunk_columns = chunk.end_column - chunk.first_column;
+  Vector<X_TYPE, VECTOR> values[UNROLL];
+  const auto load_tile = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (way.has(tile, i)) values[i] = load<X_TYPE, VECTOR>(x + x_offset(way.column(tile, i)));
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (way.has(tile, i)) with_residual(values[i], way.column(tile, i));
+    }
+  };
+
+  // The pivot: the mean of the first tile and of the edges, or 0.
+  Vector<X_TYPE, 1> edge = {};
+  if (way.has_edge()) edge = load<X_TYPE, 1>(x + x_offset(way.edge_column()));
+  load_tile(0);
+  if (way.has_edge()) with_residual(edge, way.edge_column());
   Compute pivot = 0;
   if constexpr (CENTERED) {
     Compute sum[1] = {0};
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (tile_column(chunk.first_column, i) < end) add_values(values[i], sum);
+      if (way.has(0, i)) add_values(values[i], sum);
     }
+    if (way.has_edge()) add_values(edge, sum);
     lane_sum<THREADS, ROW_LANES>(sum, scratch);
-    pivot = sum[0] / static_cast<Compute>(chunk_columns < TILE_COLUMNS ? chunk_columns : TILE_COLUMNS);
+    const int vectors = min(way.cut.vectors, COLUMN_LANES * UNROLL);
+    pivot = sum[0] / static_cast<Compute>(max(1, vectors * VECTOR + way.cut.edges()));
   }
 
   // The sums of the differences from the pivot, and of their squares.
   Compute sums[2] = {0, 0};
-  for (long long first = chunk.first_column; first < chunk.end_column; first += TILE_COLUMNS) {
-    if (first > chunk.first_column) load_tile(first);
+  if (way.has_edge()) add_differences(edge, pivot, sums);
+  for (int tile = 0; tile < way.tiles(); ++tile) {
+    if (tile > 0) load_tile(tile);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (tile_column(first, i) < end) add_differences(values[i], pivot, sums);
+      if (way.has(tile, i)) add_differences(values[i], pivot, sums);
     }
   }
   lane_sum<THREADS, ROW_LANES>(sums, scratch + THREADS / 32 * ROW_LANES);
 
   if (threadIdx.x < ROW_LANES && chunk.row < arguments.rows) {
-    const double count = static_cast<double>(chunk_columns), shift = sums[0] / count;
+    const double count = static_cast<double>(chunk.columns), shift = sums[0] / count;
     const double mean = pivot + shift, deviation = sums[1] - shift * sums[0];
     if constexpr (ONE_CHUNK) {
       const SetStatistics row = set_statistics_of(mean, deviation / count, arguments.eps);

@@ -22,8 +22,8 @@ Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
-# 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, 4 bytes
-# at a time, 1.35 and 1.17; but 2 x 32 x 91 x 109 x 92, 8 bytes, 1.37 and 1.45.
+# 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
+# bytes at a time, 1.35 and 1.17; but 2 x 32 x 91 x 109 x 92, by 8 bytes, 1.37 and 1.45.
 _LEAST_VECTOR_BYTES_OF_SLABS = 8
 
 
@@ -90,9 +90,9 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     if most_blocks != 0:
         slab = _least(channel_slab.candidates(problem, device), problem, device)
-    if most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks:
-        if slab.tiles.along_channels or slab.tiles.width * problem.itemsize >= _LEAST_VECTOR_BYTES_OF_SLABS:
-            return slab
+    better = most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks
+    if better and slab is not None and _has_long_vectors(slab, problem):
+        return slab
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
     grid = _least(channel_grid.candidates(problem, device), problem, device)
@@ -107,6 +107,10 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     ways += [(cost(way, problem, device), way) for way in held if way is not None]
     _, best = min(ways, key=lambda way: way[0])
     return best
+
+
+def _has_long_vectors(slab: Slab, problem: ChannelProblem) -> bool:
+    return slab.tiles.along_channels or slab.tiles.width * problem.itemsize >= _LEAST_VECTOR_BYTES_OF_SLABS
 
 
 def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) -> _Way | None:

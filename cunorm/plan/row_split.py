@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
-from cunorm.plan.constants import affine_constants, compute_itemsize, dtype_constants, vector_width
+from cunorm.plan.constants import (
+    affine_constants,
+    are_rows,
+    compute_itemsize,
+    dtype_constants,
+    lie_alike,
+    vector_width,
+)
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.plan.split_merge import launch_merge
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
@@ -21,6 +28,15 @@ _TILES_PER_CHUNK = 64
 _GROUPED_BLOCKS = 4
 
 
+# Few rows: threads of a block, vectors of each, and how many chunks a block may merge, or add up.
+_FEW_THREADS, _FEW_UNROLL = 256, (4, 2, 1)
+_MOST_MERGED_CHUNKS, _MOST_MERGED_NUMBERS = 256, 1 << 12
+# Of so many blocks for each multiprocessor, each merging the same, and rows of a group, whose number is a constant.
+_MOST_MERGING_BLOCKS, _MERGED_ROWS = 8, (8, 32)
+# Shorter rows that begin anywhere are too few vectors to be peeled.
+_LEAST_VECTORS_OF_PEELED = 64
+
+
 @dataclass(frozen=True)
 class _RowSplit:
     """How row_split_* cut a problem: ROW_LANES rows by a tile of columns a block (see kernels/row_tile.cuh)."""
@@ -29,6 +45,7 @@ class _RowSplit:
     row_lanes: int
     unroll: int
     threads: int
+    peeled: bool = False
 
     @property
     def tile_columns(self) -> int:
@@ -36,20 +53,43 @@ class _RowSplit:
 
     @property
     def constants(self) -> Constants:
-        return {"THREADS": self.threads, "VECTOR": self.width, "ROW_LANES": self.row_lanes, "UNROLL": self.unroll}
+        own: Constants = {"THREADS": self.threads, "VECTOR": self.width, "ROW_LANES": self.row_lanes}
+        return own | {"UNROLL": self.unroll, "PEELED": int(self.peeled)}
 
 
-def _row_split(problem: Problem) -> _RowSplit:
-    width = vector_width(problem)
-    across_rows = problem.x.row_strides[-1] == 1 and problem.row_sizes[-1] > 1 and problem.x.column_strides[-1] != 1
-    if problem.columns == 1:
-        across_rows = True
+def _row_split(problem: Problem, peels: bool) -> _RowSplit:
+    width, piece = vector_width(problem), 16 // problem.itemsize
+    long = problem.columns >= _LEAST_VECTORS_OF_PEELED * piece
+    if peels and long and width < piece and are_rows(problem) and lie_alike(problem):
+        return _RowSplit(piece, 1, 2, 128, True)
+    across_rows = problem.row_sizes[-1] > 1 and _lie_across(problem)
     row_lanes = min(32, 1 << max(0, problem.row_sizes[-1] - 1).bit_length()) if across_rows else 1
     # Backward of 32768 x 16384 bfloat16 takes 1.88 of a copy's time on an H200 with 128 threads of two vectors, with
     # 256 2.77; of 4 x 10,000,001 float32, number by number, 2.46 and 2.29.
     threads = 256 if width == 1 and row_lanes == 1 else 128
     unroll = 2 if width * problem.itemsize == 16 else 4
     return _RowSplit(width, row_lanes, unroll, threads)
+
+
+def _lie_across(problem: Problem) -> bool:
+    """Whether neighbours in memory are of neighbouring rows."""
+    return problem.columns == 1 or (problem.x.row_strides[-1] == 1 and problem.x.column_strides[-1] != 1)
+
+
+def _for_few(split: _RowSplit, problem: Problem, device: Device) -> tuple[_RowSplit, int]:
+    """Larger tiles for few rows, each a chunk, and how many of them a row has; 0 where there are too many to merge.
+
+    A tile is as large as leaves every multiprocessor two blocks.
+    """
+    if split.row_lanes > 1 or split.width * problem.itemsize < 16 or problem.columns == 0:
+        return split, 0
+    for unroll in _FEW_UNROLL:
+        large = replace(split, threads=_FEW_THREADS, unroll=unroll)
+        splits = -(-problem.columns // large.tile_columns)
+        if problem.rows * splits >= 2 * device.multiprocessors or unroll == 1:
+            break
+    many = problem.rows * splits > _MOST_MERGING_BLOCKS * device.multiprocessors
+    return large, 0 if many or splits > _MOST_MERGED_CHUNKS else splits
 
 
 def _geometry(problem: Problem, **matrices: Matrix | None) -> dict[str, Value]:
@@ -76,8 +116,12 @@ def _chunks(problem: Problem, device: Device, split: _RowSplit) -> tuple[int, in
 
 
 def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> str:
-    split = _row_split(problem)
+    split = _row_split(problem, peels=True)
     splits, columns_per_split = _chunks(problem, device, split)
+    large, few = _for_few(split, problem, device)
+    merges = few > 1
+    if few:
+        split, splits, columns_per_split = large, few, large.tile_columns
     grid = splits * -(-problem.rows // split.row_lanes)
     sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
     chunks: dict[str, Value] = {"splits": splits, "columns_per_split": columns_per_split}
@@ -89,12 +133,13 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
     chunk_statistics: dict[str, Value] = {"chunk_means": 0, "chunk_deviations": 0}
     if not one_chunk:
         chunk_statistics = {name: builder.reserve(name, problem.rows * splits, 8) for name in chunk_statistics}
-    statistics: dict[str, Value] = {"mean": "mean", "rstd": "rstd"}
-    if not problem.stats:
-        statistics["rstd"] = builder.reserve("row_rstd", problem.rows, itemsize)
+    statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
     if not (problem.stats and problem.norm.centered):
-        statistics["mean"] = builder.reserve("row_mean", problem.rows, itemsize)
-    statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.rows, itemsize)
+        statistics["mean"] = 0 if merges else builder.reserve("row_mean", problem.rows, itemsize)
+    if not problem.stats:
+        statistics["rstd"] = 0 if merges else builder.reserve("row_rstd", problem.rows, itemsize)
+    if not merges:
+        statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.rows, itemsize)
 
     block = (split.threads, 1)
     if problem.columns > 0:
@@ -115,13 +160,13 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
                 "eps": problem.eps,
             },
         )
-    if not one_chunk:
+    if not (one_chunk or merges):
         merged = splits if problem.columns > 0 else 0
         launch_merge(builder, problem, chunk_statistics, statistics, merged, columns_per_split)
     if problem.columns > 0:
         builder.launch(
             "row_split_forward",
-            constants,
+            constants | {"MERGES": int(merges), "X_IS_WRITTEN": int(problem.residual is not None)},
             grid,
             block,
             {
@@ -129,47 +174,20 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
                 "weight": "weight",
                 "bias": "bias",
                 "y": "y",
+                **(chunk_statistics if merges else dict.fromkeys(chunk_statistics, 0)),
                 **statistics,
                 **sizes,
                 **chunks,
                 **_geometry(problem, x=problem.residual_out or problem.x, y=problem.y),
+                "eps": problem.eps,
             },
         )
     return "row_split"
 
 
 def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -> str:
-    split = _row_split(problem)
-    splits, columns_per_split = _chunks(problem, device, split)
+    split = _row_split(problem, peels=False)
     row_blocks = -(-problem.rows // split.row_lanes)
-    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
-    inputs: dict[str, Value] = {name: name for name in ("x", "dy", "weight", "bias", "mean", "rstd")}
-    constants = _split_constants(problem, split)
-    itemsize = compute_itemsize(problem)
-    block = (split.threads, 1)
-
-    sums: Value = 0
-    if problem.dx is not None:
-        sums = builder.reserve("sums", 2 * problem.rows, itemsize)
-        chunk_sums = builder.reserve("chunk_sums", splits * 2 * problem.rows, itemsize) if splits > 1 else sums
-        builder.launch(
-            "row_split_gradient_sums",
-            constants,
-            splits * row_blocks,
-            block,
-            {
-                **inputs,
-                "sums": chunk_sums,
-                **sizes,
-                "splits": splits,
-                "columns_per_split": columns_per_split,
-                **_geometry(problem, x=problem.x, dy=problem.dy),
-            },
-        )
-        if splits > 1:
-            compute = DTYPES[problem.x.dtype].compute
-            launch_sum(builder, problem, [(chunk_sums, sums, compute)], splits, 2 * problem.rows)
-
     tiles = -(-problem.columns // split.tile_columns)
     # Enough groups of rows to fill the device, four times over where a thread has little under way; but a group not
     # shorter than 8 steps.
@@ -179,16 +197,21 @@ def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) ->
     groups = max(1, min(wanted // max(1, tiles), row_blocks // 8))
     rows_per_group = -(-row_blocks // groups) * split.row_lanes
     groups = -(-problem.rows // rows_per_group)
+
+    sizes: dict[str, Value] = {"rows": problem.rows, "columns": problem.columns}
+    inputs: dict[str, Value] = {name: name for name in ("x", "dy", "weight", "bias", "mean", "rstd")}
+    sums, splits, merged_rows = _plan_sums(problem, device, rows_per_group, inputs, builder)
     targets, target_constants = column_sum_targets(builder, problem, groups)
     wants: Constants = {
         "WANTS_DX": int(problem.dx is not None),
         "HAS_DRESIDUAL": int(problem.dresidual_out is not None),
+        "MERGED_ROWS": merged_rows,
     }
     builder.launch(
         "row_split_backward",
-        constants | wants | target_constants,
+        _split_constants(problem, split) | wants | target_constants,
         tiles * groups,
-        block,
+        (split.threads, 1),
         {
             **inputs,
             "dresidual_out": "dresidual_out",
@@ -196,6 +219,7 @@ def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) ->
             "dx": "dx",
             **targets,
             **sizes,
+            "splits": splits,
             "tiles": tiles,
             "rows_per_group": rows_per_group,
             **_geometry(
@@ -205,3 +229,45 @@ def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) ->
     )
     launch_column_sums(builder, problem, targets, groups)
     return "row_split"
+
+
+def _plan_sums(
+    problem: BackwardProblem, device: Device, rows_per_group: int, inputs: dict[str, Value], builder: Builder
+) -> tuple[Value, int, int]:
+    """The launches that leave the sums along rows which dx needs; of how many chunks, and for how many rows of a group.
+
+    Those of several chunks are left to row_split_backward, where these are few.
+    """
+    if problem.dx is None:
+        return 0, 1, 0
+    split = _row_split(problem, peels=True)
+    splits, columns_per_split = _chunks(problem, device, split)
+    large, few = _for_few(split, problem, device)
+    merged_rows = next((rows for rows in _MERGED_ROWS if rows >= rows_per_group), 0)
+    merges = few > 1 and merged_rows > 0 and 2 * rows_per_group * few <= _MOST_MERGED_NUMBERS
+    if merges:
+        split, splits, columns_per_split = large, few, large.tile_columns
+    itemsize = compute_itemsize(problem)
+    sums = 0 if merges else builder.reserve("sums", 2 * problem.rows, itemsize)
+    chunk_sums = builder.reserve("chunk_sums", splits * 2 * problem.rows, itemsize) if splits > 1 else sums
+    builder.launch(
+        "row_split_gradient_sums",
+        _split_constants(problem, split),
+        splits * -(-problem.rows // split.row_lanes),
+        (split.threads, 1),
+        {
+            **inputs,
+            "sums": chunk_sums,
+            "rows": problem.rows,
+            "columns": problem.columns,
+            "splits": splits,
+            "columns_per_split": columns_per_split,
+            **_geometry(problem, x=problem.x, dy=problem.dy),
+        },
+    )
+    if merges:
+        return chunk_sums, splits, merged_rows
+    if splits > 1:
+        compute = DTYPES[problem.x.dtype].compute
+        launch_sum(builder, problem, [(chunk_sums, sums, compute)], splits, 2 * problem.rows)
+    return sums, 1, 0
