@@ -92,7 +92,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
 
   Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL], added[UNROLL];
   const auto load_row = [&](long long row) {
-    if (row >= end_row) return;
     const X_TYPE* x = arguments.x + offset_of(row, arguments.row_sizes, arguments.x_row_strides);
     const X_TYPE* dy = arguments.dy + offset_of(row, arguments.row_sizes, arguments.dy_row_strides);
 #pragma unroll
@@ -115,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
   };
   // What no launch before this one writes may be on its way before they are done.
   long long row = first_row + row_lane();
-  load_row(row);
+  if (row < end_row) load_row(row);
   wait_for_earlier_launches();
   const auto sum_of_row = [&](int which, long long row) {
     if constexpr (MERGED_ROWS > 0) return merged_sums[which * MERGED_ROWS + static_cast<int>(row - first_row)];
@@ -124,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
   if constexpr (MERGED_ROWS > 0 && WANTS_DX) merge_sums(arguments, first_row, end_row, merged_sums);
 
   for (; row < end_row; row += ROW_LANES) {
+    if (row >= first_row + ROW_LANES) load_row(row);
     const Compute mean = CENTERED ? arguments.mean[row] : 0, rstd = arguments.rstd[row];
     X_TYPE* dx = nullptr;
     Compute mean_g = 0, mean_gx = 0;
@@ -148,7 +148,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
         if constexpr (WANTS_DX) store(dx + dx_offsets[i], rounded<X_TYPE>(results));
       }
     }
-    load_row(row + ROW_LANES);
   }
 
   // Add over the row lanes, which are neighbours in a warp, and write the group's row of sums.

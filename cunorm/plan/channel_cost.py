@@ -78,11 +78,13 @@ def _narrow(problem: ChannelProblem, width: int) -> float:
 
 def _narrow_slab(problem: ChannelProblem, slab: Slab) -> float:
     """The same in slabs along the points, of which those of few bytes are held as fast as others."""
-    nbytes = slab.tiles.width * problem.itemsize
-    in_runs = isinstance(problem, ChannelForward) and len(problem.point_sizes) > 1
-    if nbytes > 2:
-        return 1.15 if nbytes == 4 and in_runs else 1.0
-    return (1.3 if slab.blocks_per_slab == 1 else 1.6) * (1.3 if in_runs else 1.0)
+    nbytes, in_runs = slab.tiles.width * problem.itemsize, len(problem.point_sizes) > 1
+    longer_runs = in_runs and isinstance(problem, ChannelForward)
+    if nbytes == 2:
+        return (1.3 if slab.blocks_per_slab == 1 else 1.6) * (1.3 if longer_runs else 1.0)
+    if nbytes == 4 and problem.itemsize == 4:
+        return 1.15 if longer_runs else 1.0 if in_runs else 0.8
+    return 1.0
 
 
 def _work(problem: ChannelProblem, vectors: int, tiles: Tiles, by_points: float, by_channels: float) -> float:

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cunorm.plan import channel_row_geometry
+from cunorm.plan import channel_row_geometry, channel_row_peeled
 from cunorm.plan.constants import are_rows, compute_itemsize, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_activated import activated_row_backward
@@ -34,6 +34,8 @@ __all__ = ["backward_geometry", "forward_geometry"]
 
 # So few bytes of sums over channels, which column_sums reads again, are no matter.
 _FEW_SUM_BYTES = 1 << 20
+# Of a block, where clusters of 16 share few rows.
+_FEW_THREADS = 256
 # Weights by channel take next to no room, and come late.
 _NO_WEIGHTS: dict[str, Any] = {"weight": None, "bias": None}
 
@@ -46,7 +48,10 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         return _forward_geometry(problem, device)
     geometry = channel_row_geometry.forward_geometry(problem, device)
     geometry = geometry or _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
-    return None if geometry is None else channel_row_geometry.with_channels(geometry, problem, device)
+    if geometry is None:
+        return None
+    geometry = channel_row_geometry.with_channels(geometry, problem, device)
+    return channel_row_peeled.with_more_blocks(geometry, problem, device)
 
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
@@ -192,6 +197,9 @@ def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
     if problem.rows > device.groups(blocks):
         blocks = 2 if blocks > 1 and problem.rows <= device.groups(2) else 1
     vectors_per_block = -(-vectors_per_row // blocks)
+    ahead = _few_ahead(problem, device, width, vectors_per_block) if blocks == 16 else None
+    if ahead is not None:
+        return ahead
     threads = min(256 if vectors_per_block <= 1024 else MOST_THREADS, 1 << vectors_per_block.bit_length() - 1)
     vectors = -(-vectors_per_block // threads)
     rows = max(1, 64 // threads)
@@ -201,6 +209,20 @@ def _few_rows(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
     if full and blocks == 1 and problem.rows > device.multiprocessors:
         return None  # two have no room on a multiprocessor: 200 rows of 8192 float32 numbers take 0.84 to 0.89 staged
     return geometry if in_registers and fits_early(geometry, problem, device) else None
+
+
+def _few_ahead(problem: ForwardProblem, device: Device, width: int, vectors: int) -> RowBlock | None:
+    """Few long rows of sixteen-bit numbers that clusters share, of so many vectors a block; None for others.
+
+    On an H100 1 to 7 rows of 200,000, 262,144 and 400,000 float16 numbers take 0.89 to 0.91, 0.90 to 0.94 and 0.89 to
+    0.95 of the time of weights that come early so, RMS norm 0.91 to 0.95, 0.96 to 0.99 and 0.91 to 0.93.
+    """
+    each = -(-vectors // _FEW_THREADS)
+    timed = device.capability == 90 and problem.norm.activation is None and problem.residual is None
+    if not timed or problem.itemsize != 2 or not 7 <= each <= 13 or not problem.parameters:
+        return None
+    geometry = RowBlock(width, each, _FEW_THREADS, 1, 16, "ahead", weights="staged", blocks_per_multiprocessor=1)
+    return geometry if fits(geometry, problem, device) else None
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -216,6 +238,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
     geometry = channel_row_geometry.backward_geometry(problem, device)
+    geometry = geometry or channel_row_peeled.backward_geometry(problem, device)
     if geometry is None:
         geometry = _backward_geometry(replace(problem, **_NO_WEIGHTS), device)
         if geometry is not None:

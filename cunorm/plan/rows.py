@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan import row_block, row_geometry, row_grid, row_pipeline, weight_gradients
+from cunorm.plan import row_block, row_geometry, row_grid, row_pipeline, row_split, weight_gradients
 from cunorm.plan.launches import Builder, Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_pipeline import RowPipeline
@@ -14,7 +14,9 @@ __all__ = ["plan_backward", "plan_forward"]
 
 
 def plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str | None:
-    """Which strategy was planned, with the geometry or the built-in choice; None where rows must be moved twice."""
+    """Which strategy was planned, with the geometry or the built-in choice; None where rows are to be read twice."""
+    if geometry is None and row_split.is_better_forward(problem, device):
+        return None
     if geometry is None:
         geometry = row_geometry.forward_geometry(problem, device)
         pipeline = _pipeline(problem, device, geometry)
@@ -28,6 +30,8 @@ def plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | N
 
 def plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str | None:
     """As `plan_forward`."""
+    if geometry is None and row_split.is_better_backward(problem, device):
+        return None
     if geometry is None:
         geometry = row_geometry.backward_geometry(problem, device)
         pipeline = _pipeline(problem, device, geometry)
