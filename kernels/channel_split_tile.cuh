@@ -2,10 +2,10 @@
 // vectors, all under way together.
 //
 // A run is what a channel has along the last dimension of its points: one after the other in memory. Where runs are
-// PEELED, they begin anywhere, equally far from a multiple of 16 bytes in all tensors. Their vectors are aligned all the
-// same: what is counted as points, along the last dimension, are the places of the vectors around a run, and one more
-// of these, wherever it begins. A vector that only a part of the run lies in is no vector: its numbers, the edges of the
-// run, go one to a thread.
+// PEELED, they begin anywhere, equally far from a multiple of 16 bytes in all tensors, and their vectors are aligned
+// all the same. What is counted as points, along the last dimension, are then the places in as many vectors as a run
+// can reach into, wherever it begins. A vector that has other numbers too is none of the run's: those of its numbers
+// that the run has, the edges, go one to a thread.
 constexpr int TILE_POINTS = POINT_LANES * POINT_VECTOR * UNROLL;
 static_assert(PEELED == (EDGES > 0));
 

@@ -3,8 +3,8 @@
 // writes dx.
 //
 // A block keeps one tile of columns and goes down the rows of its group, so the sums of its columns stay in registers;
-// block b, counted from the end, takes tile b % tiles of group b / tiles. Where its rows are no more than MERGED_ROWS, of
-// few chunks, it adds up the sums of these itself, as column_sums would: a launch less.
+// block b, counted from the end, takes tile b % tiles of group b / tiles. Where its rows are no more than MERGED_ROWS,
+// of few chunks, it adds up the sums of these itself, as column_sums would: a launch less.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"

@@ -43,7 +43,9 @@ struct Way {
   __device__ __forceinline__ int vector(int tile, int i) const {
     return (tile * UNROLL + i) * COLUMN_LANES + column_lane();
   }
-  __device__ __forceinline__ int tiles() const { return (cut.vectors + COLUMN_LANES * UNROLL - 1) / (COLUMN_LANES * UNROLL); }
+  __device__ __forceinline__ int tiles() const {
+    return (cut.vectors + COLUMN_LANES * UNROLL - 1) / (COLUMN_LANES * UNROLL);
+  }
   __device__ __forceinline__ bool has(int tile, int i) const { return vector(tile, i) < cut.vectors; }
   // From the first column of the chunk on.
   __device__ __forceinline__ int column(int tile, int i) const { return cut.column(vector(tile, i)); }

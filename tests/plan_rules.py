@@ -128,7 +128,6 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "a double a chunk of a set": lambda a, groups, size: a["sets"] * a["splits"] * 8,
     "one a set": lambda a, groups, size: a["sets"] * size,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
-    "two a row": lambda a, groups, size: 2 * a["rows"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
     "three a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
@@ -151,9 +150,10 @@ _SCRATCH = {
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk of a set")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a set"),
-    "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
+    "row_split_forward": dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row")
+    | dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk"),
     "row_split_gradient_sums": {"sums": "two a chunk"},
-    "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a row"},
+    "row_split_backward": dict.fromkeys(["dweight", "dbias"], "a row a group of rows") | {"sums": "two a chunk"},
 }
 
 
@@ -291,18 +291,20 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
     for matrix in problem.matrices:
         assert matrix.alignment >= itemsize and (matrix.column_strides[0] == 1 or problem.columns == 1)
     groups, arguments = item.grid // item.cluster, dict(item.arguments)
-    shared_row = item.cluster > 1 or item.cooperative
-    assert arguments["columns_per_block"] * itemsize % 16 == 0 or not shared_row
+    shared_row = item.cluster > 1 or item.cooperative or "splits" in arguments
+    part = arguments["columns_per_split" if "splits" in arguments else "columns_per_block"]
+    assert part * itemsize % 16 == 0 or not shared_row
     for row in _some(problem.rows):
         begins = {_address(matrix, problem, row, 0) % 16 for matrix in problem.matrices}
-        if item.cooperative or constants["STAGE"] != "direct":
+        if item.cooperative or constants.get("STAGE") != "direct":
             # The bytes that a vector is copied from are aligned in every tensor, not only in the one peeled for.
             assert len(begins) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
         step = groups * constants.get("ROWS_PER_BLOCK", problem.rows)
         classes = constants.get("CLASSES", 1)  # more, and groups have rows of one until there are no more of them
         step = constants.get("CLAIMS") or (classes if classes > 1 else step)
         assert len(begins) == 1 or not constants.get("ALIKE")
-        if row + step < problem.rows and item.kernel.startswith("row_block"):
+        by_channel = item.kernel == "row_block_backward" and problem.channels is not None
+        if row + step < problem.rows and item.kernel.startswith("row_block") and not by_channel:
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
             aligned = _aligned_to(problem)
             assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
@@ -522,13 +524,15 @@ def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, A
     assert chunk % tile == 0 and 1 <= chunk // tile <= TILES_PER_CHUNK
     assert splits * chunk >= arguments["columns"] > (splits - 1) * chunk
     assert item.grid == splits * -(-arguments["rows"] // lanes)
+    assert lanes == 1 or not (constants["PEELED"] or constants.get("MERGES")), "all threads of a block have one row"
 
 
 def _covers_row_split_backward(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     lanes, tile, tiles = constants["ROW_LANES"], _tile(item, constants), arguments["tiles"]
     assert tiles * tile >= arguments["columns"] > (tiles - 1) * tile
     assert arguments["rows_per_group"] % lanes == 0 and item.grid % tiles == 0
-    groups = item.grid // tiles
+    groups, merged = item.grid // tiles, constants["MERGED_ROWS"]
+    assert arguments["splits"] == 1 or (lanes == 1 and arguments["rows_per_group"] <= merged)
     assert groups * arguments["rows_per_group"] >= arguments["rows"] > (groups - 1) * arguments["rows_per_group"]
 
 

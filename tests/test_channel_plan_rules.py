@@ -156,7 +156,8 @@ def _points_and_channels_are_covered(problem: ChannelProblem, device: Device, ch
         if item.kernel == "zeros":
             covers_zeros(item, constants, arguments, device)
             continue
-        assert (arguments["channels"], arguments["points"]) == (problem.channels, problem.points)
+        points = _points_or_places(problem, constants, arguments)
+        assert (arguments["channels"], arguments["points"]) == (problem.channels, points)
         if item.kernel.startswith("channel_slab"):
             _covers_slab(problem, item, constants, arguments)
         elif item.kernel.startswith("channel_grid"):
@@ -191,14 +192,28 @@ def _tiles(problem: ChannelProblem, constants: Constants) -> int:
     return problem.samples * -(-problem.channels // _tile_channels(constants))
 
 
+def _points_or_places(problem: ChannelProblem, constants: Constants, arguments: dict[str, Any]) -> int:
+    """What a launch counts: points, or where runs are peeled the places of their vectors, wherever one begins."""
+    if not constants.get("PEELED"):
+        assert not constants.get("EDGES") and not arguments.get("run_points")
+        return problem.points
+    width, (*outer, run), (*sizes, places) = constants["VECTOR"], problem.point_sizes, arguments["point_sizes"]
+    assert sizes == outer and arguments["run_points"] == run
+    assert places % width == 0 and run + width - 1 <= places < run + 2 * width - 1
+    runs = min(math.prod(outer), -(-(arguments["points_per_split"] - 1) // places) + 1)
+    assert constants["EDGES"] * _point_lanes(constants) >= runs * 2 * width, "a number is nobody's"
+    return math.prod(outer) * places
+
+
 def _covers_pass(problem: ChannelProblem, item: Launch, constants: Constants, arguments: dict[str, Any]) -> None:
     _assert_lanes(item, constants)
     tile_points = _point_lanes(constants) * _points_of_vector(constants) * constants["UNROLL"]
     splits, per_split = arguments["splits"], arguments["points_per_split"]
     assert per_split % tile_points == 0
     assert 1 <= per_split // tile_points <= TILES_PER_CHUNK
-    assert splits * per_split >= problem.points
-    assert splits == 1 or problem.points > (splits - 1) * per_split, "a chunk is empty"
+    points = _points_or_places(problem, constants, arguments)
+    assert splits * per_split >= points
+    assert splits == 1 or points > (splits - 1) * per_split, "a chunk is empty"
     assert item.grid == _tiles(problem, constants) * splits
     if item.kernel == "channel_split_statistics":
         assert not constants["ONE_CHUNK"] or (splits, problem.channels_per_set) == (1, 1)
@@ -289,7 +304,9 @@ def _covers_merge(problem: ChannelProblem, item: Launch, constants: Constants, a
     assert (splits > 0) == (problem.points * problem.samples > 0)
     if forward and splits:
         chunk = arguments["points_per_split"]
-        assert splits * chunk >= problem.points > (splits - 1) * chunk
+        assert splits * chunk >= problem.points
+        # Of places there are more than points, and each chunk says how many points it has.
+        assert problem.points > (splits - 1) * chunk or arguments["chunk_counts"]
 
 
 # ---- Every access is aligned.
@@ -306,6 +323,11 @@ def every_access_is_aligned_and_contiguous(problem: ChannelProblem, device: Devi
         width, along, plane = constants["VECTOR"], constants["ALONG_CHANNELS"], constants["PLANE"]
         assert width in (1, 2, 4, 8) and width * itemsize <= 16
         assert constants["POINT_DIMS"] == len(problem.point_sizes)
+        if constants.get("PEELED"):
+            strides = {(each.sample_stride, each.channel_stride, each.point_strides) for each in problem.tensors}
+            assert len(strides) == 1 and not along and width * itemsize == 16
+            assert all(each.alignment == 16 and each.point_strides[-1] == 1 for each in problem.tensors)
+            continue
         for tensor in problem.tensors:
             assert tensor.alignment % (width * itemsize) == 0 or width == 1
             last = tensor.point_strides[-1]
@@ -340,6 +362,7 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, dev
         expected = {
             "chunk_means": every_channel * splits * 8,
             "chunk_deviations": every_channel * splits * 8,
+            "chunk_counts": every_channel * splits * 8,
             "sums": every_channel * splits * 2 * size,
             "means": 2 * problem.sets * size,
             "dweight": every_channel * size,

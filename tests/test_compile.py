@@ -206,9 +206,12 @@ def split_problems(dtype: str) -> Iterator[Problem]:
         ((8, 4, 2), (2, 4, 8 * width), Matrix(dtype, (64, 4096, 2**18), (32, 1024, 1)), Norm()),
         ((4096,), (512,), Matrix(dtype, (1,), (4096,)), Norm(False, 1.0, "silu")),
         ((2, 2, 32), (4, 4, 8), Matrix(dtype, (4096, 2048, 1), (2**20, 2**18, 32)), Norm()),
+        # Few chunks, which the last launch merges.
+        ((4,), (400_001,), Matrix(dtype, (400_001,), (1,)), Norm()),
+        ((2,), (262_144 * width // 4,), Matrix(dtype, (262_144 * width // 4,), (1,)), Norm(False)),
     ]
     for number, (row_sizes, column_sizes, x, norm) in enumerate(layouts):
-        added = x if number % 2 == 0 else None
+        added = x if number % 2 == 0 and number < 5 else None
         vector = Vector((dtype, "float32", "float64")[number % 3])
         bias = vector if norm.activation is not None else None
         yield ForwardProblem(row_sizes, column_sizes, x, added, x, added, vector, vector, True, 1e-5, norm)
@@ -394,6 +397,12 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((64, 2048, 49), None, True, None),
     ((64, 2048, 49), None, False, "silu"),
     ((700, 24, 169), None, False, None),
+    # Runs of memory that begin anywhere: whole chunks of one, several to a chunk, and such that chunks cut.
+    ((16, 64, 257**2), 1, False, None),
+    ((16, 64, 257**2), 2, False, None),
+    ((16, 256, 65**2), None, False, "gelu"),
+    ((16, 512, 33**2), None, False, None),
+    ((16, 512, 33**2), 16, False, "silu"),
     # So many points that no grid takes them: a thread would have too many of a slab.
     ((1, 8, 512**3), 1, True, None),
 ]
@@ -637,9 +646,10 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
         ptx = ptx_of(item)
         assert any(map(touches_memory, ptx)), item.kernel
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
-        if item.kernel.startswith(("channel_grid", "row_grid", "row_weight_gradients")) or "pipeline" in item.kernel:
-            # The second launch of its plan, before which nothing is written that it reads, as the rules of plans have
-            # it (test_channel_plan_rules.py, plan_rules.py).
+        reads_early = ("channel_grid", "row_grid", "row_weight_gradients", "row_split_forward", "row_split_backward")
+        if item.kernel.startswith(reads_early) or "pipeline" in item.kernel:
+            # Before it nothing is written that it reads so, as the rules of plans have it (test_channel_plan_rules.py,
+            # plan_rules.py): of row_split_* x, dy and the weights, and x only if there was no residual.
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
 

@@ -174,7 +174,8 @@ def test_long_rows_that_no_pipeline_has_are_read_twice() -> None:
     assert [strategy(columns) for columns in sizes] == [CLUSTER, PIPELINE, PIPELINE, SPLIT]
     assert [strategy(columns, weight=double, bias=double) for columns in sizes] == [CLUSTER, PIPELINE, SPLIT, SPLIT]
     assert [strategy(columns, weight=None, bias=None) for columns in sizes] == [CLUSTER, PIPELINE, PIPELINE, PIPELINE]
-    assert [strategy(2**20, rows) for rows in (1, 4, 8)] == [GRID, PIPELINE, PIPELINE]
+    assert [strategy(2**20, rows) for rows in (1, 4, 8)] == [SPLIT, SPLIT, PIPELINE]
+    assert [strategy(2**21, rows) for rows in (1, 2, 4, 8)] == [GRID, SPLIT, PIPELINE, PIPELINE]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

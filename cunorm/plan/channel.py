@@ -91,7 +91,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     if most_blocks != 0:
         slab = _least(channel_slab.candidates(problem, device), problem, device)
     better = most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks
-    if better and slab is not None and _has_long_vectors(slab, problem):
+    if better and slab is not None and (problem.channels_per_set > 1 or _has_long_vectors(slab, problem)):
         return slab
     if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
         return rows
