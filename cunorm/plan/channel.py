@@ -11,7 +11,7 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
-from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.launches import Builder, Device, Launch, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
@@ -93,7 +93,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     better = most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks
     if better and slab is not None and (problem.channels_per_set > 1 or _has_long_vectors(slab, problem)):
         return slab
-    if rows is not None and rows.strategy != "row_grid" and all(launch.cluster < 16 for launch in rows.launches):
+    if rows is not None and rows.strategy != "row_grid" and not any(map(_leaves_many_idle, rows.launches)):
         return rows
     grid = _least(channel_grid.candidates(problem, device), problem, device)
     if grid is not None and not grid.is_worth_its_words(problem):
@@ -107,6 +107,12 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     ways += [(cost(way, problem, device), way) for way in held if way is not None]
     _, best = min(ways, key=lambda way: way[0])
     return best
+
+
+def _leaves_many_idle(launch: Launch) -> bool:
+    """Whether it takes clusters of 16 blocks; those of rows that begin anywhere are small, and read directly."""
+    constants = dict(launch.constants)
+    return launch.cluster == 16 and not (constants.get("PEELED") and constants.get("STAGE") == "direct")
 
 
 def _has_long_vectors(slab: Slab, problem: ChannelProblem) -> bool:

@@ -83,7 +83,7 @@ def _narrow_slab(problem: ChannelProblem, slab: Slab) -> float:
     if nbytes == 2:
         return (1.3 if slab.blocks_per_slab == 1 else 1.6) * (1.3 if longer_runs else 1.0)
     if nbytes == 4 and problem.itemsize == 4:
-        return 1.15 if longer_runs else 1.0 if in_runs else 0.8
+        return 1.15 if longer_runs else 1.0 if in_runs or slab.tiles.channel_lanes > 8 else 0.8
     return 1.0
 
 

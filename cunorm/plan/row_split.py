@@ -31,8 +31,9 @@ _GROUPED_BLOCKS = 4
 # Few rows: threads of a block, vectors of each, and how many chunks a block may merge, or add up.
 _FEW_THREADS, _FEW_UNROLL = 256, (4, 2, 1)
 _MOST_MERGED_CHUNKS, _MOST_MERGED_NUMBERS = 256, 1 << 12
-# Of so many blocks for each multiprocessor, each merging the same, and rows of a group, whose number is a constant.
-_MOST_MERGING_BLOCKS, _MERGED_ROWS = 8, (8, 32)
+# Of so many blocks for each multiprocessor, forward and backward: 8 rows of 400,000 float32 numbers, which are six of
+# them, take 36 us backward so, and 33 in smaller tiles. And rows of a group, whose number is a constant.
+_MOST_MERGING_BLOCKS, _MOST_ADDING_BLOCKS, _MERGED_ROWS = 8, 4, (8, 32)
 # Shorter rows that begin anywhere are too few vectors to be peeled.
 _LEAST_VECTORS_OF_PEELED = 64
 
@@ -118,7 +119,7 @@ def _lie_across(problem: Problem) -> bool:
     return problem.columns == 1 or (problem.x.row_strides[-1] == 1 and problem.x.column_strides[-1] != 1)
 
 
-def _for_few(split: _RowSplit, problem: Problem, device: Device) -> tuple[_RowSplit, int]:
+def _for_few(split: _RowSplit, problem: Problem, device: Device, most_blocks: int) -> tuple[_RowSplit, int]:
     """Larger tiles for few rows, each a chunk, and how many of them a row has; 0 where there are too many to merge.
 
     A tile is as large as leaves every multiprocessor two blocks.
@@ -130,7 +131,7 @@ def _for_few(split: _RowSplit, problem: Problem, device: Device) -> tuple[_RowSp
         splits = -(-problem.columns // large.tile_columns)
         if problem.rows * splits >= 2 * device.multiprocessors or unroll == 1:
             break
-    many = problem.rows * splits > _MOST_MERGING_BLOCKS * device.multiprocessors
+    many = problem.rows * splits > most_blocks * device.multiprocessors
     return large, 0 if many or splits > _MOST_MERGED_CHUNKS else splits
 
 
@@ -160,7 +161,7 @@ def _chunks(problem: Problem, device: Device, split: _RowSplit) -> tuple[int, in
 def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> str:
     split = _row_split(problem, peels=True)
     splits, columns_per_split = _chunks(problem, device, split)
-    large, few = _for_few(split, problem, device)
+    large, few = _for_few(split, problem, device, _MOST_MERGING_BLOCKS)
     merges = few > 1
     if few:
         split, splits, columns_per_split = large, few, large.tile_columns
@@ -284,7 +285,7 @@ def _plan_sums(
         return 0, 1, 0
     split = _row_split(problem, peels=True)
     splits, columns_per_split = _chunks(problem, device, split)
-    large, few = _for_few(split, problem, device)
+    large, few = _for_few(split, problem, device, _MOST_ADDING_BLOCKS)
     merged_rows = next((rows for rows in _MERGED_ROWS if rows >= rows_per_group), 0)
     merges = few > 1 and merged_rows > 0 and 2 * rows_per_group * few <= _MOST_MERGED_NUMBERS
     if merges:
