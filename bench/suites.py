@@ -269,14 +269,16 @@ def _channel_rows(
     sweep: str = SHAPES,
     activations: Iterable[str] = ("",),
     directions: Iterable[str] = ("forward", "backward"),
+    op: str = "",
+    layouts: Iterable[str] = LAYOUTS,
 ) -> Iterator[Row]:
-    """Every combination, in both layouts; the suite has the name of its norm. Group norm has 32 groups, or fewer where
-    each would have a channel only."""
-    op = name.replace("-", "_")
+    """Every combination, in both layouts; the norm is the one that the suite is named after, unless it is given. Group
+    norm has 32 groups, or fewer where each would have a channel only."""
+    op = op or name.replace("-", "_")
     for shape in shapes:
         groups = min(32, shape[1] // 2) if op == "group_norm" else 0
         for dtype in dtypes:
-            for layout in LAYOUTS:
+            for layout in layouts:
                 for activation in activations:
                     row = Row(name, op, shape, dtype, "", sweep=sweep, layout=layout, groups=groups)
                     for direction in directions:
@@ -324,6 +326,24 @@ def _batch_norm() -> Iterator[Row]:
     yield from _channel_rows("batch-norm", _TINY, ["float32", "float16"], TINY_SHAPES)
 
 
+# Of an odd number of points: planes of DeepLab (images of 513 x 513), Inception and EfficientNet; brains in cubes of 2
+# mm, and in twice and four times as large ones; and the middle of diffusion of 832 x 1216.
+ODD_PLANES: dict[str, list[tuple[int, ...]]] = {
+    "batch_norm": [
+        (16, 64, 257, 257), (16, 256, 129, 129), (16, 512, 65, 65), (16, 2048, 33, 33), (32, 288, 35, 35),
+        (32, 64, 147, 147), (32, 480, 19, 19),
+    ],
+    "instance_norm": [(2, 32, 91, 109, 91), (2, 64, 45, 55, 45), (2, 128, 23, 27, 23), (1, 32, 181, 217, 181)],
+    "group_norm": [(16, 256, 65, 65), (2, 1280, 13, 19)],
+}  # fmt: skip
+
+
+def _odd_planes() -> Iterator[Row]:
+    """Channels second, whose planes or volumes begin anywhere."""
+    for op, shapes in ODD_PLANES.items():
+        yield from _channel_rows("odd-planes", shapes, ["float16", "float32"], op=op, layouts=LAYOUTS[:1])
+
+
 def _host() -> Iterator[Row]:
     """What a call costs the CPU, on tensors so small that the GPU keeps up."""
     for shape in ((8, 1024), (64, 1024)):
@@ -346,6 +366,7 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "instance-norm": _instance_norm,
     "group-norm": _group_norm,
     "batch-norm": _batch_norm,
+    "odd-planes": _odd_planes,
     "host": _host,
 }
 

@@ -67,6 +67,8 @@ PROBLEMS = [
     ((300, 1023), (-1,), "float32"),
     ((2, 600_000), (-1,), "float32"),  # a row for all blocks
     ((3, 700_001), (-1,), "float32"),
+    ((4, 200_001), (-1,), "float32"),  # in chunks that the last launch merges
+    ((2, 262_144), (-1,), "bfloat16"),
     ((5, 600_000), (-1,), "float32"),  # rows that all blocks share, in a pipeline
     ((37, 400_000), (-1,), "bfloat16"),  # several groups of blocks
     ((3, 1000), (-1,), "float64"),
@@ -81,6 +83,8 @@ ROWS_OF_CHANNELS = [
     (40, 3, 1, 1024, "bfloat16"),
     (9, 5, 1, 4097, "float16"),
     (2, 2, 1, 200_000, "float32"),  # blocks share a channel
+    (40, 8, 1, 16_641, "float16"),  # that begins anywhere, several of them a multiprocessor
+    (9, 8, 1, 66_049, "float32"),
     (1, 2, 1, 1_500_001, "float32"),  # a row for all blocks
     (2, 2, 1, 1_200_000, "float16"),  # in a pipeline, backward too
     (300, 8, 4, 2, "float32"),
@@ -159,6 +163,9 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),  # rows in segments, by blocks
+    (Shape("batch_norm", (7, 40, 65, 65), "NCHW"), "float16"),  # chunks of runs that begin anywhere
+    (Shape("batch_norm", (3, 5, 129, 131), "NCHW"), "float32"),
+    (Shape("group_norm", (5, 64, 35, 35), "NCHW", 8), "bfloat16"),
     (Shape("batch_norm", (16, 70, 7, 7), "NCHW"), "float16"),  # number by number
     (Shape("batch_norm", (12, 140, 28, 28), "NCHW"), "float32"),  # ahead
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),

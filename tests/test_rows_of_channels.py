@@ -333,6 +333,8 @@ def test_y_may_be_written_over_x(together: int) -> None:
 SHARED = {
     "one channel": ((3, 2, 1, 1600, "float32"), RowBlock(4, 2, 64, 1, 4)),
     "one channel, odd": ((3, 2, 1, 1603, "float32"), RowBlock(4, 2, 64, 1, 4, "ahead", True, "late", 1)),
+    # In turns over rows that begin in different ways, which backward no thread keeps anything of.
+    "one channel, odd, directly": ((5, 2, 1, 1603, "float16"), RowBlock(8, 1, 64, 1, 4, "direct", True, "late", 1)),
     "one channel of one sample": ((1, 2, 1, 1600, "bfloat16"), RowBlock(8, 2, 64, 1, 2)),
     "a block a channel": ((3, 4, 2, 400, "float32"), RowBlock(4, 2, 64, 1, 2, "ahead", False, "late", 1)),
     "two blocks a channel": ((3, 4, 2, 800, "float32"), RowBlock(4, 2, 64, 1, 4)),
