@@ -90,15 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
     }
   }
 
-  Vector<X_TYPE, VECTOR> x_values[UNROLL], dy_values[UNROLL], added[UNROLL];
-  const auto load_row = [&](long long row) {
+  struct Values {
+    Vector<X_TYPE, VECTOR> x[UNROLL], dy[UNROLL], added[HAS_DRESIDUAL ? UNROLL : 1];
+  };
+  const auto load_row = [&](long long row, Values& values) {
+    if (row >= end_row) return;
     const X_TYPE* x = arguments.x + offset_of(row, arguments.row_sizes, arguments.x_row_strides);
     const X_TYPE* dy = arguments.dy + offset_of(row, arguments.row_sizes, arguments.dy_row_strides);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (tile_column(first_column, i) < arguments.columns) {
-        x_values[i] = load<X_TYPE, VECTOR>(x + x_offsets[i]);
-        dy_values[i] = load<X_TYPE, VECTOR>(dy + dy_offsets[i]);
+        values.x[i] = load<X_TYPE, VECTOR>(x + x_offsets[i]);
+        values.dy[i] = load<X_TYPE, VECTOR>(dy + dy_offsets[i]);
       }
     }
     if constexpr (HAS_DRESIDUAL) {
@@ -107,23 +110,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i) {
         if (tile_column(first_column, i) < arguments.columns) {
-          added[i] = load<X_TYPE, VECTOR>(dresidual_out + added_offsets[i]);
+          values.added[i] = load<X_TYPE, VECTOR>(dresidual_out + added_offsets[i]);
         }
       }
     }
   };
-  // What no launch before this one writes may be on its way before they are done.
-  long long row = first_row + row_lane();
-  if (row < end_row) load_row(row);
-  wait_for_earlier_launches();
   const auto sum_of_row = [&](int which, long long row) {
     if constexpr (MERGED_ROWS > 0) return merged_sums[which * MERGED_ROWS + static_cast<int>(row - first_row)];
     return arguments.sums[which * arguments.rows + row];
   };
-  if constexpr (MERGED_ROWS > 0 && WANTS_DX) merge_sums(arguments, first_row, end_row, merged_sums);
-
-  for (; row < end_row; row += ROW_LANES) {
-    if (row >= first_row + ROW_LANES) load_row(row);
+  const auto finish_row = [&](long long row, const Values& values) {
     const Compute mean = CENTERED ? arguments.mean[row] : 0, rstd = arguments.rstd[row];
     X_TYPE* dx = nullptr;
     Compute mean_g = 0, mean_gx = 0;
@@ -139,14 +135,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(cons
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Gradient gradient =
-              gradient_of(widen(x_values[i], j), widen(dy_values[i], j), mean, rstd, weight[i][j], bias[i][j]);
+              gradient_of(widen(values.x[i], j), widen(values.dy[i], j), mean, rstd, weight[i][j], bias[i][j]);
           if constexpr (WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
           if constexpr (WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
           results[j] = (gradient.g - mean_g - gradient.xhat * mean_gx) * rstd;
-          if constexpr (HAS_DRESIDUAL) results[j] += widen(added[i], j);
+          if constexpr (HAS_DRESIDUAL) results[j] += widen(values.added[i], j);
         }
         if constexpr (WANTS_DX) store(dx + dx_offsets[i], rounded<X_TYPE>(results));
       }
+    }
+  };
+
+  // What no launch before this one writes may be on its way before they are done.
+  long long row = first_row + row_lane();
+  Values values, next;
+  load_row(row, values);
+  wait_for_earlier_launches();
+  if constexpr (MERGED_ROWS > 0) {
+    // Of few rows the next one is on its way while one is finished.
+    if constexpr (WANTS_DX) merge_sums(arguments, first_row, end_row, merged_sums);
+    while (row < end_row) {
+      load_row(row + 1, next);
+      finish_row(row, values);
+      if (++row >= end_row) break;
+      load_row(row + 1, values);
+      finish_row(row, next);
+      ++row;
+    }
+  } else {
+    for (; row < end_row; row += ROW_LANES) {
+      if (row >= first_row + ROW_LANES) load_row(row, values);
+      finish_row(row, values);
     }
   }
 

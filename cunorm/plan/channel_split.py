@@ -155,16 +155,24 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         if peeled and len(problem.point_sizes) == 1:
             of = replace(of, unroll=min(of.unroll, -(-points // (width * point_lanes))))
     tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
-    tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
-    count = max(1, -(-points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
-    per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
-    while peeled and per_split > 1 and _edges(problem, tiles, per_split * tile_points) > _MOST_EDGES:
-        per_split -= 1
-    splits = -(-count // per_split)
-    per_split = -(-count // splits)
-    edges = _edges(problem, tiles, per_split * tile_points) if peeled else 0
-    return _Layout(tiles, of.unroll, edges, splits, per_split * tile_points)
+
+    def layout(unroll: int) -> _Layout:
+        tile_points = tiles.point_lanes * tiles.point_vector * unroll
+        count = max(1, -(-points // tile_points))
+        per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
+        while peeled and per_split > 1 and _edges(problem, tiles, per_split * tile_points) > _MOST_EDGES:
+            per_split -= 1
+        splits = -(-count // per_split)
+        per_split = -(-count // splits)
+        edges = _edges(problem, tiles, per_split * tile_points) if peeled else 0
+        return _Layout(tiles, unroll, edges, splits, per_split * tile_points)
+
+    if not peeled or len(problem.point_sizes) == 1:
+        return layout(of.unroll)
+    # The last chunk of a few runs may be as good as empty, and its blocks take as long as others to wait for memory.
+    found = [layout(unroll) for unroll in range(of.unroll, of.unroll // 2, -1)]
+    return min(found, key=lambda each: max(1.1, each.splits * each.points_per_split / points))
 
 
 def _edges(problem: ChannelProblem, tiles: Tiles, places: int) -> int:

@@ -22,15 +22,15 @@ from cunorm.problem import DTYPES, ForwardProblem
 
 __all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
 
-# Rows of fewer bytes are left to the clusters and to row_split. On an H200, as the time over that of a copy: 4 rows of
-# 10,000,001 float32 numbers take 2.59, by row_split 3.03 (RMS norm 2.11 and 2.85).
+# Rows of fewer bytes are left to the clusters and to row_split.
 _LEAST_ROW_BYTES = 6 << 20
 # But shorter ones are not where they are so few that clusters leave most multiprocessors idle: 4 rows of 400,001 take
 # 1.7, by clusters 2.2; 4 of 1,000,000 bfloat16 numbers 1.7 and 2.2. Nor are they where weights are by channel, which
 # cost no bytes, if clusters do not hold them. Not measured.
 _LEAST_BYTES_OF_FEW = 1 << 20
 # Weights of more bytes come from memory at every row: of rows of 10,000,000, that take 2.49, by row_split, which reads
-# them once, 1.75 (RMS norm 1.83 and 1.68).
+# them once, 1.75 (RMS norm 1.83 and 1.68). Those of rows that begin anywhere are read across pieces besides: on an H100
+# 1 to 32 rows of 2,000,001 to 10,000,001 numbers take 0.70 to 1.01 of the time by row_split, 4 of 10,000,001 0.77.
 _MOST_WEIGHT_BYTES = 32 << 20
 # And shorter weights are read at every row too, so that more rows are left to row_split where that moves 16 bytes at a
 # time: 4 rows of 8,388,608 float16 numbers take 2.27, by row_split 2.41 (4,194,304 of float32 1.99 and 2.27), 10 of
@@ -117,7 +117,8 @@ def applies(problem: ForwardProblem, device: Device) -> bool:
     whole = vector_width(problem) * itemsize == 16
     if not are_rows(problem) or not (whole or lie_alike(problem)):
         return False
-    if whole and problem.parameters and problem.channels is None and problem.rows > _MOST_ROWS_WITH_WEIGHTS:
+    by_column = len(problem.parameters) > 0 and problem.channels is None
+    if by_column and (not whole or problem.rows > _MOST_ROWS_WITH_WEIGHTS):
         return False
     columns = problem.columns if problem.channels is None else problem.channels.channels_per_row
     weight_bytes = sum(columns * DTYPES[item.dtype].itemsize for item in problem.parameters)
