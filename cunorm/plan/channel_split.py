@@ -37,6 +37,9 @@ _SHORT_VECTOR_BYTES = 8
 # would go one by one. Of these a thread has so many at most.
 _LEAST_VECTORS_OF_BATCH, _LEAST_VECTORS_OF_PEELED = 36, 4
 _MOST_EDGES = 4
+# Of short runs by themselves a thread has so few vectors that there are registers for more blocks.
+_BLOCKS_OF_FEW = {1: 8, 2: 7, 3: 5}
+_FEW_VECTORS = 3
 # Lanes that planes take: about so many, but never more than a block has threads.
 _PLANE_LANES = 64
 _MOST_PLANE_LANES = 512
@@ -146,14 +149,14 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
         lanes = min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
     else:
+        if peeled and len(problem.point_sizes) == 1:
+            of = _of_one_run(of, points // width)
         point_lanes = min(of.threads, 1 << max(0, -(-points // (width * of.unroll)) - 1).bit_length())
         if problem.point_sizes[-1] * itemsize < _SHORT_RUN_BYTES:
             point_lanes = min(point_lanes, 32)
         lanes = of.threads // point_lanes
         while lanes > 1 and lanes >= 2 * problem.channels:
             lanes //= 2
-        if peeled and len(problem.point_sizes) == 1:
-            of = replace(of, unroll=min(of.unroll, -(-points // (width * point_lanes))))
     tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
 
@@ -173,6 +176,14 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     # The last chunk of a few runs may be as good as empty, and its blocks take as long as others to wait for memory.
     found = [layout(unroll) for unroll in range(of.unroll, of.unroll // 2, -1)]
     return min(found, key=lambda each: max(1.1, each.splits * each.points_per_split / points))
+
+
+def _of_one_run(of: _Pass, vectors: int) -> _Pass:
+    """The pass over runs of so many vectors, each by itself: the shorter they are, the more blocks wait for memory."""
+    unroll = -(-vectors // of.threads)
+    if unroll > _FEW_VECTORS:
+        return of
+    return replace(of, unroll=unroll, min_blocks=_BLOCKS_OF_FEW[unroll])
 
 
 def _edges(problem: ChannelProblem, tiles: Tiles, places: int) -> int:
