@@ -12,7 +12,8 @@
 // but write nothing, where no launch before it in the plan writes it. channel_grid_*, channel_pipeline_*,
 // row_grid_forward, row_pipeline_* and, where rows are claimed, row_block_forward do, to have their slabs or rows on
 // the way early: each is the second launch of its plan, and the first only clears the words between its blocks, or the
-// counters of rows. So does row_weight_gradients, before which only dx is written.
+// counters of rows. So does row_weight_gradients, before which only dx is written; and row_split_forward and
+// row_split_backward, whose x, dy and weights no launch before them writes, but for x where there is a residual.
 
 // The next launch may begin; what this one writes, before or after, it will see when it has waited.
 __device__ __forceinline__ void let_next_launch_begin() {
