@@ -126,56 +126,65 @@ def _places(problem: ChannelProblem, width: int) -> tuple[int, ...]:
 
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
-    itemsize = problem.itemsize
     way = direction_of_passes(problem)
-    along_channels, width, plane = way
-    peeled = not along_channels and width > direction(problem).width
-    points = math.prod(_places(problem, width)) if peeled else problem.points
-    of = passes[along_channels]
-    if itemsize == 2 and of.activates:
+    peeled = not way.along_channels and way.width > direction(problem).width
+    points = math.prod(_places(problem, way.width)) if peeled else problem.points
+    of, lanes = _spread(problem, _pass(problem, device, passes[way.along_channels], way, peeled), way, peeled, points)
+    tiles = Tiles(way, lanes, of.threads, 1 if problem.itemsize == 8 else of.min_blocks)
+    if not peeled or len(problem.point_sizes) == 1:
+        return _cut(problem, device, of, tiles, peeled, points)
+    # The last chunk of a few runs may be as good as empty, and its blocks take as long as others to wait for memory.
+    unrolls = range(of.unroll, of.unroll // 2, -1)
+    found = [_cut(problem, device, replace(of, unroll=unroll), tiles, peeled, points) for unroll in unrolls]
+    return min(found, key=lambda each: max(1.1, each.splits * each.points_per_split / points))
+
+
+def _pass(problem: ChannelProblem, device: Device, of: _Pass, way: Direction, peeled: bool) -> _Pass:
+    """The pass with as much as there are registers for."""
+    if problem.itemsize == 2 and of.activates:
         # With more, ptxas spills: along the channels under an activation, and before sm_90.
-        halvings = (along_channels and problem.activation is not None) + (device.capability < 90)
+        halvings = (way.along_channels and problem.activation is not None) + (device.capability < 90)
         of = replace(of, unroll=of.unroll >> halvings)
-    if peeled:
-        # Where a run's vectors and edges lie takes registers: with fewer, up to 284 bytes would spill.
-        of = replace(of, min_blocks=min(of.min_blocks, 4))
+    # Where a run's vectors and edges lie takes registers: with fewer, up to 284 bytes would spill.
+    return replace(of, min_blocks=min(of.min_blocks, 4)) if peeled else of
+
+
+def _spread(problem: ChannelProblem, of: _Pass, way: Direction, peeled: bool, points: int) -> tuple[_Pass, int]:
+    """How many lanes of channels a tile has; and the pass with as many threads, and vectors of each, as suits these."""
+    along_channels, width, plane = way
     if plane > 1:
         step = least_lanes(way, 1)  # a set may go over several tiles
         lanes = min(step * max(1, _PLANE_LANES // step), problem.channels * plane // width)
         threads = -(-lanes * max(1, of.threads // lanes) // 32) * 32
-        of = replace(of, threads=threads, min_blocks=max(1, min(2, of.min_blocks) * of.threads // threads))
-    elif along_channels:
+        min_blocks = max(1, min(2, of.min_blocks) * of.threads // threads)
+        return replace(of, threads=threads, min_blocks=min_blocks), lanes
+    if along_channels:
         vectors = -(-problem.channels // width)
         # The fewer lanes are idle the better; then the more channels lie side by side, up to 128 bytes.
-        lanes = min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
-    else:
-        if peeled and len(problem.point_sizes) == 1:
-            of = _of_one_run(of, points // width)
-        point_lanes = min(of.threads, 1 << max(0, -(-points // (width * of.unroll)) - 1).bit_length())
-        if problem.point_sizes[-1] * itemsize < _SHORT_RUN_BYTES:
-            point_lanes = min(point_lanes, 32)
-        lanes = of.threads // point_lanes
-        while lanes > 1 and lanes >= 2 * problem.channels:
-            lanes //= 2
-    tiles = Tiles(way, lanes, of.threads, 1 if itemsize == 8 else of.min_blocks)
+        return of, min((8, 4, 2, 1), key=lambda lanes: (-(-vectors // lanes) * lanes * max(1, 4 // lanes), -lanes))
+    if peeled and len(problem.point_sizes) == 1:
+        of = _of_one_run(of, points // width)
+    point_lanes = min(of.threads, 1 << max(0, -(-points // (width * of.unroll)) - 1).bit_length())
+    if problem.point_sizes[-1] * problem.itemsize < _SHORT_RUN_BYTES:
+        point_lanes = min(point_lanes, 32)
+    lanes = of.threads // point_lanes
+    while lanes > 1 and lanes >= 2 * problem.channels:
+        lanes //= 2
+    return of, lanes
+
+
+def _cut(problem: ChannelProblem, device: Device, of: _Pass, tiles: Tiles, peeled: bool, points: int) -> _Layout:
+    """The points, or places, in chunks of tiles."""
+    tile_points = tiles.point_lanes * tiles.point_vector * of.unroll
+    count = max(1, -(-points // tile_points))
     wanted = of.waves * device.multiprocessors * min(of.min_blocks, device.threads_per_multiprocessor // of.threads)
-
-    def layout(unroll: int) -> _Layout:
-        tile_points = tiles.point_lanes * tiles.point_vector * unroll
-        count = max(1, -(-points // tile_points))
-        per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
-        while peeled and per_split > 1 and _edges(problem, tiles, per_split * tile_points) > _MOST_EDGES:
-            per_split -= 1
-        splits = -(-count // per_split)
-        per_split = -(-count // splits)
-        edges = _edges(problem, tiles, per_split * tile_points) if peeled else 0
-        return _Layout(tiles, unroll, edges, splits, per_split * tile_points)
-
-    if not peeled or len(problem.point_sizes) == 1:
-        return layout(of.unroll)
-    # The last chunk of a few runs may be as good as empty, and its blocks take as long as others to wait for memory.
-    found = [layout(unroll) for unroll in range(of.unroll, of.unroll // 2, -1)]
-    return min(found, key=lambda each: max(1.1, each.splits * each.points_per_split / points))
+    per_split = max(1, min(_TILES_PER_CHUNK, max(_LEAST_TILES, -(-count * tiles.count(problem) // wanted))))
+    while peeled and per_split > 1 and _edges(problem, tiles, per_split * tile_points) > _MOST_EDGES:
+        per_split -= 1
+    splits = -(-count // per_split)
+    per_split = -(-count // splits)
+    edges = _edges(problem, tiles, per_split * tile_points) if peeled else 0
+    return _Layout(tiles, of.unroll, edges, splits, per_split * tile_points)
 
 
 def _of_one_run(of: _Pass, vectors: int) -> _Pass:
