@@ -226,8 +226,10 @@ def grid_problems(dtype: str) -> Iterator[Problem]:
     for row_bytes, odd, residual in itertools.product((1.5e6, 8e6, 16e6, 40e6), (0, 1), (False, True)):
         columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64 + odd
         (weight, norm), x = next(options), Matrix(dtype, (columns,), (1,))
-        added, vector = x if residual else None, Vector(weight)
-        yield ForwardProblem((10,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
+        added = x if residual else None
+        # Of rows that begin anywhere those without weights.
+        vector = None if odd else Vector(weight)
+        yield ForwardProblem((5,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
 
 
 def pipeline_problems(dtype: str) -> Iterator[Problem]:
