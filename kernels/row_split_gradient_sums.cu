@@ -57,8 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_gradient_sums
     Compute part = 0, part_with_xhat = 0;
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) {
-      const Gradient gradient =
-          gradient_of(widen(x_values, j), widen(dy_values, j), mean, rstd, weight[j], bias[j]);
+      const Gradient gradient = gradient_of(widen(x_values, j), widen(dy_values, j), mean, rstd, weight[j], bias[j]);
       if constexpr (CENTERED) part += gradient.g;
       part_with_xhat += gradient.g * gradient.xhat;
     }
