@@ -26,8 +26,6 @@ _TILES_PER_CHUNK = 64
 # with twice as many blocks 1.84, with 16 times as many 2.51; 64 of 1,048,576 float32 numbers 1.77, 1.88 with four times
 # as many, 1.94 with 16 times.
 _GROUPED_BLOCKS = 4
-
-
 # Few rows: threads of a block, vectors of each, and how many chunks a block may merge, or add up.
 _FEW_THREADS, _FEW_UNROLL = 256, (4, 2, 1)
 _MOST_MERGED_CHUNKS, _MOST_MERGED_NUMBERS = 256, 1 << 12
@@ -36,9 +34,7 @@ _MOST_MERGED_CHUNKS, _MOST_MERGED_NUMBERS = 256, 1 << 12
 _MOST_MERGING_BLOCKS, _MOST_ADDING_BLOCKS, _MERGED_ROWS = 8, 4, (8, 32)
 # Shorter rows that begin anywhere are too few vectors to be peeled.
 _LEAST_VECTORS_OF_PEELED = 64
-
-
-# Few rows of a few megabytes in all: the second time they are read from the cache.
+# Few rows are better read twice where they are a few megabytes in all: the second time they come from the cache.
 _LEAST_BYTES_FORWARD, _MOST_BYTES_FORWARD = 1 << 20, 8 << 20
 # Backward, of rows of at least so many bytes and at most so many, by how many rows there may be.
 _BYTES_BACKWARD = {4: (256 << 10, 1700 << 10), 8: (400_000, 1 << 20)}
