@@ -160,13 +160,9 @@ SPILLED = {
     ],
 }
 
-# Bytes that ptxas spills all the same, for sm_90: of sixteen-bit rows in the geometry that was measured to be best, of
-# doubles where it spills nothing with a vector more, and of long rows under silu, without weights, which would be read
-# twice else.
-KNOWN_SPILLS = {
-    "row_block_backward": {("float16", 16_384): 16, ("bfloat16", 12_288): 64, ("float64", 20_001): 24},
-    "row_block_forward": {("bfloat16", 749_953): 16},
-}
+# Bytes that ptxas spills all the same, for sm_90: of sixteen-bit rows in the geometry that was measured to be best, and
+# of doubles where it spills nothing with a vector more.
+KNOWN_SPILLS = {("float16", 16_384): 16, ("bfloat16", 12_288): 64, ("float64", 20_001): 24}
 
 
 def with_options() -> list[Case]:
@@ -231,8 +227,8 @@ def grid_problems(dtype: str) -> Iterator[Problem]:
         columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64 + odd
         (weight, norm), x = next(options), Matrix(dtype, (columns,), (1,))
         added = x if residual else None
-        # Of rows that begin anywhere those without weights.
-        vector = None if odd else Vector(weight)
+        # Of long rows that begin anywhere those without weights.
+        vector = None if odd and row_bytes > 2e6 else Vector(weight)
         yield ForwardProblem((5,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
 
 
@@ -491,8 +487,8 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
     complaints = {}
     for item in every:
         known = 0
-        if arch == "sm_90" and kernel in KNOWN_SPILLS:
-            known = KNOWN_SPILLS[kernel].get((dtype, dict(item.arguments)["columns"]), 0)  # type: ignore[call-overload]
+        if (arch, kernel) == ("sm_90", "row_block_backward"):
+            known = KNOWN_SPILLS.get((dtype, dict(item.arguments)["columns"]), 0)  # type: ignore[call-overload]
         found = complaint(item, compile_resources(kernel, dict(item.constants), arch), GPUS[arch], known)
         if found is not None:
             complaints[" ".join(f"{name}={value}" for name, value in item.constants)] = found

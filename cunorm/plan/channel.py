@@ -90,8 +90,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     if most_blocks != 0:
         slab = _least(channel_slab.candidates(problem, device), problem, device)
-    better = most_blocks is not None and slab is not None and slab.blocks_per_slab <= most_blocks
-    if better and slab is not None and (problem.channels_per_set > 1 or _has_long_vectors(slab, problem)):
+    if slab is not None and most_blocks is not None and _is_better_slab(slab, most_blocks, problem):
         return slab
     if rows is not None and rows.strategy != "row_grid" and not any(map(_leaves_many_idle, rows.launches)):
         return rows
@@ -110,13 +109,15 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
 
 
 def _leaves_many_idle(launch: Launch) -> bool:
-    """Whether it takes clusters of 16 blocks; those of rows that begin anywhere are small, and read directly."""
+    """Whether it takes clusters of 16 blocks; of rows that begin anywhere, read directly, nothing else is faster."""
     constants = dict(launch.constants)
     return launch.cluster == 16 and not (constants.get("PEELED") and constants.get("STAGE") == "direct")
 
 
-def _has_long_vectors(slab: Slab, problem: ChannelProblem) -> bool:
-    return slab.tiles.along_channels or slab.tiles.width * problem.itemsize >= _LEAST_VECTOR_BYTES_OF_SLABS
+def _is_better_slab(slab: Slab, most_blocks: int, problem: ChannelProblem) -> bool:
+    """Whether it is better than rows: of so many blocks at most, and of one channel only with long vectors."""
+    long = slab.tiles.along_channels or slab.tiles.width * problem.itemsize >= _LEAST_VECTOR_BYTES_OF_SLABS
+    return slab.blocks_per_slab <= most_blocks and (problem.channels_per_set > 1 or long)
 
 
 def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) -> _Way | None:
