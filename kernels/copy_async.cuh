@@ -25,6 +25,26 @@ __device__ __forceinline__ void copy_async(T* shared, const T* global) {
 #endif
 }
 
+// The same of the first `count` of COUNT elements, together 16 bytes; zeros in place of the others, which are not read.
+template <int COUNT, typename T>
+__device__ __forceinline__ void copy_async_first(T* shared, const T* global, int count) {
+  static_assert(sizeof(T) * COUNT == 16);
+#if defined(CUNORM_EMULATOR)
+  cunorm_emulator::copy_async_first(shared, global, 16, sizeof(T) * count);
+#elif __CUDA_ARCH__ < 800
+  Vector<T, COUNT> values = {};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if (i < count) values.lane[i] = global[i];
+  }
+  store(shared, values);
+#else
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const unsigned bytes = sizeof(T) * count;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // Ends a group of copies.
 __device__ __forceinline__ void copy_async_commit() {
 #if defined(CUNORM_EMULATOR)

@@ -36,7 +36,8 @@ struct Arguments {
   DBIAS_TYPE* dbias;
   long long* words;  // zeros, see Exchange
   long long rows;
-  long long columns;            // a multiple of VECTOR
+  long long columns;            // a multiple of VECTOR, unless PEELED
+  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
   long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
@@ -44,6 +45,7 @@ struct Arguments {
   long long dresidual_out_stride;
   long long dx_stride;
   long long segment_columns;  // see Places
+  long long segment_room;
   long long segment_stride;
 #if CHANNEL_NUMBERS > 0
   long long channels[CHANNEL_NUMBERS];  // see row_channels.cuh
@@ -120,24 +122,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const SharedPart part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const SharedPart part = part_of_block(arguments.room, arguments.columns_per_block, arguments.blocks_per_row);
   const long long rows = arguments.rows, groups = part.groups;
   const int own_vectors = own_vectors_of(part.count / VECTOR);
   const auto has = [&](int i) { return i < own_vectors; };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const Places places(part, arguments.segment_columns, arguments.segment_stride);
+  const Places places(part, arguments.segment_columns, arguments.segment_room, arguments.segment_stride);
   const long long first = places.first;
   struct Sources {
     const X_TYPE* x;
     const X_TYPE* dy;
     const X_TYPE* dresidual_out;
     int vectors;
+    unsigned phase;
   };
   const auto sources_of = [&](long long row) {
     Sources of = {arguments.x + row * arguments.x_stride + first, arguments.dy + row * arguments.dy_stride + first,
-                  nullptr, row < rows ? own_vectors : 0};
+                  nullptr, row < rows ? own_vectors : 0, phase_of(row, arguments.x_stride)};
     pin(of.x);
     pin(of.dy);
     if constexpr (HAS_DRESIDUAL) {
@@ -148,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      copy_async<VECTOR>(slot, of.x + places[i]);
-      copy_async<VECTOR>(slot + STAGED, of.dy + places[i]);
-      if constexpr (HAS_DRESIDUAL) copy_async<VECTOR>(slot + 2 * STAGED, of.dresidual_out + places[i]);
+      const Spot spot = places(i, of.phase);
+      spot.copy(slot, of.x);
+      spot.copy(slot + STAGED, of.dy);
+      if constexpr (HAS_DRESIDUAL) spot.copy(slot + 2 * STAGED, of.dresidual_out);
     }
     copy_async_commit();
   };
@@ -194,23 +198,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       // Reduce along the row, and add to the column sums on the way.
       const Given given = givens[turn % 2];
       X_TYPE* const own = slots_of(staged, turn);
+      const unsigned phase = phase_of(row, arguments.x_stride);
       Compute sums[2] = {0, 0};
       as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
         if (!sums_up || !has(i)) return;
-        const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
-        Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
-        affine.get(i, given, weight, bias);
+        places(i, phase).visit([&](const auto& there) {
+          const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
+          Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
+          affine.get(i, given, weight, bias);
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          const Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
-          if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
-          if constexpr (SUMS_COLUMNS && WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
-          const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
-          of_vector[0] += summed;
-          of_vector[1] += summed * gradient.xhat;
-        }
-        sums[0] += of_vector[0];
-        sums[1] += of_vector[1];
+          for (int j = 0; j < VECTOR; ++j) {
+            Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
+            if (!there(j)) gradient = {0, 0, 0};
+            if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
+            if constexpr (SUMS_COLUMNS && WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
+            const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
+            of_vector[0] += summed;
+            of_vector[1] += summed * gradient.xhat;
+          }
+          sums[0] += of_vector[0];
+          sums[1] += of_vector[1];
+        });
       });
       warp_sum<32, 1>(sums);
       if (lane == 0) {
@@ -249,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     // Finish and store; and fill again what was stored.
     const OfRow of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
+    const unsigned done_phase = phase_of(done_row, arguments.dx_stride);
     X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;
     pin(dx);
     const Sources next = sources_of(done_row + AHEAD * groups);
@@ -269,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
           if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
         }
-        store_global(dx + places[i], rounded<X_TYPE>(results));
+        places(i, done_phase).write(dx, rounded<X_TYPE>(results));
       }
       fill(slot, next, i);
     }

@@ -36,7 +36,8 @@ struct Arguments {
   RUNNING_VARIANCE_TYPE* running_var;
   long long* words;  // zeros, see Exchange
   long long rows;
-  long long columns;            // a multiple of VECTOR
+  long long columns;            // a multiple of VECTOR, unless PEELED
+  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
   long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
@@ -44,6 +45,7 @@ struct Arguments {
   long long y_stride;
   long long residual_out_stride;
   long long segment_columns;  // see Places
+  long long segment_room;
   long long segment_stride;
   double eps;
   double kept;
@@ -55,16 +57,22 @@ struct Arguments {
 };
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
+static_assert(!PEELED || (HAS_CHANNELS || !(HAS_WEIGHT || HAS_BIAS)) && !HAS_RESIDUAL);
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
 
 // ---- Statistics.
 
-// Of a turn's row, what each warp has of it: the pivot, and the sums of the differences from it and of their squares.
+// Of a turn's row, what each warp has of it: the pivot, and the sums of the differences from it and of their squares;
+// PEELED, also of how many numbers, which is not the same of every row.
 struct OfWarps {
   Compute pivot[WARPS];
   Compute sums[2][WARPS];
+  Compute counts[PEELED ? WARPS : 1];
 };
+
+// What a block tells of its part: its statistics and, PEELED, of how many numbers.
+constexpr int TOLD = PEELED ? 4 : 3;
 
 // What every warp needs to finish a row; weight and bias only where the row has one of each.
 struct OfRow {
@@ -85,16 +93,27 @@ struct WarpMerge {
   Compute scale;  // one over the columns of the lane's warp; 0, where it has none
   Compute share;  // of the block's columns
 
-  __device__ __forceinline__ Statistics operator()(const OfWarps& of_warps) const {
+  __device__ __forceinline__ void tell(const OfWarps& of_warps, const Exchange<TOLD>& exchange, int turn) const {
     const int lane = threadIdx.x % 32;
-    Compute own[1][3] = {{0, 0, 0}};
-    if (scale > 0) {
-      own[0][0] = CENTERED ? of_warps.pivot[lane] : 0;
-      own[0][1] = CENTERED ? of_warps.sums[0][lane] * scale : 0;
-      own[0][2] = of_warps.sums[1][lane] * scale - own[0][1] * own[0][1];
+    Compute own[1][3] = {{0, 0, 0}}, own_scale = scale, shares[1] = {share}, told[TOLD] = {};
+    if constexpr (PEELED) {
+      const Compute count = lane < WARPS ? of_warps.counts[lane] : 0;
+      Compute all[1] = {count};
+      warp_sum<32, 1>(all);
+      own_scale = count > 0 ? reciprocal_of(count) : 0;
+      shares[0] = count * reciprocal_of(max(all[0], static_cast<Compute>(1)));
+      told[TOLD - 1] = all[0];
     }
-    const Compute shares[1] = {share};
-    return merged_of_lanes(own, shares);
+    if (own_scale > 0) {
+      own[0][0] = CENTERED ? of_warps.pivot[lane] : 0;
+      own[0][1] = CENTERED ? of_warps.sums[0][lane] * own_scale : 0;
+      own[0][2] = of_warps.sums[1][lane] * own_scale - own[0][1] * own[0][1];
+    }
+    const Statistics whole = merged_of_lanes(own, shares);
+    told[0] = whole.mean;
+    told[1] = whole.remainder;
+    told[2] = whole.variance;
+    exchange.tell(told, turn);
   }
 };
 
@@ -116,7 +135,7 @@ struct Affine {
   Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
 
   __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i, const OfRow& row) {
-    if constexpr (HAS_CHANNELS) {
+    if constexpr (HAS_CHANNELS || PEELED) {
       return normalized_alike(x, row.mean, row.remainder, row.rstd, row.weight[0], row.bias[0]);
     }
     Compute weight[VECTOR], bias[VECTOR];
@@ -135,14 +154,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const SharedPart part = part_of_block(arguments.columns, arguments.columns_per_block, arguments.blocks_per_row);
+  const SharedPart part = part_of_block(arguments.room, arguments.columns_per_block, arguments.blocks_per_row);
   const long long rows = arguments.rows, groups = part.groups;
   const int vectors = part.count / VECTOR, own_vectors = own_vectors_of(vectors);
   const auto has = [&](int i) { return i < own_vectors; };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const Places places(part, arguments.segment_columns, arguments.segment_stride);
+  const Places places(part, arguments.segment_columns, arguments.segment_room, arguments.segment_stride);
   const long long first = places.first;
   const auto sum_of_row = [&](long long row) {
     return arguments.residual_out + row * arguments.residual_out_stride + first;
@@ -151,9 +170,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     const X_TYPE* x;
     const X_TYPE* residual;
     int vectors;
+    unsigned phase;
   };
   const auto sources_of = [&](long long row) {
-    Sources of = {arguments.x + row * arguments.x_stride + first, nullptr, row < rows ? own_vectors : 0};
+    Sources of = {arguments.x + row * arguments.x_stride + first, nullptr, row < rows ? own_vectors : 0,
+                  phase_of(row, arguments.x_stride)};
     pin(of.x);
     if constexpr (HAS_RESIDUAL) {
       of.residual = arguments.residual + row * arguments.residual_stride + first;
@@ -163,8 +184,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      copy_async<VECTOR>(slot, of.x + places[i]);
-      if constexpr (HAS_RESIDUAL) copy_async<VECTOR>(slot + STAGED, of.residual + places[i]);
+      const Spot spot = places(i, of.phase);
+      spot.copy(slot, of.x);
+      if constexpr (HAS_RESIDUAL) spot.copy(slot + STAGED, of.residual);
     }
     copy_async_commit();
   };
@@ -188,11 +210,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   wait_for_earlier_launches();
 
   // What the last two warps merge with.
-  const Exchange<3> exchange(arguments.words, part);
+  const Exchange<TOLD> exchange(arguments.words, part);
   const WarpMerge merge_warps = warp_merge_of(vectors);
   const Shares of_blocks = shares_of_blocks(arguments.columns, arguments.columns_per_block, part.blocks);
   Compute shares[PARTS_PER_LANE];
   shares_of_lane(of_blocks, shares);
+  const Compute of_each = static_cast<Compute>(1) / arguments.columns;  // the share of a number
 
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
@@ -201,49 +224,75 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     if (works) {
       // Load. With a residual, the sum takes the place of x.
       X_TYPE* const own = slots_of(staged, turn);
+      const unsigned phase = phase_of(row, arguments.x_stride);
       const auto arrived = [&](int i) {
         Values values = load<X_TYPE, VECTOR>(own + i * STEP);
         if constexpr (HAS_RESIDUAL) {
           values = sum_of(values, load<X_TYPE, VECTOR>(own + STAGED + i * STEP));
           store(own + i * STEP, values);
-          store_global(sum_of_row(row) + places[i], values);
+          places(i, phase).write(sum_of_row(row), values);
         }
         return values;
       };
 
       // Reduce: the pivot, then the differences from it.
-      Compute pivot[1] = {0}, sums[2] = {0, 0};
+      Compute pivot[1] = {0}, sums[2] = {0, 0}, count[1] = {0};
+      const auto count_of = [&](int i) {
+        return static_cast<Compute>(sums_up && has(i) ? __popc(places(i, phase).there) : 0);
+      };
+      // Those of the i-th vector.
+      const auto visit = [&](int i, const auto& add) {
+        if (sums_up && has(i)) places(i, phase).visit(add);
+      };
       if constexpr (CENTERED) {
         as_they_arrive<UNDER_WAY, 0, PIVOT_VECTORS>([&](int i) {
-          if (sums_up && has(i)) add_values(arrived(i), pivot);
+          visit(i, [&](const auto& there) { add_values(arrived(i), pivot, there); });
         });
         warp_sum<32, 1>(pivot);
-        int count = 0;
+        Compute pivot_count[1] = {0};
+        if constexpr (PEELED) {
 #pragma unroll
-        for (int i = 0; i < PIVOT_VECTORS; ++i) count += lanes_with(vectors, warp, i);
-        pivot[0] *= reciprocal_of(static_cast<Compute>(max(1, count * VECTOR)));
+          for (int i = 0; i < PIVOT_VECTORS; ++i) pivot_count[0] += count_of(i);
+          count[0] = pivot_count[0];
+          warp_sum<32, 1>(pivot_count);
+        } else {
+          int lanes = 0;
+#pragma unroll
+          for (int i = 0; i < PIVOT_VECTORS; ++i) lanes += lanes_with(vectors, warp, i);
+          pivot_count[0] = static_cast<Compute>(lanes * VECTOR);
+        }
+        pivot[0] *= reciprocal_of(max(pivot_count[0], static_cast<Compute>(1)));
 #pragma unroll
         for (int i = 0; i < PIVOT_VECTORS; ++i) {
-          if (sums_up && has(i)) add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums);
+          visit(i, [&](const auto& there) {
+            add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums, there);
+          });
         }
       }
       as_they_arrive<UNDER_WAY, CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
-        if (sums_up && has(i)) add_differences(arrived(i), pivot[0], sums);
+        visit(i, [&](const auto& there) { add_differences(arrived(i), pivot[0], sums, there); });
+        if constexpr (PEELED) count[0] += count_of(i);
       });
       warp_sum<32, 1>(sums);
+      if constexpr (PEELED) warp_sum<32, 1>(count);
       if (lane == 0) {
         OfWarps& target = of_warps[turn % 2];
         target.pivot[warp] = pivot[0];
         target.sums[0][warp] = sums[0];
         target.sums[1][warp] = sums[1];
+        if constexpr (PEELED) target.counts[warp] = count[0];
       }
     } else if (waits && finishes) {
       const OfChannel of_channel(arguments.weight, arguments.bias, channel_of_row(arguments, done_row));
       const bool updates = UPDATES_RUNNING && part.rank == 0;
       Running before = {};
       if (updates) before = {arguments.running_mean[done_row], arguments.running_var[done_row]};
-      Compute parts[PARTS_PER_LANE][3];
+      Compute parts[PARTS_PER_LANE][TOLD];
       exchange.await(parts, done_turn);
+      if constexpr (PEELED) {
+#pragma unroll
+        for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = parts[i][TOLD - 1] * of_each;
+      }
       const Statistics whole = merged_of_lanes(parts, shares);
       const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
       if (lane == 0) {
@@ -261,15 +310,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       }
     }
     __syncthreads();
-    if (tells && sums_up) {
-      const Statistics own = merge_warps(of_warps[turn % 2]);
-      exchange.tell({own.mean, own.remainder, own.variance}, turn);
-    }
+    if (tells && sums_up) merge_warps.tell(of_warps[turn % 2], exchange, turn);
     if (!works) continue;
 
     // Finish and store; and fill again what was stored.
     const OfRow statistics = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
+    const unsigned done_phase = phase_of(done_row, arguments.y_stride);
     X_TYPE* y = arguments.y + done_row * arguments.y_stride + first;
     pin(y);
     const Sources next = sources_of(done_row + AHEAD * groups);
@@ -277,7 +324,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
-      if (i < done_vectors) store_global(y + places[i], affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
+      if (i < done_vectors) {
+        places(i, done_phase).write(y, affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
+      }
       fill(slot, next, i);
     }
   }

@@ -11,21 +11,26 @@ struct Statistics {
   Compute variance;  // the mean square, where not CENTERED
 };
 
-// Adds what one vector has to a sum.
-template <int COUNT>
-__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1]) {
-  Compute part = widen(values, 0);
+// Adds what one vector has to a sum: its i-th number, if it is there(i).
+template <int COUNT, typename There = All>
+__device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, Compute (&sum)[1],
+                                           const There& there = {}) {
+  const auto value_of = [&](int i) { return there(i) ? widen(values, i) : 0; };
+  Compute part = value_of(0);
 #pragma unroll
-  for (int i = 1; i < COUNT; ++i) part += widen(values, i);
+  for (int i = 1; i < COUNT; ++i) part += value_of(i);
   sum[0] += part;
 }
 
 // The same for the differences from the shift, and for their squares; where not CENTERED, for the squares alone, and of
 // the values.
-template <int COUNT>
-__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute shift,
-                                                Compute (&sums)[2]) {
-  const auto difference_of = [&](int i) { return CENTERED ? widen(values, i) - shift : widen(values, i); };
+template <int COUNT, typename There = All>
+__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute shift, Compute (&sums)[2],
+                                                const There& there = {}) {
+  const auto difference_of = [&](int i) {
+    const Compute difference = CENTERED ? widen(values, i) - shift : widen(values, i);
+    return there(i) ? difference : 0;
+  };
   const Compute first = difference_of(0);
   Compute part = CENTERED ? first : 0, part_of_squares = first * first;
 #pragma unroll
@@ -86,9 +91,9 @@ __device__ __forceinline__ Statistics merged_in_warp(Compute first, const ForEac
   return whole;
 }
 
-// The same of PARTS of each lane, which have such shares of the whole.
-template <int PARTS>
-__device__ __forceinline__ Statistics merged_of_lanes(const Compute (&parts)[PARTS][3],
+// The same of PARTS of each lane, which have such shares of the whole: of each its statistics are the first numbers.
+template <int PARTS, int NUMBERS>
+__device__ __forceinline__ Statistics merged_of_lanes(const Compute (&parts)[PARTS][NUMBERS],
                                                       const Compute (&shares)[PARTS]) {
   const Compute first = CENTERED ? __shfl_sync(0xffffffffu, parts[0][0], 0) : 0;
   return merged_in_warp(first, [&](auto use) {

@@ -16,6 +16,11 @@ struct Known {
   static constexpr int value = VALUE;
 };
 
+// Which of a vector's numbers are there: all of them.
+struct All {
+  __device__ __forceinline__ constexpr bool operator()(int) const { return true; }
+};
+
 __device__ __forceinline__ Compute widen(__half value) { return __half2float(value); }
 // The upper half of a float. As a shift it takes one instruction also from the middle of a word.
 __device__ __forceinline__ Compute widen(__nv_bfloat16 value) {

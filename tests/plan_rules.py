@@ -77,7 +77,7 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
         return 2 * 2 * constants["THREADS"] // 32 * size
     if item.kernel.startswith("row_pipeline"):
         # Of two turns: what each warp has of the row, and what all need to sum and to finish it.
-        of_warp, of_row = (3, 5) if item.kernel.endswith("forward") else (2, 4 + 6)
+        of_warp, of_row = (3 + constants["PEELED"], 5) if item.kernel.endswith("forward") else (2, 4 + 6)
         return int(2 * (of_warp * constants["THREADS"] // 32 + of_row) * size)
     if not item.kernel.startswith("row_block"):
         assert item.shared_bytes == 0
@@ -130,8 +130,8 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
-    "three a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
-        _words_of_turns(a, groups) * 3 * 2 * size
+    "three a block, with a tag beside each word, for turns that are kept; or four": lambda a, groups, size: (
+        _words_of_turns(a, groups) * (3 + a["PEELED"]) * 2 * size
     ),
     "two a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
         _words_of_turns(a, groups) * 2 * 2 * size
@@ -143,7 +143,7 @@ _SCRATCH = {
     "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a share"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
-    "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for the turns that are kept"},
+    "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for turns that are kept; or four"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "two a block, with a tag beside each word, for the turns that are kept"},
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
@@ -289,7 +289,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
     assert constants["VECTOR"] * itemsize == 16
     # Columns are contiguous, and pointers aligned to their numbers: a head reaches a multiple of 16 bytes.
     for matrix in problem.matrices:
-        assert matrix.alignment >= itemsize and (matrix.column_strides[0] == 1 or problem.columns == 1)
+        assert matrix.alignment >= itemsize and (matrix.column_strides[-1] == 1 or problem.columns == 1)
     groups, arguments = item.grid // item.cluster, dict(item.arguments)
     shared_row = item.cluster > 1 or item.cooperative or "splits" in arguments
     part = arguments["columns_per_split" if "splits" in arguments else "columns_per_block"]
@@ -411,10 +411,11 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
     if item.kernel == "row_grid_forward":
         numbers = 3 * arguments["blocks_per_row"] * compute_bytes(problem)
     else:
-        told = arguments["segment_columns"], arguments["segment_stride"]
+        told, several = (arguments["segment_columns"], arguments["segment_stride"]), len(problem.column_sizes) > 1
+        segment = problem.column_sizes[-1] if constants["SEGMENTED"] else 0
         for matrix in problem.matrices:
-            lie = (problem.column_sizes[1], matrix.column_strides[0]) if len(problem.column_sizes) > 1 else (0, 0)
-            assert told == lie, "segments lie otherwise"
+            assert told == (segment, matrix.column_strides[0] if several else 0), "segments lie otherwise"
+            assert not constants["PEELED"] or matrix.row_strides == problem.x.row_strides, "rows begin otherwise"
     assert item.shared_bytes == tensors * slots * 16 + numbers
 
 
@@ -504,15 +505,21 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
     assert item.cooperative and item.block == (threads + 64, 1) and threads % 32 == 0 and item.grid % blocks == 0
     assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
-    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
+    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["room"] <= blocks * per_block
     assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
     assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
-    segment, stride = arguments["segment_columns"], arguments["segment_stride"]
-    assert constants["SEGMENTED"] == (segment > 0) and (segment > 0 or stride == 0)
-    if segment:
-        assert segment % width == stride % width == arguments["columns"] % segment == 0
+    segment, stride, room = (arguments[f"segment_{name}"] for name in ("columns", "stride", "room"))
+    assert constants["SEGMENTED"] == (segment > 0) and (segment > 0 or stride == room == 0)
+    if not segment:
+        assert arguments["room"] == arguments["columns"] and not constants["PEELED"]
+    else:
+        assert arguments["columns"] % segment == 0
+        assert arguments["room"] == arguments["columns"] // segment * room
+        # The vectors of a segment that begins anywhere: with none of its numbers to spare, and with the most before it.
+        cut = (segment + width - 1 + width - 1) // width if constants["PEELED"] else segment // width
+        assert room == cut * width and (constants["PEELED"] or segment % width == stride % width == 0)
         kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
         assert constants["WEIGHTS_OF"] == "part" or not any(kept), "a thread does not know its columns"
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"

@@ -153,7 +153,8 @@ CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
     (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),
     (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # chunks along the channels
-    (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # all blocks share the slabs
+    (Shape("instance_norm", (1, 3, 1_500_001), "NCW"), "float32"),  # all blocks share the rows
+    (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # in a pipeline
     (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # along the channels
     (Shape("group_norm", (4, 100, 100, 128), "NHWC", 8), "float32"),  # several channels a set, in turns
     (Shape("instance_norm", (2, 400_001, 24), "NWC"), "float32"),  # slabs that stream, in turns
@@ -163,7 +164,9 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),  # rows in segments, by blocks
-    (Shape("batch_norm", (7, 40, 65, 65), "NCHW"), "float16"),  # chunks of runs that begin anywhere
+    (Shape("batch_norm", (7, 3, 257, 257), "NCHW"), "float16"),  # chunks of runs that begin anywhere
+    (Shape("batch_norm", (9, 2, 129, 131), "NCHW"), "float32"),
+    (Shape("batch_norm", (7, 40, 65, 65), "NCHW"), "float16"),  # rows in such runs, in a pipeline
     (Shape("batch_norm", (3, 5, 129, 131), "NCHW"), "float32"),
     (Shape("group_norm", (5, 64, 35, 35), "NCHW", 8), "bfloat16"),
     (Shape("batch_norm", (16, 70, 7, 7), "NCHW"), "float16"),  # number by number

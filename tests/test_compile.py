@@ -12,10 +12,10 @@ which one takes from a tenth of a second to two. Covered is:
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets
-   of every kind, pointwise_*, channel_* along points and along channels, split_merge, row_weight_gradients, zeros and
-   column_sums: for every dtype, and all of it for sm_90. The architectures that are alike share most of it, sm_100 and
-   sm_120 all, and on each the two dtypes of sixteen bits.
+   row_pipeline_* with few rows on their way and many, short parts of them and long, and rows that begin anywhere,
+   channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
+   row_weight_gradients, zeros and column_sums: for every dtype, and all of it for sm_90. The architectures that are
+   alike share most of it, sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
 
 What is seen in PTX besides: a kernel that may begin before the launch before it has ended waits before all else, but
 for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_*, row_weight_gradients and, where rows are
@@ -246,7 +246,7 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
         bias = vector if norm.activation is not None else None
         yield ForwardProblem((rows,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
         yield BackwardProblem((rows,), (columns,), x, x, added, x, vector, bias, sums, sums, norm)
-    for points, activation in itertools.product((1_200_000, 2**21), (None, "silu", "gelu")):
+    for points, activation in itertools.product((1_200_000, 2**21, 700_001, 1_100_001), (None, "silu", "gelu")):
         for make in (plain_channel_forward, plain_channel_backward):
             problem = as_rows(make(8, 8, 1, points, dtype, activation))
             assert problem is not None
@@ -259,6 +259,8 @@ def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
     Architectures that are alike share them.
     """
     shapes = [(64, 256, 56**2), (32, 64, 112**2), (64, 64, 112**2), (256, 64, 32**2), (64, 1024, 14**2), (8, 16, 2**16)]
+    # Whose segments begin anywhere, and of some of which a block has whole rows.
+    shapes += [(16, 64, 257**2), (32, 64, 147**2), (16, 256, 33**2), (16, 2048, 33**2), (128, 192, 289), (4, 8, 501**2)]
     kinds = itertools.cycle((dtype, "float32", None, "float16", "float64"))
     place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
     for number, (shape, activation) in enumerate(itertools.product(shapes, (None, *ACTIVATIONS))):

@@ -15,21 +15,31 @@ import pytest
 from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
 from emulator_cases import NEEDS_COMPILER
-from plan_cases import GPUS, plain_channel_norm
+from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channel_norm
 
 from cunorm.plan import Device, Plan, RowBlock, plan, row_pipeline
-from cunorm.plan.constants import vector_width
+from cunorm.plan.constants import lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows, plan_with
-from cunorm.problem import ChannelForward, ChannelProblem, ForwardProblem, Norm, RunningStatistics, Vector
+from cunorm.problem import (
+    DTYPES,
+    ChannelForward,
+    ChannelProblem,
+    ForwardProblem,
+    Norm,
+    RunningStatistics,
+    Vector,
+)
 
 
 def in_a_pipeline(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:
     """The plan for a few blocks of 64 threads."""
     rows, builder = as_rows(problem), Builder()
     assert rows is not None
-    way = replace(RowPipeline(vector_width(rows), 1, 4, 1, rows_ahead=2, lag=1, threads=64), **changes)
+    peeled = vector_width(rows) * rows.itemsize < 16 and lie_alike(rows)
+    width = 16 // rows.itemsize if peeled else vector_width(rows)
+    way = replace(RowPipeline(width, 1, 4, 1, rows_ahead=2, lag=1, threads=64, peeled=peeled), **changes)
     way = replace(way, resident=way.vectors(rows))
     if isinstance(rows, ForwardProblem):
         return builder.finished(row_pipeline.plan_forward(rows, way, builder))
@@ -97,10 +107,71 @@ ASKED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# And such whose segments begin anywhere, so that their first and last vectors are cut: of each number of vectors, in
+# parts that end within segments, and of so few numbers that some of their vectors have none at all.
+PEELED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
+    "several segments a block": (
+        Shape("batch_norm", (16, 7, 7, 7), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32"},
+        {},
+    ),
+    "several blocks a segment": (
+        Shape("batch_norm", (2, 3, 41, 41), "NCHW"),
+        {"dtype": "float16", "running_dtype": "float32", "activation": "relu"},
+        {"groups": 2, "rows_ahead": 4, "lag": 2},
+    ),
+    "segments that end within blocks": (
+        Shape("batch_norm", (7, 6, 4, 33), "NCHW"),
+        {"dtype": "bfloat16", "running_dtype": "bfloat16", "update": {"convention": "keras"}},
+        {"blocks_per_row": 3},
+    ),
+    "halves of 16 bytes": (
+        Shape("batch_norm", (6, 5, 6, 7), "NCHW"),
+        {"dtype": "float32", "activation": "gelu_tanh", "running_dtype": "float64"},
+        {"blocks_per_row": 2},
+    ),
+    "eleven vectors a thread": (
+        Shape("batch_norm", (9, 4, 13, 77), "NCHW"),
+        {"dtype": "float32", "activation": "silu", "affine": "weight"},
+        {"blocks_per_row": 3, "groups": 3},
+    ),
+    "two numbers a segment": (Shape("batch_norm", (150, 3, 2), "NCW"), {"dtype": "float16"}, {"blocks_per_row": 3}),
+    "three numbers a segment": (
+        Shape("batch_norm", (150, 5, 3), "NCW"),
+        {"running_dtype": "float32"},
+        {"rows_ahead": 6, "lag": 4},
+    ),
+    "without weight and bias": (
+        Shape("batch_norm", (5, 9, 9, 9), "NCHW"),
+        {"dtype": "float16", "affine": "none", "activation": "gelu"},
+        {"blocks_per_row": 2, "lag": 2, "rows_ahead": 3},
+    ),
+    "doubles": (Shape("batch_norm", (6, 4, 5, 7), "NCHW"), {"dtype": "float64", "running_dtype": "float32"}, {}),
+    "one sample, which is one run": (Shape("batch_norm", (1, 5, 31, 33), "NCHW"), {"running_dtype": "float32"}, {}),
+    "runs of instance norm": (
+        Shape("instance_norm", (2, 3, 41, 41), "NCHW"),
+        {"dtype": "float16", "activation": "silu"},
+        {"groups": 2, "rows_ahead": 4, "lag": 2},
+    ),
+    "channels of a batch that lies otherwise": (
+        Shape("batch_norm", (24, 17, 9, 5), "NHWC", None, "other order"),
+        {"running_dtype": "float32"},
+        {},
+    ),
+}
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize("asked", ASKED)
 def test_batch_norm(asked: str) -> None:
     shape, options, changes = ASKED[asked]
+    check(shape.case(**options), **changes)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("asked", PEELED)
+def test_segments_that_begin_anywhere(asked: str) -> None:
+    shape, options, changes = PEELED[asked]
     check(shape.case(**options), **changes)
 
 
@@ -170,17 +241,19 @@ def test_layer_norm_over_axes_that_lie_apart(weighted: bool, norm: Norm) -> None
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("points", [64, 63])
 @pytest.mark.parametrize("kind", FAR)
-def test_numbers_far_from_zero_or_from_the_pivot(kind: str) -> None:
-    rows = far_data(kind, (3, 24 * 64))
-    x = np.ascontiguousarray(np.moveaxis(rows.reshape(3, 24, 64), 0, 1))
+def test_numbers_far_from_zero_or_from_the_pivot(kind: str, points: int) -> None:
+    rows = far_data(kind, (3, 24 * points))
+    x = np.ascontiguousarray(np.moveaxis(rows.reshape(3, 24, points), 0, 1))
     case = Case("batch_norm", x)
     assert_forward(case, runner(blocks_per_row=5).forward(case))
 
 
 @NEEDS_COMPILER
-def test_any_order_of_threads_and_blocks_gives_the_same_bits() -> None:
-    shape, options, changes = ASKED["segments that end within blocks"]
+@pytest.mark.parametrize("cases", [ASKED, PEELED], ids=["aligned", "anywhere"])
+def test_any_order_of_threads_and_blocks_gives_the_same_bits(cases: dict[str, Any]) -> None:
+    shape, options, changes = cases["segments that end within blocks"]
     case = shape.case(**options)
     first, *others = (runner(seed, **changes).forward(case) for seed in range(3))
     for other in others:
@@ -224,6 +297,38 @@ def test_the_layers_of_a_resnet_take_the_pipeline(shape: tuple[int, int, int], d
             assert [item.kernel for item in chosen.launches][:1] == ["zeros"] and len(chosen.launches) == 2
 
 
+# Of an Inception, an EfficientNet and a DeepLab, and volumes.
+ANYWHERE = [(32, 64, 147**2), (32, 288, 35**2), (16, 64, 257**2), (16, 256, 33**2), (2, 32, 65**3)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", ANYWHERE, ids=str)
+def test_rows_that_begin_anywhere_take_it_where_all_begin_alike(shape: tuple[int, int, int], dtype: str) -> None:
+    for activation in (None, "relu"):
+        for problem in batch_norm(shape, dtype, activation=activation):
+            assert plan(problem, H200).strategy == "row_pipeline"
+            assert plan_batch(replace(problem, x=replace(problem.x, offset=DTYPES[dtype].itemsize)), H200) is None
+    for problem in batch_norm(shape, "float64"):
+        assert plan_batch(problem, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "dtype", "planned"),
+    [
+        (64, 300 << 10, "float16", ["row_cluster", "row_cluster"]),
+        (64, 400 << 10, "float16", ["row_pipeline", "row_pipeline"]),
+        (64, 400 << 10, "float32", ["row_cluster", "row_pipeline"]),
+        (64, 600 << 10, "float32", ["row_pipeline", "row_pipeline"]),
+        (16, 700 << 10, "float16", ["row_cluster", "row_pipeline"]),  # backward they would take 16 blocks each
+        (16, 1400 << 10, "float32", ["row_pipeline", "row_pipeline"]),
+    ],
+)
+def test_long_rows_of_one_run_that_begin_anywhere(rows: int, row_bytes: int, dtype: str, planned: list[str]) -> None:
+    points = row_bytes // DTYPES[dtype].itemsize | 1
+    makers = plain_channel_forward, plain_channel_backward
+    assert [plan(make(2, rows // 2, 1, points, dtype), H200).strategy for make in makers] == planned
+
+
 TINY = [(2, 32, 216), (1, 8, 16), (4, 64, 196), (16, 128, 49), (3, 7, 35)]
 
 
@@ -256,7 +361,6 @@ def test_what_takes_another_way() -> None:
     for problem in batch_norm((64, 128, 784), "float16"):
         assert plan(problem, H200).strategy == "channel_slab", "small ones are faster so"
     for shape, dtype, last in [
-        ((64, 256, 3137), "float32", False),  # vectors are shorter than 16 bytes
         ((64, 256, 3136), "float64", False),
         ((64, 256, 3136), "float32", True),
         ((64, 8, 2**23), "float32", False),  # longer rows than shared memory holds, and more than 2^31 numbers of all
@@ -289,7 +393,8 @@ def test_one_sample_is_a_run_and_moves_running_statistics() -> None:
 @pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_they_keep_the_rules_of_rows(device: str) -> None:
     planned = {"row_pipeline": 0, "row_block": 0}
-    shapes = [*RESNET, *TINY, (2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000), (64, 512, 196)]
+    shapes = [*RESNET, *ANYWHERE, *TINY]
+    shapes += [(2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000), (64, 512, 196), (256, 256, 13**2)]
     for shape, dtype in itertools.product(shapes, ("float16", "float32")):
         for problem in batch_norm(shape, dtype):
             batch, rows = plan_batch(problem, GPUS[device]), as_rows(problem)

@@ -123,6 +123,7 @@ struct AsyncCopy {
   void* shared;
   const void* global;
   unsigned bytes;
+  unsigned read;  // of them; zeros follow
 };
 
 struct Fiber {
@@ -715,10 +716,15 @@ void* cluster_map(const void* address, unsigned rank, Site site) {
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes, Site site) {
+  copy_async_first(shared, global, bytes, bytes, site);
+}
+
+void copy_async_first(void* shared, const void* global, unsigned bytes, unsigned read, Site site) {
   check_aligned(shared, bytes, site);
   check_aligned(global, bytes, site);
+  if (read > bytes) fail(site, "a copy of %u bytes cannot read %u", bytes, read);
   memset(shared, 0xFF, bytes);
-  current->copies_under_way.push_back({current->copy_groups, shared, global, bytes});
+  current->copies_under_way.push_back({current->copy_groups, shared, global, bytes, read});
 }
 
 void copy_async_commit() { ++current->copy_groups; }
@@ -728,7 +734,8 @@ void copy_async_wait(unsigned pending) {
   std::vector<AsyncCopy>& copies = current->copies_under_way;
   auto copy = copies.begin();
   for (; copy != copies.end() && copy->group + pending < current->copy_groups; ++copy) {
-    memcpy(copy->shared, copy->global, copy->bytes);
+    memcpy(copy->shared, copy->global, copy->read);
+    memset(static_cast<char*>(copy->shared) + copy->read, 0, copy->bytes - copy->read);
   }
   copies.erase(copies.begin(), copy);
 }

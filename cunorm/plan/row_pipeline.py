@@ -14,6 +14,7 @@ from cunorm.plan.constants import (
     columns_per_block,
     compute_itemsize,
     dtype_constants,
+    lie_alike,
     row_strides,
     vector_width,
 )
@@ -32,10 +33,17 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "plan_b
 # 1.10 and 1.09.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
+# Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
+# and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36 and
+# 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and 1.64.
+_MOST_BYTES_OF_PEELED, _MOST_BYTES_OF_WIDE, _LEAST_BYTES_IN_ALL = 384 << 10, 512 << 10, 16 << 20
 # And so are fewer: 64 rows of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and 1.66.
 _LEAST_ROWS_WITH_CLUSTERS = 32
 # One or two rows take 14.9 and 17.2 us by row_grid, and 14.8 and 17.9 so; 4 25.0, and 23.6.
 _LEAST_ROWS = 4
+# Vectors of a row for each multiprocessor, at least. Batch norm of 8 x 64 x 35^2 float16 numbers, which begin anywhere,
+# takes 10.9 us with 9, otherwise 17.8 or, in two passes, 12.7.
+_LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
 # Where threads keep something of every column, as many rows are to lie in shared memory: forward, 200 rows of 655,360
@@ -69,8 +77,8 @@ _BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
 _FORWARD_BARE = (_Block(384, 1, 0), _Block(256, 2, 0))
 _BACKWARD_BARE = (_Block(256, 1, 0), _Block(256, 2, 0))
 # Of more blocks to a row than an H200 has with two, ptxas would spill what a lane collects of them; where threads know
-# the segments of their vectors, of fewer.
-_MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED = 9 * 32, 7 * 32
+# the segments of their vectors, of fewer, and where these begin anywhere.
+_MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED, _MOST_BLOCKS_OF_PEELED = 9 * 32, 7 * 32, 6 * 32
 
 # ---- The time of ways where threads keep nothing, in microseconds, fitted to 764 of 31 instance and batch norms. Those
 # that come out first take 1.6 % more than the best on average, backward 1.1 %, and at most 6 %.
@@ -80,6 +88,10 @@ _FASTER, _TURN = 1.03, 0.5
 # How much longer they take whose parts are neither whole segments nor in one; and where no more than three rows lie in
 # shared memory, by the blocks of a multiprocessor.
 _CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
+# Of rows that begin anywhere, fitted to 221 times of 56 batch norms on an H100: how much longer turns take, forward and
+# backward by the bytes of a number, times one over the vectors of a run; how much backward of 16-bit numbers takes
+# where two blocks share a multiprocessor; and what all turns do not take, forward, of such rows and of others.
+_CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 3.0), 4: (2.5, 1.0)}, 0.96, {True: 9.5, False: 8.0}
 
 
 @dataclass(frozen=True)
@@ -94,9 +106,21 @@ class RowPipeline:
     lag: int  # turns after which a row is finished
     threads: int = 384  # of a block, beside two warps for the statistics
     blocks_per_multiprocessor: int = 1
+    peeled: bool = False  # runs begin anywhere
+
+    def segment_room(self, problem: Problem) -> int:
+        """Columns of the vectors that a run of memory may need, however it begins."""
+        columns = problem.column_sizes[-1]
+        return (columns + 2 * self.width - 2) // self.width * self.width if self.peeled else columns
+
+    def room(self, problem: Problem) -> int:
+        """The same of a row: what its blocks have parts of."""
+        return problem.columns // problem.column_sizes[-1] * self.segment_room(problem)
 
     def columns_per_block(self, problem: Problem) -> int:
-        """How many columns each block of a row takes; the last may have fewer."""
+        """How many columns each block of a row takes, of those there is room for; the last may have fewer."""
+        if self.peeled:
+            return -(-self.room(problem) // (self.blocks_per_row * self.width)) * self.width
         return columns_per_block(problem, self.blocks_per_row, self.width)
 
     def vectors(self, problem: Problem) -> int:
@@ -125,7 +149,8 @@ class RowPipeline:
             added = {"HAS_DRESIDUAL": int(problem.dresidual_out is not None)}
         return {
             **added,
-            "SEGMENTED": int(len(problem.column_sizes) > 1),
+            "SEGMENTED": int(self.peeled or len(problem.column_sizes) > 1),
+            "PEELED": int(self.peeled),
             "VECTOR": self.width,
             "RESIDENT": self.resident,
             "AHEAD": self.rows_ahead,
@@ -138,20 +163,24 @@ class RowPipeline:
         }
 
 
-def is_faster_than_clusters(problem: Problem) -> bool:
-    """Whether rows are so long that they are better not left to clusters, where a pipeline is possible."""
+def is_faster_than_clusters(problem: Problem, blocks: int) -> bool:
+    """Whether rows are better not left to clusters of so many blocks, where a pipeline is possible."""
+    row_bytes = problem.columns * problem.itemsize
+    if _are_peeled(problem):
+        wide = isinstance(problem, ForwardProblem) and problem.itemsize > 2
+        most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
+        return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
-    long = problem.columns * problem.itemsize > most
-    return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
+    return row_bytes > most and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    They need cp.async (sm_80), rows that are contiguous, or in equal segments where threads keep nothing of the
-    columns, and vectors of 16 bytes; of float64 ptxas would spill. Rows of several channels are better left to slabs:
-    four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31, of float16 1.52 and 1.48; but sixteen 1.41
-    and 1.68.
+    They need cp.async (sm_80), and rows that are contiguous and of whole vectors of 16 bytes; where threads keep
+    nothing of the columns, rows may be in equal segments and begin anywhere. Of float64 ptxas would spill. Rows of
+    several channels are better left to slabs: four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31,
+    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68.
 
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
@@ -161,7 +190,10 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if not (are_rows(problem) or (_keeps_nothing(problem) and are_segmented(problem))):
         return None
-    if vector_width(problem) * itemsize < 16 or problem.columns * itemsize // 16 < 16 * device.multiprocessors:
+    if _are_peeled(problem) and not (_keeps_nothing(problem) and lie_alike(problem)):
+        return None
+    least = _LEAST_VECTORS_OF_PEELED if _are_peeled(problem) else _LEAST_VECTORS
+    if problem.columns * itemsize // 16 < least * device.multiprocessors:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
@@ -179,23 +211,34 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
 
 
-def _segments(problem: Problem) -> dict[str, Value]:
-    """Columns of each, and from one to the next; zeros where rows are contiguous."""
-    if len(problem.column_sizes) == 1:
-        return {"segment_columns": 0, "segment_stride": 0}
-    return {"segment_columns": problem.column_sizes[1], "segment_stride": problem.x.column_strides[0]}
+def _are_peeled(problem: Problem) -> bool:
+    """Whether rows, or their segments, do not all begin at multiples of 16 bytes."""
+    return vector_width(problem) * problem.itemsize < 16
+
+
+def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
+    """Columns of each, those there is room for, and from one to the next; zeros where rows are contiguous."""
+    several = len(problem.column_sizes) > 1
+    if not (several or way.peeled):
+        return {"segment_columns": 0, "segment_room": 0, "segment_stride": 0}
+    return {
+        "segment_columns": problem.column_sizes[-1],
+        "segment_room": way.segment_room(problem),
+        "segment_stride": problem.x.column_strides[0] if several else 0,
+    }
 
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
-    width = vector_width(problem)
-    for groups in range(min(problem.rows, device.multiprocessors // 2), 0, -1):
+    width, peeled = 16 // problem.itemsize, _are_peeled(problem)
+    most_groups = device.multiprocessors // (1 if _keeps_nothing(problem) else 2)
+    for groups in range(min(problem.rows, most_groups), 0, -1):
         turns = -(-problem.rows // groups)
         if -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
         for block in _blocks(problem, together):
-            blocks = -(-problem.columns // columns_per_block(problem, together * block.share, width))
-            way = RowPipeline(width, 1, blocks, groups, 1, 1, block.threads, block.share)
+            way = RowPipeline(width, 1, together * block.share, groups, 1, 1, block.threads, block.share, peeled)
+            way = replace(way, blocks_per_row=-(-way.room(problem) // way.columns_per_block(problem)))
             way = replace(way, resident=way.vectors(problem))
             if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
                 continue
@@ -214,6 +257,7 @@ def _blocks(problem: Problem, multiprocessors: int) -> Iterator[_Block]:
     forward = isinstance(problem, ForwardProblem)
     if _keeps_nothing(problem):
         most = _MOST_BLOCKS if len(problem.column_sizes) == 1 else _MOST_BLOCKS_OF_SEGMENTED
+        most = _MOST_BLOCKS_OF_PEELED if _are_peeled(problem) else most
         for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
@@ -231,11 +275,15 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
-    if len(problem.column_sizes) > 1 and part % problem.column_sizes[1] and problem.column_sizes[1] % part:
+    segment = way.segment_room(problem)
+    if len(problem.column_sizes) > 1 and part % segment and segment % part:
         turns *= _CUT_SEGMENTS
     if way.rows_ahead == _LEAST_ROWS_AHEAD:
         turns *= _FEW_AHEAD[way.blocks_per_multiprocessor]
-    return 8 + 0.97 * turns if forward else 10 + 0.93 * turns
+    if way.peeled:
+        turns *= 1 + _CUT_VECTORS[problem.itemsize][0 if forward else 1] * way.width / segment
+        turns *= _CROWDED if problem.itemsize == 2 and not forward and way.blocks_per_multiprocessor == 2 else 1
+    return _BEFORE[way.peeled] + 0.97 * turns if forward else 10 + 0.93 * turns
 
 
 def _registers(problem: Problem) -> int:
@@ -256,15 +304,16 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
         "words": reserve_words(builder, count),
         "rows": problem.rows,
         "columns": problem.columns,
+        "room": way.room(problem),
         "columns_per_block": way.columns_per_block(problem),
         "blocks_per_row": way.blocks_per_row,
         "channels": channel_numbers(problem),
-        **_segments(problem),
+        **_segments(problem, way),
     }
 
 
 def plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) -> str:
-    shared = _launch_words(problem, way, 3, builder)
+    shared = _launch_words(problem, way, 4 if way.peeled else 3, builder)
     builder.launch(
         "row_pipeline_forward",
         dtype_constants(problem) | way.constants(problem) | affine_constants(problem, way.width),

@@ -45,7 +45,8 @@ def plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock |
 
 def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> RowPipeline | None:
     """How rows are shared by all blocks, where that is faster than the built-in geometry, or there is none."""
-    if geometry is not None and (geometry.blocks_per_row == 1 or not row_pipeline.is_faster_than_clusters(problem)):
+    blocks = 0 if geometry is None else geometry.blocks_per_row
+    if blocks == 1 or (blocks > 1 and not row_pipeline.is_faster_than_clusters(problem, blocks)):
         return None
     return row_pipeline.geometry(problem, device)
 

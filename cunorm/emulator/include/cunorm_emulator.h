@@ -379,7 +379,7 @@ extern "C" int printf(const char* format, ...);
 //   %cluster_ctarank, _nctarank      cunorm_emulator::cluster_rank(), cluster_blocks()
 //   mapa.shared::cluster             cunorm_emulator::cluster_map(address, rank, site)
 //   a loop on ld.acquire             cunorm_emulator::yield() in its body
-//   cp.async                         cunorm_emulator::copy_async(shared, global, bytes)
+//   cp.async                         cunorm_emulator::copy_async(shared, global, bytes), copy_async_first(…, read)
 //   cp.async.commit_group, wait_group cunorm_emulator::copy_async_commit(), copy_async_wait(pending)
 //
 // New ones (mbarrier) are declared in runtime.h, defined at the end of runtime.cpp, and listed here.

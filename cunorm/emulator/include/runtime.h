@@ -58,6 +58,8 @@ void* cluster_map(const void* address, unsigned rank, Site site);
 
 // Copies to shared memory that arrive when the thread waits, not before: until then there is what poison leaves.
 void copy_async(void* shared, const void* global, unsigned bytes, Site site = Site::here());
+// The same, of which only the first `read` bytes are read; zeros follow.
+void copy_async_first(void* shared, const void* global, unsigned bytes, unsigned read, Site site = Site::here());
 void copy_async_commit();
 void copy_async_wait(unsigned pending);
 
