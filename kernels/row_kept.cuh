@@ -59,6 +59,7 @@ constexpr bool IS_LONG = !PEELED && VECTORS * VECTOR * sizeof(X_TYPE) > 48;
 constexpr bool FILLS_REGISTERS = HELD * 5 / 4 + 40 + 12 * PEELED + 20 * HAS_DRESIDUAL > REGISTERS;
 constexpr bool KEEPS_MOST = KEPT * DZ_WORDS > 0 && !PEELED && registers_with(KEPT) + 12 > REGISTERS;
 constexpr bool IS_FULL = HELD + VECTORS * VECTOR >= REGISTERS;
-constexpr bool DIVIDES = HAS_CHANNELS                     ? VECTORS > 5
+constexpr int MOST_BY_PRODUCTS = PEELED && activation != Activation::none ? 4 : 5;  // else 8 bytes of bfloat16 spill
+constexpr bool DIVIDES = HAS_CHANNELS                     ? VECTORS > MOST_BY_PRODUCTS
                          : activation == Activation::none ? IS_LONG || FILLS_REGISTERS
                                                           : KEEPS_MOST || IS_FULL;

@@ -151,6 +151,9 @@ def run_claimed(shape: tuple[int, int], dtype: str, geometry: RowBlock) -> None:
 CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 3, 7, 7), "NCHW"), "float32"),
     (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
+    (Shape("instance_norm", (3, 8, 129, 129), "NCHW"), "float16"),  # rows that begin anywhere, by small blocks
+    (Shape("instance_norm", (2, 6, 181, 181), "NCHW"), "float32"),
+    (Shape("group_norm", (2, 64, 63, 63), "NCHW", 8), "float16"),
     (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),
     (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # chunks along the channels
     (Shape("instance_norm", (1, 3, 1_500_001), "NCW"), "float32"),  # all blocks share the rows

@@ -308,6 +308,9 @@ CHANNELS = [
     (64, 32, 4, 2), (16, 256, 8, 49), (16, 256, 8, 196), (8, 64, 4, 64), (8, 1280, 40, 256), (8, 288, 9, 4096),
     (8, 320, 10, 4096), (8, 512, 16, 4096), (2, 64, 2, 19_683), (2, 128, 4, 65_536),
     (2, 640, 20, 4096), (2, 960, 30, 4096), (1, 512, 16, 16_384),
+    (16, 64, 1, 2025), (16, 64, 1, 5625), (16, 64, 1, 7225), (16, 64, 1, 11_025), (16, 64, 1, 16_641),
+    (16, 64, 1, 22_801), (16, 64, 1, 28_561), (16, 64, 1, 44_521), (16, 64, 1, 66_049), (16, 64, 1, 116_281),
+    (16, 256, 8, 3969), (16, 256, 8, 4225), (16, 256, 8, 5625),
 ]  # fmt: skip
 
 
@@ -316,10 +319,13 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
     place = ARCHS.index(arch)
     share = len(ALIKE) if arch in ALIKE else 1 if arch == "sm_90" else 2
     for number in range(place % share, len(CHANNELS), share):
-        # With a dtype an activation, with the next none.
+        # With a dtype an activation, with the next none; for sm_90 all of rows that begin anywhere, but of doubles.
         activation = ("gelu", "silu", "gelu_tanh")[number % 3] if (number + list(DTYPES).index(dtype)) % 2 else None
-        for plain in (plain_channel_forward, plain_channel_backward):
-            chosen = plan_rows(plain(*CHANNELS[number], dtype, activation), GPUS[arch])
+        every = arch == "sm_90" and CHANNELS[number][3] % 2 > 0 and dtype != "float64"
+        for plain, some in itertools.product(
+            (plain_channel_forward, plain_channel_backward), (None, *ACTIVATIONS) if every else (activation,)
+        ):
+            chosen = plan_rows(plain(*CHANNELS[number], dtype, some), GPUS[arch])
             yield from () if chosen is None else chosen.launches
 
 
