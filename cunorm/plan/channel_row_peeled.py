@@ -80,14 +80,17 @@ _WIDE = (
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     """Rows of a channel each, read directly by several small blocks a multiprocessor, if it can; None for others.
 
+    Under an activation they are spread as the tables above say.
+
     16 x 64 x 257^2 float16 numbers take 1.03 by eight blocks of 128 threads, ahead 1.41; of float32 1.01 by eight of
     256, ahead by sixteen 1.51; 16 x 256 x 129^2 of float16 1.06 by two of 128, ahead 1.19; 2 x 64 x 45 x 55 x 45 1.10
     and 1.27, of float32 1.11 ahead by eight of 512 threads, by sixteen of 256 1.26.
     """
     itemsize = problem.itemsize
     width = 16 // itemsize
-    timed = itemsize < 8 and problem.dx is not None
-    if not timed or has_several_channels(problem) or vector_width(problem) == width or not lie_alike(problem):
+    if itemsize == 8 or problem.dx is None:
+        return None
+    if has_several_channels(problem) or vector_width(problem) == width or not lie_alike(problem):
         return None
     if problem.norm.activation is not None:
         return _activated(problem, device, width)
@@ -107,23 +110,27 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 
 
 def _activated(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    light = problem.norm.activation in ("relu", "silu")
+    way = _spread_of(problem, device, width)
+    if way is None or (way.blocks > 1 and not device.groups(way.blocks)):
+        return None
+    if not can_be_shared(problem, way.blocks, width):
+        return None
+    vectors = -(-columns_per_block(problem, way.blocks, width) // (width * way.threads))
+    geometry = RowBlock(width, vectors, way.threads, 1, way.blocks, way.stage, True)
+    geometry = replace(geometry, blocks_per_multiprocessor=way.share)
+    if way.share and not fits_crowd(geometry, problem, device, way.share):
+        return None
+    return geometry if fits(geometry, problem, device) else None
+
+
+def _spread_of(problem: BackwardProblem, device: Device, width: int) -> _Spread | None:
+    ways: tuple[_Spread, ...] = _LIGHT if problem.norm.activation in ("relu", "silu") else _HEAVY
+    if width == 4:
+        ways = _WIDE
     if device.capability != 90:
         ways = _ELSEWHERE if width == 8 else ()
-    else:
-        ways = _WIDE if width == 4 else _LIGHT if light else _HEAVY
     vectors = -(-problem.columns // width)
-    for way in ways:
-        if not way.least <= vectors <= way.most:
-            continue
-        if (way.blocks > 1 and not device.groups(way.blocks)) or not can_be_shared(problem, way.blocks, width):
-            return None
-        each = -(-columns_per_block(problem, way.blocks, width) // (width * way.threads))
-        geometry = RowBlock(width, each, way.threads, 1, way.blocks, way.stage, True)
-        geometry = replace(geometry, blocks_per_multiprocessor=way.share)
-        crowded = way.share > 0 and not fits_crowd(geometry, problem, device, way.share)
-        return geometry if not crowded and fits(geometry, problem, device) else None
-    return None
+    return next((way for way in ways if way.least <= vectors <= way.most), None)
 
 
 def _shared(problem: Problem, device: Device, width: int, threads: int) -> RowBlock | None:
