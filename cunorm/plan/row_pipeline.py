@@ -44,6 +44,9 @@ _LEAST_ROWS = 4
 # Vectors of a row for each multiprocessor, at least. Batch norm of 8 x 64 x 35^2 float16 numbers, which begin anywhere,
 # takes 10.9 us with 9, otherwise 17.8 or, in two passes, 12.7.
 _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
+# And of a segment that begins anywhere: where there is less between what others write, batch norm of 256 x 2048 x 7^2
+# float32 numbers takes 205 us backward, by slabs 163.
+_LEAST_OF_SEGMENT = 16
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
 # Where threads keep something of every column, as many rows are to lie in shared memory: forward, 200 rows of 655,360
@@ -90,8 +93,8 @@ _FASTER, _TURN = 1.03, 0.5
 _CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
 # Of rows that begin anywhere, fitted to 221 times of 56 batch norms on an H100: how much longer turns take, forward and
 # backward by the bytes of a number, times one over the vectors of a run; how much backward of 16-bit numbers takes
-# where two blocks share a multiprocessor; and what all turns do not take, forward, of such rows and of others.
-_CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 3.0), 4: (2.5, 1.0)}, 0.96, {True: 9.5, False: 8.0}
+# where two blocks share a multiprocessor; and what all turns do not take, of such rows and of others.
+_CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 5.0), 4: (2.5, 1.0)}, 0.96, {True: (9.5, 11.0), False: (8.0, 10.0)}
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,12 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if not (are_rows(problem) or (_keeps_nothing(problem) and are_segmented(problem))):
         return None
-    if _are_peeled(problem) and not (_keeps_nothing(problem) and lie_alike(problem)):
+    peeled = _are_peeled(problem)
+    if peeled and not (_keeps_nothing(problem) and lie_alike(problem)):
         return None
-    least = _LEAST_VECTORS_OF_PEELED if _are_peeled(problem) else _LEAST_VECTORS
+    if peeled and problem.column_sizes[-1] * itemsize < 16 * _LEAST_OF_SEGMENT:
+        return None
+    least = _LEAST_VECTORS_OF_PEELED if peeled else _LEAST_VECTORS
     if problem.columns * itemsize // 16 < least * device.multiprocessors:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
@@ -230,7 +236,9 @@ def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     width, peeled = 16 // problem.itemsize, _are_peeled(problem)
-    most_groups = device.multiprocessors // (1 if _keeps_nothing(problem) else 2)
+    # Rows that a block has in whole are better left to slabs (forward 16 x 1024 x 32^2 float32 numbers take 53.8 us so
+    # on an H100, by slabs 51.2), but where these would go number by number.
+    most_groups = device.multiprocessors // (1 if peeled else 2)
     for groups in range(min(problem.rows, most_groups), 0, -1):
         turns = -(-problem.rows // groups)
         if -(-problem.rows // turns) < groups:
@@ -283,7 +291,8 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     if way.peeled:
         turns *= 1 + _CUT_VECTORS[problem.itemsize][0 if forward else 1] * way.width / segment
         turns *= _CROWDED if problem.itemsize == 2 and not forward and way.blocks_per_multiprocessor == 2 else 1
-    return _BEFORE[way.peeled] + 0.97 * turns if forward else 10 + 0.93 * turns
+    before = _BEFORE[way.peeled][0 if forward else 1]
+    return before + (0.97 if forward else 0.93) * turns
 
 
 def _registers(problem: Problem) -> int:
