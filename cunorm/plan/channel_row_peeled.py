@@ -117,7 +117,10 @@ def _activated(problem: BackwardProblem, device: Device, width: int) -> RowBlock
         return None
     vectors = -(-columns_per_block(problem, way.blocks, width) // (width * way.threads))
     geometry = RowBlock(width, vectors, way.threads, 1, way.blocks, way.stage, True)
-    geometry = replace(geometry, blocks_per_multiprocessor=way.share)
+    # More rows than blocks that could ever run together take turns too.
+    most = device.threads_per_multiprocessor // way.threads
+    turns = most if not way.share and problem.rows > device.multiprocessors * most else way.share
+    geometry = replace(geometry, blocks_per_multiprocessor=turns)
     if way.share and not fits_crowd(geometry, problem, device, way.share):
         return None
     return geometry if fits(geometry, problem, device) else None
