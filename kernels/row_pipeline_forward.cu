@@ -213,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const Exchange<TOLD> exchange(arguments.words, part);
   const WarpMerge merge_warps = warp_merge_of(vectors);
   const Shares of_blocks = shares_of_blocks(arguments.columns, arguments.columns_per_block, part.blocks);
-  Compute shares[PARTS_PER_LANE];
-  shares_of_lane(of_blocks, shares);
+  Compute shares[PARTS_PER_LANE];  // PEELED, of each row others
+  if constexpr (!PEELED) shares_of_lane(of_blocks, shares);
   const Compute of_each = static_cast<Compute>(1) / arguments.columns;  // the share of a number
 
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {

@@ -1,4 +1,4 @@
-"""How rows of channels that begin anywhere, as those of odd planes do, are best spread over blocks of Hopper.
+"""How rows of channels that begin anywhere, as those of odd planes do, are best spread over blocks.
 
 They have no weights by column, and backward no sums by column, so that there is more room than the rows of layer norm
 have. The numbers are of instance norm on an H100, as the time over that of a copy of the same bytes.
@@ -62,18 +62,18 @@ _HEAVY = (
     _Spread(6145, 10_240, 256, 8, "ahead", 2),
     _Spread(10_241, 20_480, 512, 8, "ahead", 1),
 )
-# On other GPUs than Hopper, where nothing was timed, 16-bit numbers of so many vectors would spill 148 to 244 bytes as
-# layer norm lies.
-_ELSEWHERE = (
-    _Spread(250, 768, 128, 1, "direct", 0),
-    _Spread(769, 1536, 256, 1, "direct", 0),
-)
 _WIDE = (
     _Spread(250, 512, 128, 1, "direct", 0),
     _Spread(513, 1536, 256, 1, "direct", 0),
     _Spread(4097, 5120, 128, 8, "ahead", 4),
     _Spread(5121, 6144, 128, 8, "direct", 4),
     _Spread(6145, 12_288, 256, 8, "direct", 2),
+)
+# On other GPUs than Hopper, where nothing was timed, 16-bit numbers of so many vectors would spill 148 to 244 bytes as
+# layer norm lies.
+_ELSEWHERE = (
+    _Spread(250, 768, 128, 1, "direct", 0),
+    _Spread(769, 1536, 256, 1, "direct", 0),
 )
 
 
