@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -50,14 +51,17 @@ def saved_name(cell: NotebookNode) -> str | None:
 
 
 def executed(name: str) -> NotebookNode:
-    """A notebook as it comes out of a run with this checkout's cunorm.
+    """A notebook as it comes out of a run with this checkout's cunorm, without the machine's settings and fonts.
 
     Raises nbclient's CellExecutionError where a cell raises.
     """
     notebook = read(name)
     path = os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH"))))
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False)
-    client.execute(env={**os.environ, "PYTHONPATH": path}, cwd=str(FOLDER))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as settings:
+        # What somebody set for plots, and a list of fonts that were deleted since, would show in the outputs.
+        own = {"MPLCONFIGDIR": settings, "MPL_IGNORE_SYSTEM_FONTS": "1", "IPYTHONDIR": settings}
+        client.execute(env={**os.environ, **own, "PYTHONPATH": path}, cwd=str(FOLDER))
     notebook.metadata = NotebookNode(METADATA)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):

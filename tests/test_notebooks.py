@@ -87,8 +87,13 @@ def test_all_that_is_saved_is_shown_once() -> None:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_runs_from_top_to_bottom(name: str) -> None:
-    """A cell that raises fails here; one that shows something has shown something before, and no other has."""
+def test_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that raises fails here; one that shows something has shown something before, and no other has.
+
+    Nor does it matter what the machine's own settings are.
+    """
+    (tmp_path / "matplotlibrc").write_text("font.family: a font that nobody has\n")
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
     before, after = code_cells(execute.read(name)), code_cells(execute.executed(name))
     assert [bool(cell.outputs) for cell in after] == [bool(cell.outputs) for cell in before]
     for cell in after:
