@@ -64,6 +64,8 @@ def _find(kind: type) -> str:
         name = _ADAPTERS.get(base.__module__.partition(".")[0])
         if name is not None:
             return name
+    if hasattr(kind, "__jax_array__"):
+        return "jax"
     if hasattr(kind, "__dlpack__"):
         return "dlpack"
     raise TypeError(

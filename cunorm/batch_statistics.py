@@ -113,7 +113,7 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
         elif isinstance(count, (str, bytes, numbers.Number)) or not hasattr(count, "__truediv__"):
             raise TypeError(f"counts has a {type(count).__qualname__}; they must be whole numbers")
         if total is None:
-            mean, var, total = means[i], variances[i], count
+            mean, var, total = means[i] * 1, variances[i] * 1, count  # never the caller's own memory
             continue
         total = total + count
         fraction, difference = count / total, means[i] - mean

@@ -405,6 +405,21 @@ def test_a_batch_in_parts_is_normalized_as_the_whole() -> None:
     np.testing.assert_allclose(y, cunorm.batch_norm(x, weight, bias, training=True), rtol=1e-12, atol=1e-12)
 
 
+def test_running_statistics_that_are_parameters() -> None:
+    x, mean, var = torch.randn(3, 4), torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.ones(4))
+    with torch.no_grad():
+        y = cunorm.batch_norm(x, running_mean=mean, running_var=var, training=False, eps=0.0)
+        torch.testing.assert_close(y, x)
+
+
+def test_what_was_merged_has_memory_of_its_own() -> None:
+    means, variances = np.ones((2, 4)), np.ones((2, 4))
+    mean, var = cunorm.merge_batch_norm_stats(means, variances, [0, 3])
+    mean += 1
+    var += 1
+    assert (means == 1).all() and (variances == 1).all()
+
+
 def test_merging_keeps_small_variances_beside_large_means() -> None:
     x = (data(1, (8, 3, 50), "float64", outliers=False) * 1e-3 + 100).astype(np.float32)
     means, variances = zip(*(cunorm.batch_norm_stats(part) for part in np.split(x, 4)))

@@ -432,12 +432,16 @@ sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("rows",)), jax.shardi
 norm = jax.shard_map(cunorm.layer_norm, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)
 y = jax.jit(norm)(jax.device_put(jnp.arange(16.0).reshape(2, 8), sharding))
 print(y.sharding.is_equivalent_to(sharding, 2), bool(abs(y).sum() > 1))
+try:
+    cunorm.layer_norm(jax.device_put(jnp.ones((2, 8)), sharding), jnp.ones(7))
+except ValueError as error:
+    print("weight has shape (7,)" in str(error))
 cunorm.layer_norm(x, weight)
 """
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert result.stdout.split() == ["True"] * 3, result.stderr
+    assert result.stdout.split() == ["True"] * 4, result.stderr
     assert re.search("RuntimeError: weight is on .*1 and x on .*0; they must be on one device", result.stderr)
 
 

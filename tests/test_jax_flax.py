@@ -17,6 +17,8 @@ import pytest
 from cases import data
 from jax_cases import assert_all_close, calls_in
 
+import cunorm
+
 nnx: Any = importlib.import_module("cunorm.adapters.jax.nnx")
 linen: Any = importlib.import_module("cunorm.adapters.jax.linen")
 
@@ -156,6 +158,16 @@ def test_linen(
         assert_same(dvariables["params"], their_dvariables["params"], narrowest)
     assert_same((new, y), (their_new, their_y), narrowest)
     assert len(calls_in(lambda x: ours.apply(variables, x, mutable=["batch_stats"]), x)) == kernels
+
+
+def test_variables_stand_for_their_arrays() -> None:
+    x, weight = jnp.arange(24.0).reshape(3, 8) ** 2, jnp.arange(8.0)
+    of_x, of_weight = flax.nnx.Param(x), flax.nnx.Param(weight)
+    expected = cunorm.rms_norm(x, weight)
+    for given in ((x, of_weight), (of_x, weight), (of_x, of_weight)):
+        np.testing.assert_array_equal(cunorm.rms_norm(*given), expected)
+    gradient = flax.nnx.jit(flax.nnx.grad(lambda weight: cunorm.rms_norm(x, weight).sum()))(of_weight)
+    np.testing.assert_allclose(gradient[...], jax.grad(lambda weight: cunorm.rms_norm(x, weight).sum())(weight))
 
 
 @pytest.mark.parametrize("of", [nnx, linen], ids=["nnx", "linen"])

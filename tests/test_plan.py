@@ -10,11 +10,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import DEVICES, GPUS, ROWS, Problem, devices, many, plain_backward, plain_forward, problems
+from plan_cases import (
+    DEVICES,
+    GPUS,
+    ROWS,
+    Problem,
+    devices,
+    many,
+    plain_backward,
+    plain_channel_norm,
+    plain_forward,
+    problems,
+)
 
-from cunorm.plan import Device, Plan, plan, row_geometry, row_split
+from cunorm import plan as plan_package
+from cunorm.plan import Device, Plan, plan, plan_with, row_geometry, row_split
 from cunorm.plan.launches import Builder
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Norm, Vector
+from cunorm.problem import DTYPES, BackwardProblem, ChannelForward, ForwardProblem, Matrix, Norm, Vector
 
 # ---- A plan is a function, and kernels are few.
 
@@ -77,6 +89,20 @@ def test_eps_compiles_nothing() -> None:
     )
     # Words are cleared by a kernel before row_pipeline_forward; row_split is three, of which all rows share one.
     assert some == others and len(some) == 1 + 2 + 3 + 2
+
+
+@pytest.mark.parametrize("sizes", [(64, 256, 3136), (256, 2048, 49), (2, 64, 196), (4, 3, 9), (16, 64, 66_049)])
+@pytest.mark.parametrize("last", [False, True], ids=["NC...", "N...C"])
+@pytest.mark.parametrize("device", ["sm_75", "sm_90"])
+def test_another_momentum_is_planned_in_no_time(sizes: tuple[int, int, int], last: bool, device: str) -> None:
+    """A training may have another one at every step: its plan is the same but for two numbers."""
+    problem, _ = plain_channel_norm(sizes, channels_per_set=None, last=last)
+    assert isinstance(problem, ChannelForward) and problem.running is not None
+    planned = plan_package._plan.cache_info().misses
+    for kept, taken, unbiased in ((0.9, 0.1, True), (0.75, 0.25, True), (0.99, 0.01, True)):
+        other = replace(problem, running=replace(problem.running, kept=kept, taken=taken, unbiased=unbiased))
+        assert plan(other, DEVICES[device]) == plan_with(other, DEVICES[device], None)
+    assert plan_package._plan.cache_info().misses <= planned + 1
 
 
 MODEL_SIZES = [

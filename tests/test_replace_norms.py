@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import io
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ def test_layers_of_torch_nn_become_ours_and_stay_themselves(compiled: bool) -> N
     for name, (module, attributes, kind) in before.items():
         assert model[name] is module and vars(module) == attributes
         assert isinstance(module, getattr(layers, kind.__name__)) and isinstance(module, kind)
-        assert (type(module) is getattr(layers, kind.__name__)) == compiled
+        assert type(module).__name__ == f"Cunorm{kind.__name__}"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor is tensors[name]
     assert {module.training for module in model.values()} == {True, False}
@@ -416,11 +417,12 @@ def test_a_width_that_a_layer_refuses_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_that_are_more_than_memory_go_to_the_layers_own_forward() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_that_are_more_than_memory_go_to_the_layers_own_forward(compiled: bool) -> None:
     model, rows = nn.Sequential(nn.LayerNorm(8), nn.GELU()), [torch.randn(3, 8), torch.randn(5, 8)]
     jagged, strided = (torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided))
     expected = model(torch.cat(rows))
-    replace_norms(model)
+    replace_norms(model, compiled=compiled)
     for nested in (jagged, strided):
         torch.testing.assert_close(torch.cat(list(model(nested).unbind())), expected)
 
@@ -436,11 +438,12 @@ def test_replaced_layers_are_traced_as_they_were() -> None:
 
 def test_symbolic_traces() -> None:
     model, x = nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8), nn.GELU(), nn.GroupNorm(2, 8)), torch.randn(3, 8)
-    report = replace_norms(model)
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-    report.undo()
-    for layer, compiled in ((model, True), (nn.BatchNorm1d(8), False), (nn.InstanceNorm1d(8), False)):
-        replace_norms(layer, compiled=compiled)
+    for compiled in (False, True):
+        report = replace_norms(model, compiled=compiled)
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+        report.undo()
+    for layer in (nn.BatchNorm1d(8), nn.InstanceNorm1d(8)):
+        replace_norms(layer)
         with pytest.raises(torch.fx.proxy.TraceError):
             torch.fx.symbolic_trace(layer)
 
@@ -452,6 +455,16 @@ def test_what_cannot_be_tried_is_left() -> None:
         ["trying it failed"],
         ["its weight is a FakeTensor"],
     )
+
+
+def test_a_model_that_holds_its_report_is_pickled() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8), nn.SyncBatchNorm(8))
+    model.report = replace_norms(model)  # type: ignore[assignment]
+    again = pickle.loads(pickle.dumps(model))
+    assert str(again.report) == str(model.report) and type(again[1]) is type(model[1])
+    again.report.undo()
+    assert [type(layer) for layer in again] == [nn.LayerNorm, LlamaRMSNorm, nn.SyncBatchNorm]
+    assert type(model[0]) is not nn.LayerNorm
 
 
 def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,6 +588,13 @@ class BatchNormAct2d(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+class NormedLinear(nn.Linear):
+    """A head that classifies by the cosine."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it would take memory by the gigabyte to try it")
+
+
 class FrozenBatchNorm2d(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -633,6 +653,9 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled": (compiled, "it is compiled on its own"),
     "tensor subclass": (subclassed, "its weight is a Sharded"),
     "float8": (lambda: nn.RMSNorm(8, dtype=torch.float8_e4m3fn), "its weight has dtype torch.float8_e4m3fn"),
+    "momentum": (lambda: nn.BatchNorm1d(8, momentum=1.5), "its momentum is 1.5; it must be from 0 to 1"),
+    "eps": (lambda: nn.LayerNorm(8, eps=torch.tensor(1e-5)), "its eps is a Tensor"),  # type: ignore[arg-type]
+    "large": (lambda: NormedLinear(512, 512), "its weight has 262,144 numbers, and no more than 65,536 are tried"),
     "response norm": (lambda: nn.LocalResponseNorm(2), "no function of cunorm"),
 }
 

@@ -195,6 +195,42 @@ def test_vmap_of_running_statistics() -> None:
         torch.vmap(step, (0, None, None))(x, mean[0].clone(), var[0].clone())
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        cunorm.instance_norm,
+        functools.partial(cunorm.group_norm, num_groups=2),
+        functools.partial(cunorm.batch_norm, running_mean=data(4), running_var=data(4).square(), training=False),
+        functools.partial(cunorm.batch_norm, training=True),
+        cunorm.layer_norm,
+        cunorm.gelu,
+    ],
+)
+def test_vmap_over_nothing(norm: Any) -> None:
+    assert torch.vmap(norm)(data(0, 3, 4, 5)).shape == (0, 3, 4, 5)
+
+
+def test_what_is_composed_of_operators_is_exact() -> None:
+    """Rows whose mean is far larger than their deviation, and the limits of GELU."""
+    x = (data(3, 4, 512) + 1e4).float()
+    weight = torch.ones(3, 512)
+    expected = cunorm.layer_norm(x.double())
+    assert (torch.vmap(cunorm.layer_norm)(x, weight) - expected).norm() < 1e-6 * expected.norm()
+    x = (data(3, 64, 5) + 1e4).float()
+    expected = torch.stack([cunorm.batch_norm(part, training=True) for part in x.double()])
+    result = torch.vmap(functools.partial(cunorm.batch_norm, training=True))(x)
+    assert (result - expected).norm() < 1e-6 * expected.norm()
+
+    z = torch.tensor([-torch.inf, -50.0, 50.0, torch.inf])
+    for approximate in ("none", "tanh"):
+        gelu = functools.partial(cunorm.gelu, approximate=approximate)
+        mapped_gelu = torch.vmap(lambda z, bias, gelu=gelu: gelu(z, bias=bias))
+        given = z[:, None], torch.zeros(4, 1)
+        torch.testing.assert_close(mapped_gelu(*given)[:, 0], gelu(z))
+        slope = torch.func.grad(lambda z, bias, of=mapped_gelu: of(z, bias).nan_to_num(posinf=0).sum())(*given)
+        torch.testing.assert_close(slope[:3, 0], torch.tensor([0.0, 0.0, 1.0]))
+
+
 def test_an_ensemble_of_modules() -> None:
     models = [torch.nn.Sequential(torch.nn.Linear(8, 8), Norm(8)).double() for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]

@@ -83,23 +83,30 @@ ADAPTER: Adapter = JaxAdapter()
 
 
 def _checked(function: Any, op: Op, static: Any, **arrays: Any) -> Any:
-    """``function(op, static, **arrays)``, with errors that speak of the arguments."""
+    """``function(op, static, **arrays)``, with errors that speak of the arguments.
+
+    What stands for an array, as Flax's variables do, is taken for it.
+    """
     for name, array in arrays.items():
         if array is not None and not isinstance(array, jax.Array):
-            raise no_tensor(name, array, "JAX", "a JAX array")
+            if not hasattr(array, "__jax_array__"):
+                raise no_tensor(name, array, "JAX", "a JAX array")
+            arrays[name] = array.__jax_array__()
     try:
         return function(op, static, **arrays)
     except ValueError:
         # JAX's own message about devices counts its arguments. Looked into only here: it costs more than the call.
-        concrete = {
+        # Arrays that are not committed to theirs go where the others are.
+        committed = {
             name: array.devices()
             for name, array in arrays.items()
-            if array is not None and not isinstance(array, jax.core.Tracer)
+            if array is not None and not isinstance(array, jax.core.Tracer) and array.committed
         }
-        for name, devices in concrete.items():
-            if devices != concrete.get("x", devices):
+        first, expected = next(iter(committed.items()), ("", set()))
+        for name, devices in committed.items():
+            if devices != expected:
                 raise RuntimeError(
-                    f"{name} is on {_names(devices)} and x on {_names(concrete['x'])}; they must be on one device"
+                    f"{name} is on {_names(devices)} and {first} on {_names(expected)}; they must be on one device"
                 ) from None
         raise
 

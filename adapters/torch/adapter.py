@@ -226,7 +226,7 @@ class TorchAdapter(Adapter):
         stats: bool,
         running: tuple[Any, ...] = (),
     ) -> Results:
-        if running and _requires_grad(*running):
+        if running and _is_grad_enabled() and _requires_grad(*running):
             name = "running_mean" if _requires_grad(running[0]) else "running_var"
             must = f"running statistics are constants to differentiation: give {name}.detach()"
             raise ValueError(f"{name} requires a gradient; {must}")

@@ -7,7 +7,6 @@ PyTorch's own: always right, several times as slow.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,16 +23,30 @@ __all__ = ["map_backward", "map_forward"]
 
 Mapped = tuple[list[Any], list[int | None]]
 
+# Where the gelus are 0 or the identity in any dtype.
+_FAR = 40
+_Activation = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+
+
+def _gelu(approximate: str) -> _Activation:
+    """With its limits at infinity, where PyTorch's is NaN."""
+
+    def value(z: Any) -> Any:
+        return torch.where(z >= _FAR, z, F.gelu(z.clamp(-_FAR, _FAR), approximate=approximate))
+
+    def gradient(g: Any, z: Any) -> Any:
+        return torch.ops.aten.gelu_backward(g, z.clamp(-_FAR, _FAR), approximate=approximate)
+
+    return value, gradient
+
+
 # Each activation, and its gradient's product with a vector. These are called under vmap, where torch.func cannot be.
-_ACTIVATIONS: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+_ACTIVATIONS: dict[str | None, _Activation] = {
     None: (lambda z: z, lambda g, z: g),
     "relu": (F.relu, lambda g, z: g * (z > 0)),
     "silu": (F.silu, torch.ops.aten.silu_backward),
-    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": (
-        functools.partial(F.gelu, approximate="tanh"),
-        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    ),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
 }
 # Those that may differ from row to row; a statistic is one number a row.
 _OF_ROWS = ("x", "residual", "dy", "dresidual_out", "mean", "rstd")
@@ -79,7 +92,7 @@ def _map_rows(operator: Callable[..., Any], call: Any, places: dict[str, int], b
     results = operator(*tensors.values(), *attributes, *call.options)
     if not by_sample:
         return results, [0] * len(results)
-    samples = tensors["x"].shape[0] // batch_size
+    samples = _to_front(call.tensors["x"], places.get("x"), batch_size).shape[1]
     of_calls = [not given_statistics or result.shape == tensors["x"].shape for result in results]
     unfolded = [
         result.unflatten(0, (batch_size, samples)) if of_call else result for result, of_call in zip(results, of_calls)
@@ -156,7 +169,7 @@ def _shift(bias: Any, values: Any, axes: Sequence[int]) -> Any:
     return 0.0 if bias is None else _along(bias, values, axes)
 
 
-def _activation(op: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+def _activation(op: Any) -> _Activation:
     return _ACTIVATIONS[op.norm.activation if isinstance(op, RowNorm) else op.activation]
 
 
@@ -180,10 +193,14 @@ def _forward(op: Any, tensors: dict[str, Any], stats: bool) -> Sequence[Any]:
     rstd: Any = None
     if isinstance(op, ChannelNorm) and not op.training:
         mean, variance = (_along(running, values, weight_axes) for running in (running_mean, running_var))
-    elif not isinstance(op, Pointwise):
-        mean = values.mean(axes, keepdim=True) if _is_centered(op) else None
-        variance = (values if mean is None else values - mean).square().mean(axes, keepdim=True)
+    elif not isinstance(op, Pointwise) and _is_centered(op):
+        mean = values.mean(axes, keepdim=True)
     xhat = values if mean is None else values - mean
+    if variance is None and not isinstance(op, Pointwise):
+        if mean is not None:  # once more, for what the mean of all lost to rounding
+            rest = xhat.mean(axes, keepdim=True)
+            mean, xhat = mean + rest, xhat - rest
+        variance = xhat.square().mean(axes, keepdim=True)
     if variance is not None:
         rstd = torch.rsqrt(variance + op.eps)
         xhat = xhat * rstd

@@ -128,8 +128,8 @@ def apply(
     """`Adapter.apply` by PyTorch's dispatcher."""
     if out is not None:
         raise ValueError(
-            "out cannot be given inside torch.export and torch.func, nor for tensors of a subclass, negated in memory "
-            "(see resolve_neg) or without memory of their own; leave it out"
+            "out cannot be given inside torch.export, torch.func and forward-mode differentiation, nor for tensors of "
+            "a subclass, negated in memory (see resolve_neg) or without memory of their own; leave it out"
         )
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     # The torch.compile of PyTorch 2.5 does not know |= of pairs.

@@ -32,6 +32,9 @@ _USUAL_EPS = (1e-5, 1e-6, _SINGLE)
 # round on the way, in sixteen bits at every operation. Another formula is further off: the unbiased variance of 8192
 # numbers by 500 epsilons, the tanh approximation of GELU by 1000.
 _OUTPUT_TOLERANCE, _GRADIENT_TOLERANCE = 16, 64
+# Numbers of a parameter, at most. Trying takes seconds at this size, and hundreds of times a parameter's memory: more
+# have linear layers and embeddings that normalize and are called norms for it.
+_MOST_NUMBERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ def prove(module: nn.Module) -> Formula | str:
         return f"it has other parameters than a weight and a bias: {', '.join(names)}"
     weight = next((name for name in names if name not in biases), None)
     bias = next(iter(biases), None)
+    for name in names:
+        if (count := getattr(module, name).numel()) > _MOST_NUMBERS:
+            return f"its {name} has {count:,} numbers, and no more than {_MOST_NUMBERS:,} are tried"
     if any(isinstance(item, Tensor) and not isinstance(item, nn.Parameter) for item in _held(_attributes(module))):
         return "it holds tensors that are no parameters"
     with (

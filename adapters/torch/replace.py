@@ -21,10 +21,12 @@ from torch.nn.utils import parametrize
 
 from cunorm.adapters.torch import modules
 from cunorm.adapters.torch.proof import Formula, prove
+from cunorm.checks import check_eps, check_momentum
 
 __all__ = ["Entry", "Report", "replace_norms"]
 
 Choice = str | type[nn.Module]
+_MadeOf = tuple[type[nn.Module], type[nn.Module], bool]  # ours, the layer's own, and whether it is for what is traced
 
 # torch.nn's layer -> ours, and what it computes.
 _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
@@ -55,7 +57,16 @@ class Entry:
     module: nn.Module
     kind: type[nn.Module]
     text: str
-    now: type[nn.Module] | None
+    now: type[_Derived] | None
+
+    # Pickle would not find the new class by its name.
+    def __reduce__(self) -> Any:
+        made_of = None if self.now is None else self.now._made_of
+        return _entry, (self.name, self.module, self.kind, self.text, made_of)
+
+
+def _entry(name: str, module: nn.Module, kind: type[nn.Module], text: str, made_of: _MadeOf | None) -> Entry:
+    return Entry(name, module, kind, text, None if made_of is None else _derived(*made_of))
 
 
 @dataclass(frozen=True, repr=False)
@@ -277,7 +288,7 @@ def _untouchable(module: nn.Module) -> str | None:
 class _Substitute:
     """The class that a layer gets, and what that computes."""
 
-    kind: type[nn.Module]
+    kind: type[_Derived]
     text: str
     formula: Formula | None = None
 
@@ -305,6 +316,10 @@ def _forward_of(
                     return f"its {name} is no parameter, but set by a hook"
             if hasattr(module, "activation"):
                 return "it has an activation, which our layers would apply"
+            try:
+                _check_numbers(module)
+            except (TypeError, ValueError) as error:
+                return f"its {error}"
             return ours, f"cunorm.{function}", None
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return "its forward is its own, and it keeps statistics"
@@ -314,6 +329,15 @@ def _forward_of(
         return "it has buffers"
     formula = _proof(module, proved)
     return formula if isinstance(formula, str) else (_Proved, str(formula), formula)
+
+
+def _check_numbers(module: nn.Module) -> None:
+    """Raise an error for an eps and a momentum that torch.nn's layers take, and ours do not."""
+    eps, momentum = getattr(module, "eps", None), getattr(module, "momentum", None)
+    if eps is not None:
+        check_eps(eps)
+    if momentum is not None:
+        check_momentum(momentum)
 
 
 def _computes_as(kind: type[nn.Module], theirs: type[nn.Module]) -> bool:
@@ -344,13 +368,13 @@ def _tried(module: nn.Module) -> Formula | str:
 
 
 _FORMULA = "_cunorm_formula"  # the attribute of a layer whose formula was found
-_classes: dict[Any, type[nn.Module]] = {}  # those that were made at run time
+_classes: dict[_MadeOf, type[_Derived]] = {}  # those that were made at run time
 
 
 class _Derived(nn.Module):
     """What stands before a layer's class in the class that takes its place."""
 
-    _made_of: tuple[type[nn.Module], type[nn.Module], bool]
+    _made_of: _MadeOf
 
     # Pickle would not find the class by its name.
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -366,26 +390,29 @@ def _rebuild(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
     return kind.__new__(kind)
 
 
-def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> type[nn.Module]:
+def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> type[_Derived]:
     """The subclass of a layer's class that computes as ours does; where it is ``compiled``, too."""
-    if compiled and issubclass(ours, original):
-        return ours
     key = ours, original, compiled
     if key not in _classes:
         bases = (_Derived, ours) if issubclass(ours, original) else (_Derived, ours, original)
-        forward = {} if compiled else {"forward": _eager_forward(ours, original)}
-        _classes[key] = type(f"Cunorm{original.__name__}", bases, {"_made_of": key} | forward)
+        attributes = {"_made_of": key, "forward": _forward(ours, original, compiled)}
+        _classes[key] = type(f"Cunorm{original.__name__}", bases, attributes)
     return _classes[key]
 
 
-def _eager_forward(ours: type[nn.Module], original: type[nn.Module]) -> Any:
-    """Our forward, but the layer's own wherever it is traced, and for tensors that are not just memory."""
+def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> Any:
+    """Our forward; but the layer's own for what our functions would refuse, and unless ``compiled`` in what is traced.
+
+    They refuse tensors that are not just memory, and those of other devices.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if _is_compiling() or _is_tracing() or type(x) not in _PLAIN or x.is_nested:
-            return original.forward(self, *args, **kwargs)
-        return ours.forward(self, *args, **kwargs)
+        if _is_compiling() or _is_tracing():
+            is_ours = compiled
+        else:
+            is_ours = type(x) in _PLAIN and not x.is_nested and (x.is_cuda or x.is_cpu or x.is_meta)
+        return (ours if is_ours else original).forward(self, *args, **kwargs)
 
     return forward
 

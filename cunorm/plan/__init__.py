@@ -17,6 +17,7 @@ from cunorm.plan.channel import Way
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.running import with_numbers_of
 from cunorm.problem import (
     AnyProblem,
     BackwardProblem,
@@ -36,8 +37,19 @@ __all__ = ["Device", "Launch", "Plan", "RowBlock", "Scratch", "Way", "candidates
 def plan(problem: AnyProblem, device: Device, geometry: Way | None = None) -> Plan:
     """The plan for a problem on a device: with the geometry, where one is given that can be `fitted` to the problem.
 
-    Pointwise problems have one plan only.
+    Pointwise problems have one plan only. The momentum of running statistics, which may be another at every step of a
+    training, is no reason to plan anew.
     """
+    running = problem.running if isinstance(problem, ChannelForward) else None
+    if running is None or running.given:
+        return _plan(problem, device, geometry)
+    assert isinstance(problem, ChannelForward)
+    planned = _plan(replace(problem, running=replace(running, kept=0.0, taken=0.0)), device, geometry)
+    return with_numbers_of(running, problem.values_per_set, planned)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem: AnyProblem, device: Device, geometry: Way | None) -> Plan:
     if isinstance(problem, PointwiseForward):
         return pointwise.plan_forward(problem, device)
     if isinstance(problem, PointwiseBackward):

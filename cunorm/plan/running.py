@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from cunorm.plan.launches import Constants, Value
+from dataclasses import replace
+
+from cunorm.plan.launches import Constants, Plan, Value
 from cunorm.problem import DTYPES, RunningStatistics
 
-__all__ = ["running_arguments", "running_constants", "running_numbers", "running_pointers", "running_types"]
+__all__ = [
+    "running_arguments",
+    "running_constants",
+    "running_numbers",
+    "running_pointers",
+    "running_types",
+    "with_numbers_of",
+]
+
+_NUMBERS = ("kept", "taken", "taken_variance")
 
 
 def running_types(running: RunningStatistics | None) -> Constants:
@@ -27,7 +38,7 @@ def running_pointers(running: RunningStatistics | None) -> dict[str, Value]:
 def running_arguments(running: RunningStatistics | None, count: int) -> dict[str, Value]:
     """Of a kernel that updates them with a mean and a variance of so many numbers."""
     numbers = running_numbers(running, count) or (0.0, 0.0, 0.0)
-    return running_pointers(running) | dict(zip(("kept", "taken", "taken_variance"), numbers))
+    return running_pointers(running) | dict(zip(_NUMBERS, numbers))
 
 
 def running_numbers(running: RunningStatistics | None, count: int) -> tuple[float, ...]:
@@ -36,3 +47,17 @@ def running_numbers(running: RunningStatistics | None, count: int) -> tuple[floa
         return ()
     unbiased = count / (count - 1) if running.unbiased and count > 1 else 1
     return running.kept, running.taken, running.taken * unbiased
+
+
+def with_numbers_of(running: RunningStatistics, count: int, planned: Plan) -> Plan:
+    """The plan of a problem that differs in nothing but how much is kept and taken."""
+    numbers = running_numbers(running, count)
+    launches = []
+    for launch in planned.launches:
+        constants, arguments = dict(launch.constants), dict(launch.arguments)
+        if constants.get("UPDATES_RUNNING"):
+            arguments |= zip(_NUMBERS, numbers)
+        if constants.get("RUNNING_NUMBERS"):
+            arguments["running"] = numbers
+        launches.append(replace(launch, arguments=tuple(arguments.items())))
+    return replace(planned, launches=tuple(launches))
