@@ -1,6 +1,6 @@
 """Relative errors against float64, ||result - exact|| / ||exact||, with PyTorch's on the same data beside them.
 
-    python bench/accuracy.py [RESULTS.json]
+    python bench/accuracy.py [--json RESULTS.json]
 
 On a GPU where PyTorch sees one, else on the CPU. Data: ordinary (standard normal), shifted (mean 10,000 times the
 standard deviation) and outliers (every 64th column a hundred times as large); gradients for a random dy, weight and
@@ -9,9 +9,9 @@ bias.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,9 @@ def errors(op: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, layou
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Errors of the norms and their gradients, beside PyTorch's.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    target = parser.parse_args().json
     torch.manual_seed(0)
     cases = [("ordinary", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     cases += [("shifted", torch.float32), ("outliers", torch.float32), ("ordinary", torch.float64)]
@@ -92,7 +95,7 @@ def main() -> None:
         sizes = f"{readable(tuple(item['shape']))} {item['layout']}".rstrip()
         table.add_row(item["op"], item["data"], item["dtype"], sizes, *pairs)
     Console(width=160).print(table)
-    if len(sys.argv) > 1:
+    if target is not None:
         device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
         report = {
             "device": device,
@@ -100,7 +103,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "results": results,
         }
-        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+        target.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

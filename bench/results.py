@@ -138,7 +138,7 @@ class Results:
 
     def table_rows(self) -> list[tuple[str, ...]]:
         """The cells of the table, under TABLE_COLUMNS."""
-        return [table_cells(row, measured) for row, measured in by_row(self.measurements).items()]
+        return [cells for row, measured in by_row(self.measurements).items() for cells in table_cells(row, measured)]
 
     def __repr__(self) -> str:
         suites = ", ".join(dict.fromkeys(entry.suite for entry in self.measurements)) or "nothing"
@@ -210,8 +210,14 @@ def load(path: str | Path) -> Results:
 
 
 def merge(runs: Sequence[Results]) -> Results:
-    """The parts of a run as one. Where a row was measured more than once by a provider, the last one stands."""
+    """The parts of a run as one. Where a row was measured more than once by a provider, the last one stands.
+
+    A ValueError where they are not of one kind of device, whose times would stand beside each other.
+    """
     first = runs[0]
+    devices = list(dict.fromkeys(results.machine.get("device", "unknown") for results in runs))
+    if len(devices) > 1:
+        raise ValueError(f"the results are of different devices: {', '.join(devices)}")
     merged: dict[tuple[Row, str], Measurement] = {}
     for results in runs:
         for entry in results.measurements:
@@ -246,10 +252,16 @@ def best_peer(measurements: Iterable[Measurement]) -> Measurement | None:
     return min(peers, key=lambda entry: entry.seconds or 0.0, default=None)
 
 
-def table_cells(row: Row, measured: Sequence[Measurement]) -> tuple[str, ...]:
-    """A line of the table, for all measurements of a row."""
-    ours, peer = of(OURS, measured), best_peer(measured)
-    problem = f"{row.op} {row.size} {row.dtype}" + (f" ({row.variant})" if row.variant else "")
+def table_cells(row: Row, measured: Sequence[Measurement]) -> list[tuple[str, ...]]:
+    """The lines of the table for all measurements of a row: two where PyTorch's calls were compiled too."""
+    compiled = of(COMPILED, measured)
+    lines = [_cells(row, of(OURS, measured), best_peer(measured))] if of(OURS, measured) or not compiled else []
+    return lines + ([_cells(row, compiled, best_peer(measured), "calls compiled")] if compiled else [])
+
+
+def _cells(row: Row, ours: Measurement | None, peer: Measurement | None, way: str = "") -> tuple[str, ...]:
+    variant = ", ".join(part for part in (row.variant, way) if part)
+    problem = f"{row.op} {row.size} {row.dtype}" + (f" ({variant})" if variant else "")
     time_ours, time_peer = (entry.seconds if entry else None for entry in (ours, peer))
     return (
         problem,

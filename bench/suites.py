@@ -384,7 +384,7 @@ MODELS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def _models(name: str) -> Iterator[Row]:
-    """Training steps of whole models."""
+    """Training steps of whole models; models-small has the same ones in small."""
     for op, shapes in MODELS.items():
         for direction in STEPS:
             yield Row(name, op, shapes[name == "models-small"], "bfloat16", direction, clock="wall")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["byte_count", "duration", "rate", "table_lines"]
+__all__ = ["byte_count", "counted", "duration", "rate", "table_lines"]
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> Iterator[str]:
@@ -29,7 +29,14 @@ def rate(bytes_per_second: float) -> str:
     return f"{byte_count(bytes_per_second)}/s"
 
 
+def counted(count: int, word: str) -> str:
+    """So many of something, whose name is given in the plural."""
+    return f"{count} {word.removesuffix('s') if count == 1 else word}"
+
+
 def duration(seconds: float) -> str:
+    if 0 < seconds < 1e-9:
+        return "less than 0.001 µs"
     if seconds >= 1:
         return f"{seconds:.4g} s"
     return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"

@@ -16,7 +16,7 @@ from bench_cases import ROOT, ROW, FakeMachine, synthetic
 
 from cunorm import cli
 from cunorm.bench.results import load
-from cunorm.bench.suites import SUITES
+from cunorm.bench.suites import MODEL_SUITES, SUITES
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -43,8 +43,8 @@ def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "name a suite"),
         (("speed",), "no suite 'speed'"),
+        (("small", "--max-seconds", "-1"), "--max-seconds -1.0 must be positive"),
         (("small", "--only", "no such row"), "no row of small"),
         (("small", "--part", "4/3"), "no part"),
         (("small", "--json", "/no/such/folder/x.json"), "does not exist"),
@@ -64,8 +64,15 @@ def test_arguments_that_cannot_be_used(
     code, _, err = bench(capsys, *arguments)
     assert code == 2
     assert message in err
-    if message in ("name a suite", "no suite 'speed'"):
+    if message == "no suite 'speed'":
         assert all(name in err for name in SUITES)
+
+
+def test_the_suites_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = bench(capsys)
+    assert code == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[1:])
+    assert set(lines) == SUITES.keys() | MODEL_SUITES.keys() and all(text.endswith(".") for text in lines.values())
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +86,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     code, _, err = bench(capsys, "tiny", "--providers", "cunorm,nobody")
     assert code == 2
     assert "'nobody' is none of cunorm" in err
-    code, out, _ = bench(capsys, "tiny", "--max-seconds", "-1")
+    code, out, _ = bench(capsys, "tiny", "--max-seconds", "1e-9")
     assert code == 0
     assert "2 rows are missing: layer_norm 5x33 float32 forward; " in out
 

@@ -61,6 +61,20 @@ def test_the_last_measurement_stands_and_both_days_are_named() -> None:
     assert repr(merged).endswith("2026-01-02 to 2026-02-03>") and repr(merge([first, first])).endswith(", 2026-01-02>")
 
 
+def test_devices_are_not_mixed() -> None:
+    first = synthetic()
+    second = dataclasses.replace(first, machine={"device": "Another GPU"})
+    with pytest.raises(ValueError, match="the results are of different devices: A GPU, Another GPU"):
+        merge([first, second])
+
+
+def test_compiled_calls_have_lines_of_their_own() -> None:
+    results = load(ROOT / "bench" / "results" / "h200" / "host.json")
+    problems = [cells[0] for cells in results.table_rows()]
+    assert "layer_norm 8x1024 float32 (host torch, calls compiled)" in problems
+    assert len(problems) == sum(entry.provider.startswith("cunorm") for entry in results.measurements)
+
+
 def test_a_frame() -> None:
     frame = synthetic().frame
     assert len(frame) == len(synthetic().measurements)

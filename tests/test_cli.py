@@ -214,18 +214,22 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["demo", "--input", "x.npy", "--axis", "2"], "axis 2 is out of range"),
         (["demo", "--input", "x.npy", "--eps", "-1"], "eps must be finite and not negative"),
         (["demo", "--input", "x.npy", "--output", "absent/y.npy"], "does not exist"),
-        (["demo", "--input", "x.npy", "--output", "."], "Is a directory"),
+        (["demo", "--input", "x.npy", "--output", "."], "--output .: it is a folder"),
+        (["demo", "--input", "x.npy", "--output", "x.npy"], "--output x.npy: it is the input, which would be lost"),
         (["explain"], "required: --shape"),
         (["explain", "--shape", "4096by8192"], "'4096by8192' is no shape"),
         (["explain", "--shape", "4x-1"], "'4x-1' is no shape"),
         (["explain", "--shape", ""], "'' is no shape"),
         (["explain", "--shape", "4x4", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["explain", "--shape", "4x4", "--op", "conv"], "invalid choice: 'conv'"),
-        (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "axis is [0]; it is for layer_norm, rms_norm"),
-        (["explain", "--shape", "4x4", "--op", "gelu", "--residual"], "residual is True; it is for layer_norm, rms"),
-        (["explain", "--shape", "4x4", "--num-groups", "2"], "num_groups is 2; it is for group_norm, not for layer"),
+        (["explain", "--shape", "4x4", "--op", "gelu", "--axis", "0"], "--axis is for layer_norm, rms_norm, not"),
+        (["explain", "--shape", "4x4", "--op", "gelu", "--residual"], "--residual is for layer_norm, rms_norm"),
+        (["explain", "--shape", "4x4", "--evaluation"], "--evaluation is for batch_norm, not for layer_norm"),
+        (["tune", "--shape", "2x8x4", "--op", "group_norm"], "--op group_norm needs --num-groups"),
+        (["tune", "--shape", "4x8", "--data-format", "NHWC"], "--data-format is for instance_norm, group_norm, batch"),
+        (["explain", "--shape", "4x4", "--num-groups", "2"], "--num-groups is for group_norm, not for layer_norm"),
         (["explain", "--shape", "4x4", "--op", "group_norm"], "explain: --op group_norm needs --num-groups\n"),
-        (["explain", "--shape", "4x4", "--op", "batch_norm", "--axis", "1"], "axis is [1]; it is for layer_norm, rms"),
+        (["explain", "--shape", "4x4", "--op", "batch_norm", "--axis", "1"], "--axis is for layer_norm, rms_norm, not"),
         (["explain", "--shape", "4x4", "--measure"], "explain: --measure needs an NVIDIA GPU: none for this test\n"),
         (
             ["explain", "--shape", "4x4", "--op", "gelu", "--activation", "silu"],
@@ -385,13 +389,13 @@ def test_explain(arch: str, backward: bool, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("arguments", "seen_as"),
     [
-        (["--shape", "7"], "1 rows of 7 columns"),
+        (["--shape", "7"], "1 row of 7 columns"),
         (["--shape", "2x3x5", "--axis", "0", "2"], "3 rows of 10 columns"),
         (["--shape", "2X3,5", "--axis", "-2", "-1"], "2 rows of 15 columns"),
         (["--shape", "2x0"], "2 rows of 0 columns"),
         (["--shape", "3x9", "--dtype", "float64"], "3 rows of 9 columns"),
         (["--shape", "3x9", "--dtype", "bfloat16", "--backward"], "3 rows of 9 columns"),
-        (["--shape", "1x10000000", "--dtype", "float32"], "1 rows of 10000000 columns"),
+        (["--shape", "1x10000000", "--dtype", "float32"], "1 row of 10000000 columns"),
     ],
 )
 def test_explain_other_problems(
@@ -406,7 +410,7 @@ def test_explain_gelu(backward: bool, bias: bool, capsys: pytest.CaptureFixture[
     arguments = ["--backward"] * backward + ["--bias"] * bias
     text = run(capsys, "explain", "--op", "gelu", "--shape", "4096x8192", "--arch", "sm_90", *arguments)
     assert text.startswith("gelu_backward of" if backward else "gelu of")
-    assert ("4096 rows of 8192 columns" if bias else "1 rows of 33554432 columns") in text
+    assert ("4096 rows of 8192 columns" if bias else "1 row of 33554432 columns") in text
     moved = "201.3 MB (x and dy read, dx written)" if backward else "134.2 MB (x read, y written)"
     assert moved in text
     assert table_row(text, "chosen")[1] == "built in"
@@ -460,6 +464,15 @@ def test_explain_without_cupy(
     text = run(capsys, "explain", "--shape", "4096x8192")
     assert table_row(text, "row_", " = ")[3] == "unknown"
     assert "unknown (needs CuPy's NVRTC)" in text
+
+
+def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cunorm.cli.info.run", interrupted)
+    assert cli.run(["info"]) == 130
+    assert capsys.readouterr().err == "python -m cunorm info: interrupted\n"
 
 
 @pytest.mark.gpu

@@ -114,7 +114,8 @@ def build() -> Path:
 def _compile(target: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(compiler[0]) is None:
-        raise RuntimeError("PyTorch's calls can only be compiled with a C++ compiler: install g++, or set CXX")
+        found = f"PyTorch's calls can only be compiled with a C++ compiler, and there is no {compiler[0]}"
+        raise RuntimeError(f"{found}: install g++, or set CXX to another")
     root = Path(torch.__file__).parent
     include = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
     command = [*compiler, *_FLAGS, _abi(), *(f"-I{folder}" for folder in include), str(_SOURCE)]

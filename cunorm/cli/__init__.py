@@ -35,6 +35,9 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
     except UsageError as error:
         print(f"python -m cunorm {command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"python -m cunorm {command}: interrupted", file=sys.stderr)
+        return 130  # as shells have it
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
     return 0
@@ -83,7 +86,8 @@ def _parser(started: float | None) -> argparse.ArgumentParser:
     explain.add_argument("--axis", type=int, nargs="+", default=-1, help="axes to normalize (default: last)")
     by_running = "with --op batch_norm: by its running statistics"
     explain.add_argument("--evaluation", dest="training", action="store_false", help=by_running)
-    explain.add_argument("--bias", action="store_true", default=None, help="also where there mostly is none")
+    with_bias = "with a bias: rms_norm and gelu have none otherwise"
+    explain.add_argument("--bias", action="store_true", default=None, help=with_bias)
     explain.add_argument("--backward", action="store_true", help="the gradient instead")
     explain.add_argument("--arch", metavar="sm_90", help="an architecture (default: this machine's GPU, else sm_90)")
     explain.add_argument("--measure", action="store_true", help="also time it, on this machine's GPU")
@@ -95,7 +99,7 @@ def _parser(started: float | None) -> argparse.ArgumentParser:
         "and show times, r (time over that of a copy of the bytes that must move) and the best peer.",
         allow_abbrev=False,
     )
-    bench.add_argument("suites", nargs="*", metavar="SUITE", help="without any, the suites are listed")
+    bench.add_argument("suites", nargs="*", metavar="SUITE", help="which to run; without any, they are listed")
     bench.add_argument(
         "--only", default="", metavar="WORDS", help="only rows with all of these in their name; !word is for without"
     )
@@ -128,8 +132,8 @@ def _parser(started: float | None) -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="find the fastest plan for a shape on this GPU, and use it from now on",
-        description="Time the plans that can compute a problem, and store which is the fastest: for this GPU model and "
-        "for all problems of the same kind and about the same size (see cunorm.tune).",
+        description="Time the plans that can compute a problem, and store which is the fastest: for this GPU model, "
+        "and for layer norm and RMS norm of about the same size too (see cunorm.tune).",
         allow_abbrev=False,
     )
     of_x = "the shape of x; may be repeated"

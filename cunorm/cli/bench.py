@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cunorm import gpus
 from cunorm.cli import UsageError, output
+from cunorm.cli.options import check_target
 
 if TYPE_CHECKING:  # it imports PyTorch, which drawing does not need
     from cunorm.bench.results import Measurement, Results
@@ -34,12 +35,15 @@ def run(
     """Run suites, or show the results in ``sources``."""
     from cunorm.bench.suites import MODEL_SUITES, SUITES, suite
 
-    known = f"the suites are {', '.join(SUITES | MODEL_SUITES)}"
     if not suites and not sources:
-        raise UsageError(f"name a suite, or results with --from; {known}")
+        makers = SUITES | MODEL_SUITES
+        output.table(("suite", "measures"), [(name, _described(make)) for name, make in makers.items()])
+        return
     for name in suites:
         if name not in SUITES | MODEL_SUITES:
-            raise UsageError(f"there is no suite {name!r}; {known}")
+            raise UsageError(f"there is no suite {name!r}; the suites are {', '.join(SUITES | MODEL_SUITES)}")
+    if not max_seconds > 0:
+        raise UsageError(f"--max-seconds {max_seconds} must be positive")
     if sources:
         measuring = {"a suite": suites, "--providers": providers, "--part": part != _WHOLE, "--warm": warm}
         measuring["--max-seconds"] = max_seconds < float("inf")
@@ -48,10 +52,12 @@ def run(
                 raise UsageError(f"--from shows saved results, so it goes without {name}")
     if warm and (json or plots):
         raise UsageError("--warm times nothing, so it goes without --json and --plots")
-    _check_target("--json", json)
+    check_target("--json", json)
     if sources:
         results = _load(sources)
         results.measurements = [entry for entry in results.measurements if entry.row.matches(only)]
+        if only and not results.measurements:
+            raise UsageError(f"no row of {', '.join(map(str, sources))} matches {only!r}")
         if json is not None:
             _save(results, json)
         _print_table(results)
@@ -66,20 +72,6 @@ def run(
     _print_notes(results)
     if plots is not None:
         _draw(results, plots)
-
-
-def _check_target(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
-        if path.is_dir():
-            raise UsageError(f"{option} {path}: it is a folder")
-        if path.exists() and not path.is_file():  # a device, say, which the file would replace
-            raise UsageError(f"{option} {path}: it is no regular file")
-    except OSError as error:  # its name is too long, say
-        raise UsageError(f"{option} {path}: {error.strerror}") from error
 
 
 def _save(results: Results, path: Path) -> None:
@@ -148,7 +140,8 @@ def _measure(
             if show is not None:
                 show(f"done: {row.label}", len(rows) - len(results.missing), len(rows))
             elif not warm:
-                output.line(" | ".join(table_cells(row, measured)))
+                for cells in table_cells(row, measured):
+                    output.line(" | ".join(cells))
 
         left = max_seconds - (time.monotonic() - begin)
         names = providers or list(PROVIDERS)
@@ -159,6 +152,11 @@ def _measure(
     if on_terminal and not warm:
         _print_table(results)
     return results
+
+
+def _described(make: Callable[..., object]) -> str:
+    """What a suite measures, as its docstring has it."""
+    return " ".join((getattr(make, "func", make).__doc__ or "").split())
 
 
 def _print_table(results: Results) -> None:

@@ -21,10 +21,11 @@ def run(*, remove: bool) -> None:
             folder, count = host.library().parent, host.remove()
             output.line(f"{count} removed from {folder}")
             return
-        if not host.library().exists():
+        is_there = host.library().exists()
+        if not is_there:
             print("compiling, which takes about half a minute", file=sys.stderr)
         begin = time.monotonic()
         path = host.build()
     except (RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
-    output.line(f"{path}, in {time.monotonic() - begin:.0f} seconds")
+    output.line(f"built before: {path}" if is_there else f"{path}, in {time.monotonic() - begin:.0f} seconds")

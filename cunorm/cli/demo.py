@@ -18,6 +18,7 @@ import cunorm
 from cunorm import gpus
 from cunorm.cli import FRAMEWORKS, UsageError, output
 from cunorm.cli.libraries import EPS, LIBRARIES, Library
+from cunorm.cli.options import check_target
 from cunorm.execute import numpy_dtype
 
 __all__ = ["run"]
@@ -142,14 +143,21 @@ def _run_cases(frameworks: list[str] | None, started: float) -> None:
     output.line()
     output.table(_COLUMNS, [row.cells() for row in rows], numbers=_NUMBERS)
     output.line()
-    _print_legend(rows, left_out)
+    _print_legend(rows)
+    if left_out:
+        output.line(f"Left out to end within 20 seconds: {', '.join(left_out)}; ask for one with --framework NAME.")
+    output.line("Next: `python -m cunorm demo --input FILE.npy` runs on an array of yours, `python -m cunorm explain")
+    output.line(
+        "--shape 4096x8192` shows a plan; in a program it is y = cunorm.layer_norm(x, weight, bias): README.md."
+    )
 
 
 def _run_file(source: Path, target: Path | None, axis: list[int], eps: float) -> None:
     """Normalize the array in a ``.npy`` file, compare, and write the result if ``target`` says where."""
     values = _load(source)
-    if target is not None and not target.absolute().parent.is_dir():
-        raise UsageError(f"--output {target}: the folder {target.absolute().parent} does not exist")
+    check_target("--output", target)
+    if target is not None and target.exists() and target.samefile(source):
+        raise UsageError(f"--output {target}: it is the input, which would be lost")
     library = LIBRARIES["cupy" if _print_device() else "numpy"]()
     try:
         x = library.tensor(values)
@@ -165,6 +173,8 @@ def _run_file(source: Path, target: Path | None, axis: list[int], eps: float) ->
         else:
             output.line()
             output.table(_COLUMNS, [row.cells()], numbers=_NUMBERS)
+            output.line()
+            _print_legend([row])
     else:
         output.line("the array is empty, and so is the result")
     if target is not None:
@@ -321,11 +331,12 @@ def _error(ours: NDArray[np.float64], exact: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(ours - exact)) / norm if norm else float(np.linalg.norm(ours))
 
 
-def _print_legend(rows: list[_Row], left_out: list[str]) -> None:
+def _print_legend(rows: list[_Row]) -> None:
     legend = [
         "error: norm of the difference from float64 by norm of the result (y, dx), on some 64 rows; rounding the",
         "       result alone gives about 2e-4 (float16), 2e-3 (bfloat16), 3e-8 (float32)",
-        "GB/s: the bytes that must move (forward: x read, y written; backward: x and dy read, dx written) by the time",
+        "GB/s: the bytes that must move (forward: x read, y written; backward: x and dy read, dx written; with the",
+        "      gradient: both) by the time",
         "time: median of several calls",
         "unfused / fused: how many times as long the formula takes in plain operations of the same library",
     ]
@@ -335,9 +346,3 @@ def _print_legend(rows: list[_Row], left_out: list[str]) -> None:
         legend.append("       (PyTorch on the CPU: both with one thread)")
     for text in legend:
         output.line(text, "dim")
-    if left_out:
-        output.line(f"Left out to end within 20 seconds: {', '.join(left_out)}; ask for one with --framework NAME.")
-    output.line("Next: `python -m cunorm demo --input FILE.npy` runs on an array of yours, `python -m cunorm explain")
-    output.line(
-        "--shape 4096x8192` shows a plan; in a program it is y = cunorm.layer_norm(x, weight, bias): README.md."
-    )

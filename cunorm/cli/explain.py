@@ -7,6 +7,7 @@ from typing import Any
 
 from cunorm import gpus
 from cunorm.cli import UsageError
+from cunorm.cli.options import check_op_options
 from cunorm.explanation import explain
 
 __all__ = ["run"]
@@ -19,8 +20,8 @@ def run(op: str, shape: tuple[int, ...], dtype: str, activation: str | None, **o
             raise UsageError(f"--activation {activation} is not for gelu; it must be gelu or gelu_tanh")
         options["approximate"] = "tanh" if activation == "gelu_tanh" else "none"
         activation = None
-    if op == "group_norm" and options["num_groups"] is None:
-        raise UsageError("--op group_norm needs --num-groups")
+    named = ("axis", "residual", "num_groups", "data_format", "training")
+    check_op_options(op, activation=activation, **{name: options[name] for name in named})
     try:
         if options["measure"]:
             gpus.check_usable("--measure")

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def _compiled_calls() -> str:
     names = f"cunorm_torch_host-*-{digest(text.read_text('utf-8'))}-*.so"
     built = [] if cache is None else [path.stem.split("-", 1)[1] for path in (cache / "torch").glob(names)]
     versions = sorted({name.rsplit("-", 2)[0] for name in built})
-    return f"built for {', '.join(versions)}" if versions else "not built (python -m cunorm build-torch)"
+    if not versions:
+        return "not built (python -m cunorm build-torch)"
+    off = "; switched off by CUNORM_COMPILED_CALLS" if os.environ.get("CUNORM_COMPILED_CALLS") == "0" else ""
+    return f"built for {', '.join(versions)}{off}"
 
 
 def _version(distribution: str) -> str | None:
@@ -139,9 +143,12 @@ def _tuned() -> str:
     if path is None:
         return "none: there is no home folder"
     file = TuningFile(path)
-    found = [f"{len(entries)} for {gpu}" for gpu, entries in file.read().items()]
-    others = file.count_others()
-    return f"{path}: {', '.join(found) or 'none'}" + (f"; {others} of other versions, not used" if others else "")
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        found = [f"{len(entries)} for {gpu}" for gpu, entries in file.read().items()]
+        others = file.count_others()
+    notes = [f"{others} of other versions, not used"] * bool(others) + [str(item.message) for item in complaints]
+    return "; ".join([f"{path}: {', '.join(found) or 'none'}", *notes])
 
 
 def _compiler() -> str:

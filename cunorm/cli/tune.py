@@ -9,6 +9,7 @@ from typing import Any
 
 from cunorm import gpus
 from cunorm.cli import UsageError, output
+from cunorm.cli.options import check_op_options
 from cunorm.plan import RowBlock, Way
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
@@ -47,6 +48,8 @@ def run(
     path = file or default_path()
     if path is None:
         raise UsageError("there is no home folder to store the result in; set CUNORM_CACHE_DIR, or use --file")
+    if shapes:
+        check_op_options(op, residual=residual, num_groups=num_groups, data_format=data_format)
     vector = affine_dtype or True
     options: dict[str, Any] = {"weight": vector, "bias": False if op == "rms_norm" else vector, "residual": residual}
     options |= {"num_groups": num_groups, "data_format": data_format}

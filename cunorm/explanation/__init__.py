@@ -24,7 +24,7 @@ __all__ = ["OPS", "Explanation", "LaunchExplanation", "explain"]
 _ROW_NORMS = ("layer_norm", "rms_norm")
 OPS = (*_ROW_NORMS, *CHANNEL_NORMS, "gelu")
 # What not every op takes.
-_TAKEN_BY = {
+TAKEN_BY = {
     "axis": _ROW_NORMS,
     "residual": _ROW_NORMS,
     "num_groups": ("group_norm",),
@@ -108,7 +108,7 @@ def explain(
     if op not in OPS:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
     given = locals()
-    for name, ops_with in _TAKEN_BY.items():
+    for name, ops_with in TAKEN_BY.items():
         default = (explain.__kwdefaults__ or {})[name]
         if op not in ops_with and not (isinstance(given[name], type(default)) and given[name] == default):
             raise ValueError(f"{name} is {given[name]!r}; it is for {', '.join(ops_with)}, not for {op}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cunorm.explanation.launches import READ, WRITTEN, LaunchExplanation, area_seen, present_operands
 from cunorm.plan import Device, Plan
 from cunorm.problem import AnyProblem, ChannelBackward, ChannelForward
-from cunorm.text import byte_count, duration, rate, table_lines
+from cunorm.text import byte_count, counted, duration, rate, table_lines
 
 __all__ = ["Explanation"]
 
@@ -62,10 +62,11 @@ class Explanation:
 
     @property
     def seen_as(self) -> str:
-        problem, text = self.problem, f"{self.area[0]} {self.area_of[0]} of {self.area[1]} {self.area_of[1]}"
+        problem, text = self.problem, " of ".join(map(counted, self.area, self.area_of))
         if isinstance(problem, ChannelForward | ChannelBackward):
-            text += f"; {problem.samples} samples of {problem.channels} channels of {problem.points} points"
-            text += f", {problem.channels_per_set} channels a mean"
+            sizes = ((problem.samples, "samples"), (problem.channels, "channels"), (problem.points, "points"))
+            text += f"; {' of '.join(counted(*size) for size in sizes)}"
+            text += f", {counted(problem.channels_per_set, 'channels')} a mean"
         return text
 
     @property
@@ -76,7 +77,7 @@ class Explanation:
             return "nowhere: there is nothing to compute"
         together = f"of the {main.blocks_per_row} blocks"
         if self.strategy == "row_block":
-            return f"in the registers of {main.threads_per_row} threads"
+            return f"in the registers of {counted(main.threads_per_row, 'threads')}"
         if self.strategy == "row_cluster":
             return f"in the registers {together} of a cluster"
         if self.strategy == "row_pipeline":
