@@ -43,5 +43,5 @@ __device__ __forceinline__ Moments merged(double share, double pivot, double* sc
   });
   total_over<LANES>(sums, scratch);
   const double shift = sums[0] * share;
-  return {pivot + shift, sums[1] * share - shift * shift};
+  return {pivot + shift, not_negative(sums[1] * share - shift * shift)};
 }

@@ -114,7 +114,7 @@ __device__ __forceinline__ Statistics merged_rows(const Sums& rows, const RowCou
   }
   warp_sum<SET_LANES, 1>(sums);
   const Compute shift = sums[0] * part_share;
-  Statistics own = {0, 0, sums[1] * part_share - shift * shift};
+  Statistics own = {0, 0, not_negative(sums[1] * part_share - shift * shift)};
   // A pivot is the mean of a few numbers, from which all others may lie far: so would the differences of blocks' means
   // from the first one's, which are rounded.
   add_apart(pivot, first_shift + shift, own.mean, own.remainder);

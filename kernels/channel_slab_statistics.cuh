@@ -59,7 +59,7 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
     const Compute shift = sums[j] * share;
-    tell(channel_in_tile(j), pivots[j], shift, sums[CHANNEL_VECTOR + j] - shift * sums[j]);
+    tell(channel_in_tile(j), pivots[j], shift, not_negative(sums[CHANNEL_VECTOR + j] - shift * sums[j]));
   }
   __syncthreads();
 }

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   for (int j = 0; j < CHANNEL_VECTOR; ++j) {
     if (!tells_of(j)) continue;
     const double shift = sums[j] / count, mean = pivots[j] + shift;
-    const double deviation = sums[CHANNEL_VECTOR + j] - shift * sums[j];
+    const double deviation = not_negative(sums[CHANNEL_VECTOR + j] - shift * sums[j]);
     const long long channel = chunk.first_channel + channel_in_tile(j);
     if constexpr (ONE_CHUNK) {
       const long long place = chunk.sample * arguments.channels + channel;

@@ -114,6 +114,7 @@ struct Parameter {
   }
 };
 
+static_assert(!HAS_CHANNELS || weights_come != Weights::early, "a channel has one weight, not one for each column");
 constexpr bool STAGES_CHANNELS = HAS_CHANNELS && weights_come == Weights::staged;
 static_assert(!STAGES_CHANNELS || (weights_of != WeightsOf::part && THREADS_PER_ROW > 32));
 constexpr int STAGED_CHANNEL_ELEMENTS = STAGES_CHANNELS ? 2 * BLOCK_THREADS * STAGED_NUMBERS : 0;

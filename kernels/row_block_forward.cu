@@ -343,7 +343,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     claims.tell_block(turn);
     row_sum<THREADS_PER_ROW>(sums, scratch[CENTERED ? 1 : turn % 2]);
     statistics.remainder = mean_of(sums[0]);
-    statistics.variance = mean_of(sums[1]) - statistics.remainder * statistics.remainder;
+    statistics.variance = not_negative(mean_of(sums[1]) - statistics.remainder * statistics.remainder);
     if constexpr (BLOCKS_PER_ROW > 1) {
       if (turn == 0) cluster_wait();  // another block of the row may not have started
       statistics = merge_over_blocks(statistics, part, arguments.columns_per_block, exchange, turn, claims);

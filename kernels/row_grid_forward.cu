@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
     row_sum<THREADS>(sums, scratch[1]);
     statistics.remainder = sums[0] / part.count;
-    statistics.variance = sums[1] / part.count - statistics.remainder * statistics.remainder;
+    statistics.variance = not_negative(sums[1] / part.count - statistics.remainder * statistics.remainder);
     exchange.publish(statistics, turn);
     exchange.collect(turn);
     statistics = merge(exchange.numbers, blocks, arguments.columns, arguments.columns_per_block);

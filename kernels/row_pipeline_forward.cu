@@ -107,7 +107,7 @@ struct WarpMerge {
     if (own_scale > 0) {
       own[0][0] = CENTERED ? of_warps.pivot[lane] : 0;
       own[0][1] = CENTERED ? of_warps.sums[0][lane] * own_scale : 0;
-      own[0][2] = of_warps.sums[1][lane] * own_scale - own[0][1] * own[0][1];
+      own[0][2] = not_negative(of_warps.sums[1][lane] * own_scale - own[0][1] * own[0][1]);
     }
     const Statistics whole = merged_of_lanes(own, shares);
     told[0] = whole.mean;

@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
 
   if (threadIdx.x < ROW_LANES && chunk.row < arguments.rows) {
     const double count = static_cast<double>(chunk.columns), shift = sums[0] / count;
-    const double mean = pivot + shift, deviation = sums[1] - shift * sums[0];
+    const double mean = pivot + shift, deviation = not_negative(sums[1] - shift * sums[0]);
     if constexpr (ONE_CHUNK) {
       const SetStatistics row = set_statistics_of(mean, deviation / count, arguments.eps);
       arguments.mean[chunk.row] = row.mean;

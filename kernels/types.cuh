@@ -287,6 +287,13 @@ __device__ __forceinline__ float reciprocal_sqrt(float value) {
 }
 __device__ __forceinline__ double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
 
+// What squares less the square of a mean are. Of equal numbers far from zero rounding may leave less than nothing, whose
+// root is NaN. NaN stays.
+template <typename Number>
+__device__ __forceinline__ Number not_negative(Number variance) {
+  return variance < 0 ? 0 : variance;
+}
+
 // Of a count: not zero, and so small that a division would take none of its branches.
 __device__ __forceinline__ float reciprocal_of(float count) {
   const float guess = __fdividef(1.0f, count);

@@ -210,6 +210,16 @@ def test_constant_rows_give_the_bias(runner: Any, columns: int) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("columns", [5, 1000, 50_001])
+def test_rows_of_one_large_number_are_numbers(runner: Any, columns: int) -> None:
+    """Squares less the square of a mean are a variance that is less than nothing by rounding, and its root is NaN."""
+    x = np.repeat(np.float32([[97_484_584], [198_869_248], [920_745_664], [3e10], [-1e9]]), columns, 1)
+    y, _, mean, rstd = runner.forward(Case(x, eps=1e-7))
+    np.testing.assert_allclose(mean, x[:, 0], rtol=1e-6)
+    assert np.isfinite(y).all() and np.isfinite(rstd).all()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("columns", [100, 20000])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row(runner: Any, columns: int, bad: float) -> None:

@@ -52,6 +52,7 @@ KINDS: list[Shape] = [
     Shape("group_norm", (2, 12, 512), "NCW", 2),
     Shape("group_norm", (3, 6, 6, 16), "NHWC", 4),
     Shape("batch_norm", (3, 6, 6, 16), "NHWC"),
+    Shape("batch_norm", (8, 4, 8, 8), "NCHW"),
 ]
 SMALL = Device("sm_90", multiprocessors=4, threads_per_multiprocessor=1024, clusters=(2, 1, 0, 0))
 

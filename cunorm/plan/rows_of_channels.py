@@ -45,9 +45,6 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
     as_row_problem = as_rows(problem)
     if as_row_problem is None:
         return
-    if _is_of_a_batch(as_row_problem):
-        yield from row_candidates.candidates(as_row_problem, device)
-        return
     seen = set()
     whole_channels = isinstance(as_row_problem, BackwardProblem) and has_several_channels(as_row_problem)
     for geometry in row_candidates.candidates(replace(as_row_problem, weight=None, bias=None), device):
