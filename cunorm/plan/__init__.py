@@ -77,12 +77,18 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
     share = geometry.blocks_per_multiprocessor
     fits = [
         candidate
-        for candidate in row_candidates.candidates(problem, device)
+        for candidate in _row_candidates(problem, device)
         if replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
         and candidate.blocks_per_multiprocessor <= share
         and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
     ]
     return max(fits, key=lambda candidate: candidate.blocks_per_multiprocessor, default=None)
+
+
+@functools.lru_cache(maxsize=8)
+def _row_candidates(problem: Problem, device: Device) -> tuple[RowBlock, ...]:
+    """Kept: listing them takes tens of milliseconds, and a plan, its explanation and its tuning ask for the same."""
+    return tuple(row_candidates.candidates(problem, device))
 
 
 def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way | None) -> Plan:
