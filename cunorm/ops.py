@@ -89,8 +89,9 @@ def layer_norm(
     Returns
     -------
     y : tensor
-        Of x's type, shape, dtype and device. In PyTorch, JAX and TensorFlow it is differentiable in x, residual, weight
-        and bias.
+        Of x's type, shape, dtype and device, C-contiguous; beside another array with ``__dlpack__`` it is what
+        ``from_dlpack`` of that array's namespace makes, or a NumPy or CuPy array. In PyTorch, JAX and TensorFlow it is
+        differentiable in x, residual, weight and bias.
     residual_out : tensor
         Only with ``residual``: the sum, C-contiguous, differentiable in x and residual.
     mean, rstd : tensor
@@ -172,8 +173,9 @@ def rms_norm(
     Returns
     -------
     y : tensor
-        Of x's type, shape, dtype and device. In PyTorch, JAX and TensorFlow it is differentiable in x, residual, weight
-        and bias.
+        Of x's type, shape, dtype and device, C-contiguous; beside another array with ``__dlpack__`` it is what
+        ``from_dlpack`` of that array's namespace makes, or a NumPy or CuPy array. In PyTorch, JAX and TensorFlow it is
+        differentiable in x, residual, weight and bias.
     residual_out : tensor
         Only with ``residual``: the sum, C-contiguous, differentiable in x and residual.
     rstd : tensor

@@ -258,17 +258,19 @@ def test_readme_example(block: str) -> None:
     pytest.importorskip(framework[1])
     names: dict[str, Any] = {}
     exec(compile(block, "README.md", "exec"), names)
+    if "model" in names:  # it asserts itself what it shows
+        return
     results = [names[name] for name in ("y", "dx", "dweight", "dbias") if name in names]
     results += [names["x"].grad, names["weight"].grad] if framework[1] == "torch" else []
     assert results
     assert all(result.shape in (names["x"].shape, names["weight"].shape) for result in results)
 
 
-# Pages of numbers, without examples.
-NUMBERS = {ROOT / "docs/speed.md", ROOT / "docs/h100.md"}
+# Pages without examples.
+WITHOUT = {ROOT / "docs/speed.md", ROOT / "docs/h100.md", ROOT / "docs/troubleshooting.md"}
 
 
-@pytest.mark.parametrize("page", sorted({*(ROOT / "docs").glob("*.md")} - NUMBERS), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted({*(ROOT / "docs").glob("*.md")} - WITHOUT), ids=lambda page: page.name)
 def test_examples_of_the_documentation(page: Path) -> None:
     """Those of a page run one after the other, in one process of their own, and assert what they show."""
     code = "\n".join(python_blocks(page))
