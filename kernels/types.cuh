@@ -287,8 +287,8 @@ __device__ __forceinline__ float reciprocal_sqrt(float value) {
 }
 __device__ __forceinline__ double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
 
-// What squares less the square of a mean are. Of equal numbers far from zero rounding may leave less than nothing, whose
-// root is NaN. NaN stays.
+// A mean of squares less the square of a mean. Of equal numbers far from zero, rounding may leave less than nothing,
+// whose root is NaN. What is NaN stays so.
 template <typename Number>
 __device__ __forceinline__ Number not_negative(Number variance) {
   return variance < 0 ? 0 : variance;
