@@ -212,7 +212,7 @@ def _make(
     )
 
 
-_op_of, _name_of = execute.interned(_make)
+_op_of, _name_of = execute.interned(_make, "channel_norm")
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,12 @@ __all__ = [
     "is_compiling",
     "known_backward",
     "known_forward",
+    "made_of",
     "name_op",
     "numpy_dtype",
     "prepare_on_cpu",
     "prepared_once",
+    "recipe_of",
 ]
 
 
@@ -204,11 +206,30 @@ def name_op(op: Op, name: str) -> None:
     setattr(OPS, name, op)
 
 
-def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
+# What ops were made of by what, by their names among `OPS`; and what makes them. Ops that are not here were there from
+# the start, and have the same names in every process.
+_recipes: dict[str, tuple[Any, ...]] = {}
+_makers: dict[str, Callable[..., Any]] = {}
+
+
+def recipe_of(op: Op) -> tuple[Any, ...]:
+    """Text and numbers of which any process makes an op like this, by `made_of`."""
+    return _recipes.get(op.name_in_ops, (op.name_in_ops,))
+
+
+def made_of(recipe: Sequence[Any]) -> Op:
+    """The op of a recipe, which may have been through JSON."""
+    name, *given = recipe
+    arguments = [tuple(argument) if isinstance(argument, list) else argument for argument in given]
+    op: Op = _makers[name](*arguments) if arguments else getattr(OPS, name)
+    return op
+
+
+def interned(make: Callable[..., Op], kind: str) -> tuple[Any, Callable[..., str | None]]:
     """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
 
     The first keeps what it found, as functools.lru_cache does. The name is among `OPS`, and is None where ``make``
-    raises a TypeError or a ValueError.
+    raises a TypeError or a ValueError. ``kind`` names ``make`` in recipes.
     """
     names: dict[tuple[Any, ...], str] = {}
 
@@ -217,6 +238,7 @@ def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
         attributes = tuple(vars(op).values())
         if attributes not in names:
             name = f"op_{next(_op_numbers)}"
+            _recipes[name] = (kind, *arguments)
             name_op(op, name)
             names.setdefault(attributes, name)
         return names[attributes]
@@ -231,6 +253,7 @@ def interned(make: Callable[..., Op]) -> tuple[Any, Callable[..., str | None]]:
         except (TypeError, ValueError):
             return None
 
+    _makers[kind] = find
     # torch.compile calls this while it traces, and takes the result for a constant.
     setattr(find_name, "_dynamo_marked_constant", True)  # noqa: B010
     return find, find_name

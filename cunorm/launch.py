@@ -133,11 +133,9 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def driver_addresses() -> tuple[int, int]:
-    """Where the driver's cuLaunchKernelEx and cuCtxGetCurrent are, for who calls them without Python."""
-    functions = _driver().cuLaunchKernelEx, _driver().cuCtxGetCurrent
-    launch_kernel, get_context = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return launch_kernel, get_context
+def driver_addresses(*names: str) -> list[int]:
+    """Where functions of the driver are, for who calls them without Python."""
+    return [ctypes.cast(getattr(_driver(), name), ctypes.c_void_p).value or 0 for name in names]
 
 
 def _clusters(index: int) -> tuple[int, int, int, int]:

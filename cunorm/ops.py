@@ -498,7 +498,7 @@ def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: A
     return RowNorm(check_axis(axis), check_eps(eps), norm)
 
 
-_op_of, _name_of = execute.interned(_make)
+_op_of, _name_of = execute.interned(_make, "row_norm")
 
 
 def views_of(outputs: Sequence[Output | None], device: tuple[str, int]) -> list[View | None]:

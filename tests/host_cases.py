@@ -1,4 +1,4 @@
-"""PyTorch's compiled calls (adapters/torch/host.cpp) without a GPU: for CPU tensors, by a driver of our own."""
+"""Compiled calls (adapters/*/host.cpp) without a GPU: for CPU tensors, by a driver of our own."""
 
 from __future__ import annotations
 
@@ -17,23 +17,45 @@ _LaunchKernel = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
 _GetContext = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+_PushContext = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
 
 
 class Driver:
     """What stands in for the driver: its functions are numbers, for what computes results from pointers.
 
-    ``functions`` are these, each with the number of its pointers. ``launches`` counts what compiled code launched.
+    ``functions`` are these, each with the number of its pointers. ``launches`` counts what compiled code launched,
+    and ``configs`` are those of the launches.
     ``status`` is what a launch answers, 0 for success; ``context`` is the current one.
     """
 
     def __init__(self) -> None:
         self.launches, self.status, self.context = 0, 0, _CONTEXT
+        self.status_of_push, self.pushed = 0, list[int]()
+        self.configs: list[tuple[Any, ...]] = []
         self.functions: list[tuple[int, Callable[[Sequence[int]], None]]] = []
-        self._kept = _LaunchKernel(self._launch), _GetContext(self._get_context)
+        self._kept: dict[str, Any] = {
+            "cuLaunchKernelEx": _LaunchKernel(self._launch),
+            "cuCtxGetCurrent": _GetContext(self._get_context),
+            "cuCtxPushCurrent_v2": _PushContext(self._push_context),
+            "cuCtxPopCurrent_v2": _GetContext(self._pop_context),
+        }
 
-    def addresses(self) -> tuple[int, int]:
-        launch_kernel, get_context = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._kept)
-        return launch_kernel, get_context
+    def addresses(self, *names: str) -> list[int]:
+        """As `cunorm.launch.driver_addresses`."""
+        return [ctypes.cast(self._kept[name], ctypes.c_void_p).value or 0 for name in names]
 
     def add(self, count: int, function: Callable[[Sequence[int]], None]) -> int:
         self.functions.append((count, function))
@@ -42,6 +64,10 @@ class Driver:
     def _launch(self, config: int, number: int, parameters: Any, extra: Any) -> int:
         if self.status:
             return self.status
+        given = _Config.from_address(config)
+        words = (ctypes.c_uint * (18 * given.count)).from_address(given.attributes) if given.count else []
+        attributes = [(words[18 * i], words[18 * i + 2]) for i in range(given.count)]
+        self.configs.append((tuple(given.grid), tuple(given.block), given.shared_bytes, given.stream, attributes))
         count, function = self.functions[number - 1]
         function(list((ctypes.c_uint64 * count).from_address(parameters[0])))
         self.launches += 1
@@ -49,6 +75,14 @@ class Driver:
 
     def _get_context(self, context: Any) -> int:
         context[0] = self.context
+        return 0
+
+    def _push_context(self, context: int) -> int:
+        self.pushed.append(context)
+        return self.status_of_push
+
+    def _pop_context(self, context: Any) -> int:
+        context[0] = self.pushed.pop()
         return 0
 
 
@@ -68,10 +102,9 @@ def step(number: int, places: Sequence[int]) -> launch.Step:
     return launch.Step("on_cpu", number, 1, (32, 1), 0, (), bytes(8 * len(places)), tuple(places))
 
 
-@contextmanager
-def compiled_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """PyTorch's calls are compiled meanwhile; those of CPU tensors are launched by the driver that this gives."""
-    driver, prepare = Driver(), execute.prepare_on_cpu
+def launch_by(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compiled code compute what is on the CPU as if it was on a GPU, by this driver."""
+    prepare = execute.prepare_on_cpu
 
     def prepare_on_cpu(function: Any, views: Sequence[Any], outputs: Any) -> execute.Prepared:
         prepared = prepare(function, views, outputs)
@@ -82,12 +115,19 @@ def compiled_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dri
         call = CallOnCpu(run, [step(driver.add(len(views), run), range(len(views)))])
         return execute.Prepared(outputs, ("cpu", 0), 0, call)
 
+    monkeypatch.setattr(execute, "prepare_on_cpu", prepare_on_cpu)
+    monkeypatch.setattr(launch, "driver_addresses", driver.addresses)
+
+
+@contextmanager
+def compiled_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """PyTorch's calls are compiled meanwhile; those of CPU tensors are launched by the driver that this gives."""
+    driver = Driver()
     execute.forget_prepared()
     monkeypatch.setenv("CUNORM_COMPILED_CALLS", "1")
     host.build()
-    monkeypatch.setattr(execute, "prepare_on_cpu", prepare_on_cpu)
     if device == "cpu":
-        monkeypatch.setattr(launch, "driver_addresses", driver.addresses)
+        launch_by(driver, monkeypatch)
     monkeypatch.setattr(host, "_has_begun", False)
     yield driver
     monkeypatch.undo()

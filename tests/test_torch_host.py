@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import fcntl
 import gc
 import os
@@ -25,6 +24,7 @@ from torch_cases import CASES, DEVICES, EVERY, STATISTICS, Case, assert_same, da
 
 import cunorm
 from cunorm import cli, execute
+from cunorm.adapters import compiled
 from cunorm.adapters.torch import adapter, host
 from cunorm.adapters.torch.adapter import ADAPTER
 from cunorm.execute import Output, Prepared, Ready
@@ -413,34 +413,22 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
 
 def test_steps_are_what_python_launches() -> None:
     """The fields of a step, as the compiled code hands them to the driver."""
-    config_fields = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint)]
-    config_fields += [("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
-    config_type = type("Config", (ctypes.Structure,), {"_fields_": config_fields})
-    seen: list[Any] = []
-
-    class Watching(Driver):
-        def _launch(self, config: int, number: int, parameters: Any, extra: Any) -> int:
-            given = config_type.from_address(config)
-            words = (ctypes.c_uint * (18 * given.count)).from_address(given.attributes) if given.count else []
-            attributes = [(words[18 * i], words[18 * i + 2]) for i in range(given.count)]
-            seen.append((tuple(given.grid), tuple(given.block), given.shared_bytes, given.stream, attributes))
-            return 0
-
-    watching = Watching()
+    watching = Driver()
     launched = step(watching.add(1, lambda pointers: None), (0,))
     launched = launched._replace(grid=7, block=(64, 2), shared_bytes=4096, attributes=((6, 1), (2, 1)))
     call = CallOnCpu(lambda pointers: None, [launched])
     prepared = Prepared((Output((4,), "float32"), None, None, None), ("cpu", 0), 0, call)
     ready = Ready(prepared, (), None, None, None, 0, None)
     x, op = data(4).float(), cunorm.ops.RowNorm.of(-1, 1e-5)
-    host.native.begin(*watching.addresses(), None, None)
+    functions = watching.addresses("cuLaunchKernelEx", "cuCtxGetCurrent")
+    host.native.begin(*functions, None, None)
     given = (x, None, None, None, None, None, None)
     host._has_begun = True
     see = lambda output: (output.shape, (1,), torch.float32)  # noqa: E731
     host.teach_forward(op, host.Statistics.NONE, given, lambda: ready, see)
     y, *others = host.native.forward(op, False, False, *given)
     assert y.shape == (4,) and others == [None, None, None]
-    assert seen == [((7, 1, 1), (64, 2, 1), 4096, None, [(6, 1), (2, 1)])]
+    assert watching.configs == [((7, 1, 1), (64, 2, 1), 4096, None, [(6, 1), (2, 1)])]
 
 
 # ---- Building.
@@ -466,10 +454,9 @@ def test_what_was_built_may_lie_where_nothing_can_be_written(monkeypatch: pytest
 def test_without_a_home_there_is_nothing_to_load(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(host, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiled, "cache_folder", lambda: None)
     host.load(host._backward)
     assert not recwarn.list
-
 
 
 def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +476,7 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         host.build()
     assert not list(tmp_path.glob("torch/*.so"))
     monkeypatch.delenv("CUNORM_CACHE_DIR")
-    monkeypatch.setattr(host, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiled, "cache_folder", lambda: None)
     with pytest.raises(RuntimeError, match="set CUNORM_CACHE_DIR"):
         host.build()
 

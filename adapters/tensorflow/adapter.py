@@ -1,29 +1,31 @@
 """TensorFlow tensors: eager and inside ``tf.function``, differentiable, over TensorFlow's own memory.
 
-TensorFlow gives no handle of its stream, so on a GPU a call waits twice: exporting a tensor through DLPack waits until
-TensorFlow's stream is idle, and the result is complete before TensorFlow sees it. The kernels run in between, on CuPy's
-current stream. What that costs is the time in which the host would have run ahead; a jitted function would not wait.
-Results are allocated by TensorFlow too: by default it owns nearly all of the GPU's memory, and what it imports has to
-be aligned as it aligns its own, or the process is aborted.
+A call is TensorFlow's op "Cunorm" where `cunorm.adapters.tensorflow.host` has built that. Elsewhere Python computes.
+Since it is given no handle of TensorFlow's stream, a call waits twice on a GPU then: exporting a tensor through DLPack
+waits until that stream is idle, and the result is complete before TensorFlow sees it. The kernels run in between, on
+CuPy's current stream. What that costs is the time in which the host would have run ahead. Results are allocated by
+TensorFlow: by default it owns nearly all of the GPU's memory, and what it imports has to be aligned as it aligns its
+own, or the process is aborted. Inside ``tf.function`` such a call is one ``tf.py_function``, which costs some hundred
+microseconds, and cannot be stored in a SavedModel.
 
-Inside ``tf.function`` a call is one ``tf.py_function``, which costs some hundred microseconds, and cannot be compiled
-by XLA (``jit_compile=True``) or stored in a SavedModel. Whether gradients are recorded cannot be asked, so the
-statistics are always computed. Gradients are first derivatives.
+Neither can be compiled by XLA (``jit_compile=True``). Whether gradients are recorded cannot be asked, so the statistics
+are always computed. Gradients are first derivatives.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from cunorm import execute, launch
+from cunorm import launch
+from cunorm.adapters.tensorflow import host
+from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, place, scatter
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
+from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = ["ADAPTER"]
@@ -137,31 +139,8 @@ class TensorFlowAdapter(Adapter):
         running_mean, running_var = running or (None, None)
         statistics = {"running_mean": running_mean, "running_var": running_var}
         tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias, **statistics)
-        computed: list[Any] = []
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def recorded(*given: Any) -> Any:
-            x, residual, weight, bias, *_ = inputs = _scatter(given, tensors)
-            results = _forward(op, *inputs)
-            _, residual_out, mean, rstd = computed[:] = results
-            total = x if residual is None else residual_out
-            mask = (True, weight is not None, bias is not None)
-
-            def gradient(*cotangents: Any) -> Any:
-                bias_dtype = None if bias is None else bias.dtype.name
-                # They can be tf.IndexedSlices, where a result was gathered from; zeros where it was not used.
-                dy, dresidual_out, *_ = _scatter(cotangents, results)
-                dy = tf.convert_to_tensor(dy)
-                dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
-                kept = (total, weight, bias if op.keeps_bias else None, mean, rstd)
-                dx, dweight, dbias = _backward(op, (dy, dresidual_out, *kept), mask, bias_dtype)
-                gradients = _gather((dx, None if residual is None else dx, dweight, dbias))
-                return gradients + [None] * len(running)
-
-            return _gather(results), gradient
-
-        results = recorded(*_gather(tensors))
-        y, residual_out, mean, rstd = _scatter(results, computed)
+        compute = _call if host.native is not None else _recorded
+        y, residual_out, mean, rstd = compute(Forward(op), tensors)
         if not stats:
             return y, residual_out, None, None
         return y, residual_out, None if mean is None else tf.stop_gradient(mean), tf.stop_gradient(rstd)
@@ -181,7 +160,7 @@ class TensorFlowAdapter(Adapter):
     ) -> Gradients:
         arguments = {"dresidual_out": dresidual_out, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
         x, dy, dresidual_out, *others = _tensors(x=x, dy=dy, **arguments)
-        return _backward(op, (dy, dresidual_out, x, *others), output_mask, bias_dtype)
+        return _backward(Backward(op, output_mask, bias_dtype), (dy, dresidual_out, x, *others))
 
 
 ADAPTER: Adapter = TensorFlowAdapter()
@@ -199,72 +178,58 @@ def _tensors(**arguments: Any) -> list[Any]:
     return tensors
 
 
-def _gather(values: Sequence[Any]) -> list[Any]:
-    """The values that are not None: TensorFlow's functions take no None."""
-    return [value for value in values if value is not None]
-
-
-def _scatter(given: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """What `_gather` took from ``values``, back in its places."""
-    rest = iter(given)
-    return [None if value is None else next(rest) for value in values]
-
-
-def _forward(op: Op, *inputs: Any) -> Results:
-    def prepare(
-        x: View,
-        residual: View | None,
-        weight: View | None,
-        bias: View | None,
-        running_mean: View | None,
-        running_var: View | None,
-    ) -> Prepared:
-        running = tuple(_gather((running_mean, running_var)))
-        return op.prepare_forward(x, residual, weight, bias, None, True, running)
-
-    def run(x: Any, residual: Any, weight: Any, bias: Any, *running: Any) -> Results:
-        call = TensorFlowAdapter()
-        try:
-            return execute.forward(call, op, x, residual, weight, bias, None, True, tuple(_gather(running)))
-        finally:
-            call.wait()
-
-    y, residual_out, mean, rstd = _call(prepare, run, inputs)
-    return y, residual_out, mean, rstd
-
-
-def _backward(op: Op, inputs: Sequence[Any], mask: tuple[bool, bool, bool], bias_dtype: str | None) -> Gradients:
-    def prepare(
-        dy: View,
-        dresidual_out: View | None,
-        x: View,
-        weight: View | None,
-        bias: View | None,
-        mean: View | None,
-        rstd: View | None,
-    ) -> Prepared:
-        return op.prepare_backward(dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
-
-    def run(*inputs: Any) -> Gradients:
-        dy, dresidual_out, x, weight, bias, mean, rstd = inputs
-        call = TensorFlowAdapter()
-        try:
-            return execute.backward(call, op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype)
-        finally:
-            call.wait()
+def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of `_call` by Python, as an op whose gradients are known to TensorFlow."""
+    computed: list[Any] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def once(*given: Any) -> Any:
-        def gradient(*_: Any) -> Any:
-            raise NotImplementedError("cunorm has no second derivatives")
+    def call(*given: Any) -> Any:
+        tensors = scatter(given, inputs)
+        results = computed[:] = _call(work, tensors)
 
-        # Without this, a tape around the gradient would take the results for constants.
-        return _gather(_call(prepare, run, _scatter(given, inputs))), gradient
+        def gradient(*cotangents: Any) -> Any:
+            gradients = _gradients(work, tensors, results, scatter(cotangents, results))
+            return [value for value, tensor in zip(gradients, tensors) if tensor is not None]
 
-    if not any(mask):
+        return gather(results), gradient
+
+    results = call(*gather(inputs))
+    return scatter(results, computed)
+
+
+@tf.RegisterGradient(host.OP)  # type: ignore[untyped-decorator]
+def _gradients_of_op(op: Any, *cotangents: Any) -> list[Any]:
+    work, is_given, is_computed = from_text(op.get_attr("what").decode())
+    inputs, results = place(op.inputs, is_given), place(op.outputs, is_computed)
+    gradients = _gradients(work, inputs, results, place(cotangents, is_computed))
+    return [value for value, tensor in zip(gradients, inputs) if tensor is not None]
+
+
+def _gradients(work: Work, inputs: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Those of ``inputs``, from those of ``results``."""
+    if isinstance(work, Backward):
+        raise NotImplementedError("cunorm has no second derivatives")
+    x, residual, weight, bias, *running = inputs
+    _, residual_out, mean, rstd = results
+    # They can be tf.IndexedSlices, where a result was gathered from; zeros where it was not used.
+    dy, dresidual_out, *_ = cotangents
+    dy = tf.convert_to_tensor(dy)
+    dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
+    kept = (x if residual is None else residual_out, weight, bias if work.op.keeps_bias else None, mean, rstd)
+    mask = (True, weight is not None, bias is not None)
+    dx, dweight, dbias = _backward(
+        Backward(work.op, mask, None if bias is None else bias.dtype.name), (dy, dresidual_out, *kept)
+    )
+    return [dx, None if residual is None else dx, dweight, dbias, *(None for _ in running)]
+
+
+def _backward(work: Backward, inputs: Sequence[Any]) -> Gradients:
+    if not any(work.output_mask):
         return None, None, None
-    first, second, third = _scatter(once(*_gather(inputs)), [wanted or None for wanted in mask])
-    return first, second, third
+    # By Python, recorded too: a tape around a gradient would take it for a constant.
+    compute = _call if host.native is not None else _recorded
+    dx, dweight, dbias = compute(work, inputs)
+    return dx, dweight, dbias
 
 
 class _Unknown(int):
@@ -301,18 +266,43 @@ def _static_view(tensor: Any, name: str) -> View:
     return View(0, shape, contiguous_strides(shape), tensor.dtype.name, ("cpu", 0))
 
 
-def _call(prepare: Callable[..., Prepared], run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Sequence[Any]:
-    """``run`` eagerly; in a graph check what is known now, and run later."""
-    if all(tensor is None or hasattr(tensor, "backing_device") for tensor in inputs):
-        return run(*inputs)
-    names = inspect.signature(prepare).parameters
-    views = (None if tensor is None else _static_view(tensor, name) for tensor, name in zip(inputs, names))
-    outputs = prepare(*views).outputs
-    results = tf.py_function(
-        lambda *given: _gather(run(*_scatter(given, inputs))),
-        _gather(inputs),
-        [tf.as_dtype(output.dtype) for output in _gather(outputs)],
-    )
-    for result, output in zip(results, _gather(outputs)):
-        result.set_shape([None if isinstance(size, _Unknown) else size for size in output.shape])
-    return _scatter(results, outputs)
+def _call(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results, eager or in a graph: by TensorFlow's op where it was built, else by Python."""
+    devices = {getattr(tensor, "backing_device", None) for tensor in gather(inputs)}
+    is_eager = None not in devices
+    # An eager op would copy what is on another device than the rest; Python says that this is wrong.
+    if is_eager and (host.native is None or len(devices) > 1):
+        return _run(work, inputs)
+    outputs: Sequence[Output | None]
+    if isinstance(work, Backward) and any(tensor.shape.rank is None for tensor in gather(inputs)):
+        outputs = work.results(inputs)  # in a SavedModel, whose shapes are not stored
+        shapes: list[Any] = [None for _ in gather(outputs)]
+    else:
+        views = [None if tensor is None else _static_view(tensor, name) for tensor, name in zip(inputs, work.names)]
+        outputs = work.prepare(views).outputs
+        shapes = [[None if isinstance(size, _Unknown) else size for size in output.shape] for output in gather(outputs)]
+    if is_eager:
+        with tf.device(devices.pop()):
+            return scatter(host.call(work, inputs, outputs), outputs)
+    if host.native is not None:
+        results = host.call(work, inputs, outputs)
+    else:
+        dtypes = [output.dtype for output in gather(outputs)]
+        results = tf.py_function(
+            lambda *given: gather(_run(work, scatter(given, inputs))), gather(inputs), list(map(tf.as_dtype, dtypes))
+        )
+    for result, shape in zip(results, shapes):
+        result.set_shape(shape)
+    return scatter(results, outputs)
+
+
+def _run(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of eager tensors, by Python."""
+    adapter = TensorFlowAdapter()
+    try:
+        return work.run(adapter, inputs)
+    finally:
+        adapter.wait()
+
+
+host.load()

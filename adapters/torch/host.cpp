@@ -6,6 +6,8 @@
 // the arguments, plans, compiles, and teaches what came of it. Of a kind that was taught, a call takes its tensors'
 // addresses, allocates the results, launches, and is recorded by autograd; of any other nothing happens here, and
 // Python goes on as if there were no such file.
+#include "../launches.h"
+
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -17,7 +19,6 @@
 
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,37 +30,14 @@
 
 namespace {
 
+using cunorm::Kind, cunorm::KindHash, cunorm::Launch, cunorm::LaunchKernel, cunorm::MOST_KNOWN;
+
 // ---- What is taught.
 
-// The driver's CUlaunchAttribute and CUlaunchConfig, as cunorm/launch.py has them.
-struct LaunchAttribute {
-  std::int32_t id;
-  std::int32_t padding;
-  std::uint32_t value[16];
-};
-struct LaunchConfig {
-  std::uint32_t grid[3];
-  std::uint32_t block[3];
-  std::uint32_t shared_bytes;
-  void* stream;
-  const LaunchAttribute* attributes;
-  std::uint32_t attribute_count;
-};
-
 // The driver's cuLaunchKernelEx and cuCtxGetCurrent.
-using LaunchKernel = int (*)(const LaunchConfig*, void* function, void** parameters, void** extra);
 using GetContext = int (*)(void** context);
 LaunchKernel launch_kernel = nullptr;
 GetContext get_context = nullptr;
-
-struct Launch {
-  std::string kernel;
-  void* function;
-  LaunchConfig config;  // its attributes are those below
-  std::vector<LaunchAttribute> attributes;
-  std::string arguments;    // the kernel's argument struct, which begins with pointers: zeros here
-  std::vector<int> places;  // for each of these, where among a call's pointers it is; -1 for one that stays null
-};
 
 struct Output {
   std::vector<std::int64_t> sizes;
@@ -78,23 +56,10 @@ struct Ready {
   pybind11::object call;  // which keeps the kernels loaded; let go of where the GIL is held, as all of this is
 };
 
-using Kind = std::vector<std::int64_t>;
-struct KindHash {
-  std::size_t operator()(const Kind& kind) const {
-    std::uint64_t hash = 0xcbf29ce484222325;
-    for (const std::int64_t part : kind) {
-      hash = (hash ^ static_cast<std::uint64_t>(part)) * 0x9e3779b97f4a7c15;
-      hash ^= hash >> 32;
-    }
-    return hash;
-  }
-};
-
 // Read and written where the GIL is held. A call goes on with what it found, also when another thread forgets. These
 // are never let go of, since the interpreter may end before what would do so.
 using Known = std::unordered_map<Kind, std::shared_ptr<const Ready>, KindHash>;
 Known& known = *new Known;
-constexpr std::size_t MOST_KNOWN = 4096;
 std::int64_t generation = 0;          // how often everything was forgotten
 PyObject* stream_of = nullptr;        // torch._C._cuda_getCurrentRawStream
 PyObject* python_backward = nullptr;  // what computes gradients of a kind that nobody taught
@@ -209,16 +174,7 @@ void launch(const Ready& ready, Pointers& pointers, at::Device device, void* str
     for (const std::int64_t offset : ready.scratch_offsets) pointers.push_back(address_of(workspace) + offset);
   }
   for (const Launch& launch : ready.launches) {
-    std::string arguments = launch.arguments;
-    for (std::size_t i = 0; i < launch.places.size(); ++i) {
-      if (launch.places[i] < 0) continue;
-      std::memcpy(&arguments[8 * i], &pointers[launch.places[i]], 8);
-    }
-    LaunchConfig config = launch.config;
-    config.stream = stream;
-    config.attributes = launch.attributes.data();
-    void* parameters[] = {arguments.data()};
-    const int status = launch_kernel(&config, launch.function, parameters, nullptr);
+    const int status = launch.start(launch_kernel, pointers, stream);
     TORCH_CHECK(status == 0, "kernel ", launch.kernel, " could not be launched: CUDA driver error ", status);
   }
 }
@@ -436,11 +392,7 @@ using Given = std::tuple<std::vector<GivenOutput>, std::int64_t, std::vector<std
 
 Launch launch_of(const GivenStep& step) {
   const auto& [kernel, function, grid, block, shared_bytes, given, arguments, places] = step;
-  std::vector<LaunchAttribute> attributes;
-  for (const auto& [id, value] : given) attributes.push_back({id, 0, {value}});
-  const auto count = static_cast<std::uint32_t>(attributes.size());
-  const LaunchConfig config = {{grid, 1, 1}, {block[0], block[1], 1}, shared_bytes, nullptr, nullptr, count};
-  return {kernel, reinterpret_cast<void*>(function), config, std::move(attributes), arguments, places};
+  return Launch::of(kernel, function, grid, block[0], block[1], shared_bytes, given, arguments, places);
 }
 
 Ready ready_of(const Given& given) {

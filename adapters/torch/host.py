@@ -8,15 +8,9 @@ Whatever it does not know, it leaves to `cunorm.adapters.torch.adapter`, which c
 
 from __future__ import annotations
 
-import fcntl
 import importlib.machinery
 import importlib.util
-import os
-import shlex
-import shutil
-import subprocess
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -26,10 +20,10 @@ from typing import Any
 import torch
 
 from cunorm import execute, launch
-from cunorm.cache import cache_folder, digest
+from cunorm.adapters import compiled
 from cunorm.execute import Op, Output, Ready
 
-__all__ = ["Statistics", "build", "library", "load", "native", "remove", "teach_backward", "teach_forward"]
+__all__ = ["CODE", "Statistics", "build", "library", "load", "native", "teach_backward", "teach_forward"]
 
 # What is allocated for an output: shape, strides and dtype.
 _See = Callable[[Output], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
@@ -37,9 +31,7 @@ _See = Callable[[Output], tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 # The compiled module, where it was built: every call asks it first.
 native: Any = None
 
-_MODULE = "cunorm_torch_host"
-_SOURCE = Path(__file__).with_name("host.cpp")
-_FLAGS = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=hidden")
+CODE = compiled.TORCH
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 # What it calls for gradients that it was not taught to compute; and whether it has been told so.
 _backward: Any = None
@@ -56,21 +48,13 @@ class Statistics(IntEnum):
 
 def library() -> Path:
     """Where the module is, if it was built: of this text, for this PyTorch and Python."""
-    cache = cache_folder()
-    if cache is None:
-        raise RuntimeError("there is no home folder to keep compiled code in; set CUNORM_CACHE_DIR")
-    versions = torch.__version__, sysconfig.get_config_var("SOABI")
     # A version of PyTorch may be built more than once.
-    keys = digest(_SOURCE.read_text("utf-8")), digest(_FLAGS, _abi(), torch.version.git_version)
-    return cache.absolute() / "torch" / f"{'-'.join((_MODULE, *versions, *keys))}.so"
+    version = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+    return CODE.path(version, _abi(), torch.version.git_version)
 
 
 def _abi() -> str:
     return f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-
-
-def _is_wanted() -> bool:
-    return os.environ.get("CUNORM_COMPILED_CALLS") != "0"
 
 
 def build() -> Path:
@@ -99,34 +83,12 @@ def build() -> Path:
     >>> cunorm.adapters.torch.build().name  # doctest: +SKIP
     'cunorm_torch_host-2.13.0+cpu-cpython-311-x86_64-linux-gnu-2d1f0c3b5a697887-8a7b6c5d4e3f2011.so'
     """
-    target = library()
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with Path(target.parent, "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes, as training has them, one compiles
-            if not target.exists():
-                _compile(target)
-    if _is_wanted():
+    target, root = library(), Path(torch.__file__).parent
+    folders = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
+    CODE.build(target, [_abi(), *(f"-I{folder}" for folder in folders)], [f"-L{root / 'lib'}", *_LIBRARIES])
+    if compiled.is_wanted():
         _use(target)
     return target
-
-
-def _compile(target: Path) -> None:
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
-    if shutil.which(compiler[0]) is None:
-        found = f"PyTorch's calls can only be compiled with a C++ compiler, and there is no {compiler[0]}"
-        raise RuntimeError(f"{found}: install g++, or set CXX to another")
-    root = Path(torch.__file__).parent
-    include = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
-    command = [*compiler, *_FLAGS, _abi(), *(f"-I{folder}" for folder in include), str(_SOURCE)]
-    # The finished file appears under its name at once: who loads it does not ask for the lock.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        output = Path(scratch, target.name)
-        command += ["-o", str(output), f"-L{root / 'lib'}", *_LIBRARIES]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0 or not output.exists():
-            raise RuntimeError(f"PyTorch's calls do not compile:\n{' '.join(command)}\n{done.stderr}")
-        output.replace(target)
 
 
 def load(backward: Callable[..., Any]) -> None:
@@ -138,7 +100,7 @@ def load(backward: Callable[..., Any]) -> None:
     _backward = backward
     try:
         target = library()
-        if not _is_wanted() or not target.exists():
+        if not compiled.is_wanted() or not target.exists():
             return
     except (OSError, RuntimeError):  # a folder that is none or cannot be read has nothing for us
         return
@@ -149,20 +111,12 @@ def load(backward: Callable[..., Any]) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def remove() -> int:
-    """Remove what was built, and say how many files that were. This process goes on with what it has loaded."""
-    found = list(library().parent.glob(f"{_MODULE}-*.so"))
-    for path in found:
-        path.unlink(missing_ok=True)
-    return len(found)
-
-
 def _use(path: Path) -> None:
     global native
     if native is not None:
         return
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(CODE.module, str(path))
+    spec = importlib.util.spec_from_file_location(CODE.module, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
@@ -213,7 +167,8 @@ def _given(
     if not isinstance(call, launch.Call):
         return None
     if not _has_begun:  # now there is a driver
-        native.begin(*launch.driver_addresses(), getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
+        functions = launch.driver_addresses("cuLaunchKernelEx", "cuCtxGetCurrent")
+        native.begin(*functions, getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
         _has_begun = True
     allocated = [None if output is None else see(output) for output in outputs]
     workspace = ready.prepared.workspace_bytes, call.scratch_offsets

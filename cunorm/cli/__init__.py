@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cunorm import __version__
+from cunorm.adapters import compiled
 from cunorm.explanation import OPS
 from cunorm.problem import ACTIVATIONS, DTYPES
 
@@ -29,9 +30,10 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # ASCII has no µ
     options = vars(_parser(started).parse_args(arguments))
     command = options.pop("command")
+    module = options.pop("module", command)
     try:
         # A command's module is imported when the command is asked for, since some need libraries that others do not.
-        importlib.import_module(f"cunorm.cli.{command.replace('-', '_')}").run(**options)
+        importlib.import_module(f"cunorm.cli.{module}").run(**options)
     except UsageError as error:
         print(f"python -m cunorm {command}: {error}", file=sys.stderr)
         return 2
@@ -120,14 +122,19 @@ def _parser(started: float | None) -> argparse.ArgumentParser:
         "--from", dest="sources", type=Path, nargs="+", default=(), metavar="FILE", help="show saved results instead"
     )
 
-    build = commands.add_parser(
-        "build-torch",
-        help="compile what eager calls of PyTorch tensors cost the host (needs a C++ compiler)",
-        description="Compile the way of a PyTorch call from its tensors to the launch, once for each version of "
-        "PyTorch, Python and cunorm; later processes use it (see cunorm.adapters.torch.build).",
-        allow_abbrev=False,
-    )
-    build.add_argument("--remove", action="store_true", help="remove what was built, of all versions")
+    for library, what, versions in (
+        (compiled.TORCH, "what eager calls of PyTorch tensors cost the host", "PyTorch, Python"),
+        (compiled.TENSORFLOW, "an op of TensorFlow that waits for nothing", "TensorFlow"),
+    ):
+        build = commands.add_parser(
+            f"build-{library.package}",
+            help=f"compile {what} (needs a C++ compiler)",
+            description=f"Compile the way of a {library.framework} call from its tensors to the launch, once for each "
+            f"version of {versions} and cunorm; later processes use it (see cunorm.adapters.{library.package}.build).",
+            allow_abbrev=False,
+        )
+        build.add_argument("--remove", action="store_true", help="remove what was built, of all versions")
+        build.set_defaults(module="build", library=library)
 
     tune = commands.add_parser(
         "tune",

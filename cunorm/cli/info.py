@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import cunorm
-from cunorm import adapters, gpus, launch
-from cunorm.cache import cache_folder, digest
+from cunorm import gpus, launch
+from cunorm.adapters import compiled
 from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
 
@@ -45,22 +45,20 @@ def run() -> None:
         *_cuda(),
         ("tuned plans", _tuned()),
         *((f"extra {name}", _extra(distributions)) for name, distributions in _EXTRAS.items()),
-        ("compiled calls of PyTorch", _compiled_calls()),
+        *((f"compiled calls of {library.framework}", _compiled_calls(library)) for library in compiled.LIBRARIES),
         ("emulator of kernels", _compiler()),
     ]
     output.table(("what", "found"), rows)
 
 
-def _compiled_calls() -> str:
-    cache, text = cache_folder(), Path(adapters.__file__).parent / "torch" / "host.cpp"
-    # As adapters/torch/host.py names them: of this text, for any PyTorch.
-    names = f"cunorm_torch_host-*-{digest(text.read_text('utf-8'))}-*.so"
-    built = [] if cache is None else [path.stem.split("-", 1)[1] for path in (cache / "torch").glob(names)]
-    versions = sorted({name.rsplit("-", 2)[0] for name in built})
+def _compiled_calls(library: compiled.Library) -> str:
+    try:
+        versions = library.versions()
+    except RuntimeError:  # there is no home folder
+        versions = []
     if not versions:
-        return "not built (python -m cunorm build-torch)"
-    off = "; switched off by CUNORM_COMPILED_CALLS" if os.environ.get("CUNORM_COMPILED_CALLS") == "0" else ""
-    return f"built for {', '.join(versions)}{off}"
+        return f"not built (python -m cunorm build-{library.package})"
+    return f"built for {', '.join(versions)}{'' if compiled.is_wanted() else '; switched off by CUNORM_COMPILED_CALLS'}"
 
 
 def _version(distribution: str) -> str | None:

@@ -1,31 +1,31 @@
-"""``python -m cunorm build-torch``: PyTorch's calls compiled, for all processes to come."""
+"""``build-torch`` and ``build-tensorflow``: a framework's calls compiled, for all processes to come."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 
+from cunorm.adapters import compiled
 from cunorm.cli import UsageError, output
 
 __all__ = ["run"]
 
 
-def run(*, remove: bool) -> None:
+def run(*, library: compiled.Library, remove: bool) -> None:
     """Build, or remove what was built, and say where it is."""
     try:
-        from cunorm.adapters.torch import host
-    except ImportError as error:
-        raise UsageError(f"PyTorch cannot be imported: {error}") from error
-    try:
         if remove:
-            folder, count = host.library().parent, host.remove()
-            output.line(f"{count} removed from {folder}")
+            output.line(f"{library.remove()} removed from {library.folder()}")
             return
+        host = importlib.import_module(f"cunorm.adapters.{library.package}.host")
         is_there = host.library().exists()
         if not is_there:
             print("compiling, which takes about half a minute", file=sys.stderr)
         begin = time.monotonic()
         path = host.build()
+    except ImportError as error:
+        raise UsageError(f"{library.framework} cannot be imported: {error}") from error
     except (RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
     output.line(f"built before: {path}" if is_there else f"{path}, in {time.monotonic() - begin:.0f} seconds")
