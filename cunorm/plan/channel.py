@@ -21,6 +21,7 @@ _OfChannels = Slab | Grid | ChannelPipeline | Split
 Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
+_LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
 # bytes at a time, 1.35 and 1.17; but 2 x 32 x 91 x 109 x 92, by 8 bytes, 1.37 and 1.45.
@@ -127,16 +128,19 @@ def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) 
 def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: Device) -> int:
     """Of how many blocks slabs may be that take less time than the rows; 0 where none do.
 
-    They do in three cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
+    They do in four cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
     1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an activation, likewise for a channel: 32,768
     float32 numbers take 1.57 under silu, as slabs 1.39. And so for many small sets of several channels: on an H100 1024
-    of 784 float16 numbers take 2.41, as slabs 2.15; but 1024 of 6272 1.36 and 1.65.
+    of 784 float16 numbers take 2.41, as slabs 2.15; but 1024 of 6272 1.36 and 1.65. Last, backward, for a channel of
+    16-bit numbers whose samples are whole lines of memory: batch norm of 16 x 1024 x 32^2 takes 1.19 there, as slabs
+    1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
     one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
     if isinstance(problem, ChannelForward):
         return 16 if one and clusters and problem.itemsize == 2 else 0
     if problem.activation is None:
-        return 0
+        run = problem.point_sizes[-1] * problem.itemsize
+        return 1 if one and problem.itemsize == 2 and len(problem.point_sizes) > 1 and run % _LINE_BYTES == 0 else 0
     if one:
         return 8 if clusters else 0
     small = problem.channels_per_set * problem.points * problem.itemsize <= _SMALL_SET_BYTES

@@ -6,9 +6,11 @@ that were timed, those that come out first took 1 % more than the best on averag
 along the channels; 8 % of the other slabs. Those of pipelines are of ten problems forward, and sixteen backward.
 
 With the rate of its memory the same constants fit an H100, but for those of what moves numbers and computes at the same
-time: of 90 problems the ways that come out first take 3 % more than the best there (bench/ways.py, and its times in
-bench/results/h100/channel-ways.json), with the rate of an H200 7 %. How much longer vectors of less than 16 bytes take
-was set by hand, to times on an H100 of 264 problems of planes and volumes of which most are odd.
+time. Of 90 problems the ways that come out first take 2.7 % more than the best there (bench/ways.py, and its times in
+bench/results/h100/channel-ways.json), with the rate of an H200 7 %; of 140 others with the channels last 1.6 %, and of
+132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much longer
+vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of which
+most are odd.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def _narrow_slab(problem: ChannelProblem, slab: Slab) -> float:
     if nbytes == 2:
         return (1.3 if slab.blocks_per_slab == 1 else 1.6) * (1.3 if longer_runs else 1.0)
     if nbytes == 4 and problem.itemsize == 4:
-        return 1.15 if longer_runs else 1.0 if in_runs or slab.tiles.channel_lanes > 8 else 0.8
+        return 1.15 if longer_runs else 1.1 if in_runs else 1.0 if slab.tiles.channel_lanes > 8 else 0.8
     return 1.0
 
 
@@ -120,7 +122,18 @@ def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     cost = 4.2 + stream + latency * (1 + (waves - 1) / float(resident**0.6))
     if not slab.tiles.along_channels:
         cost *= _narrow_slab(problem, slab)
-    return cost * _activation(problem, device, 1.05, 1.15)
+    return cost * _by_blocks(problem, slab, device) * _activation(problem, device, 1.05, 1.15)
+
+
+def _by_blocks(problem: ChannelProblem, slab: Slab, device: Device) -> float:
+    """How much less slabs of one block take, and more those of 16: of 132 batch norms, on an H100."""
+    if slab.blocks_per_slab > 1:
+        return 1.05 if slab.blocks_per_slab == 16 and slab.tiles.along_channels else 1.0
+    if slab.grid(problem) < device.multiprocessors:
+        return 1.0
+    if not slab.tiles.along_channels:
+        return 0.94
+    return 0.9 if isinstance(problem, ChannelForward) else 0.82
 
 
 def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) -> float:
@@ -162,9 +175,9 @@ def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     slabs = grid.tiles.count(problem)
     waste *= turns * grid.groups / slabs
     waste *= slabs * grid.tiles.channels / (problem.samples * problem.channels)  # the last may have fewer channels
-    stream = _time_to_move(problem.bytes_moved, device) * waste
     if grid.rereads:
-        return _streaming_cost(grid, problem, device, stream, waste)
+        return _streaming_cost(grid, problem, device, waste)
+    stream = _time_to_move(problem.bytes_moved, device) * waste
     stream *= _activation(problem, device, 1.08, 1.4)
     if isinstance(problem, ChannelForward):
         stream *= 1.08 if grid.tiles.along_channels else 1.0
@@ -177,9 +190,10 @@ def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     return 8.5 + stream + turns * exposed
 
 
-def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, stream: float, waste: float) -> float:
-    """Of a grid whose slabs do not stay: `stream` is the time of what must move, `waste` how much longer that takes."""
+def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, waste: float) -> float:
+    """Of a grid whose slabs do not stay: ``waste`` is how much longer than a copy what must move takes."""
     forward = isinstance(problem, ChannelForward)
+    stream = _time_in_pipeline(problem.bytes_moved * waste, device, 0.55 if forward else 0.85)
     turns, itemsize = grid.turns(problem), problem.itemsize
     # What the slabs that are worked on at a time read again.
     slab = problem.points * min(grid.tiles.channels, problem.channels) * itemsize * (1 if forward else 2)
@@ -223,7 +237,8 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     waste *= _activation(problem, device, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
     # What waits for what blocks tell each other should take as long as that.
     waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
-    return 14.0 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.7) + 0.15 * way.turns(problem)
+    moving = _time_in_pipeline(problem.bytes_moved * left_over, device, 0.75 if way.groups == 1 else 0.65)
+    return 14.0 + waste * moving + 0.15 * way.turns(problem)
 
 
 def _split_cost(problem: ChannelProblem, device: Device) -> float:
