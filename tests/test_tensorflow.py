@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,13 @@ tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow.ad
 DEVICES = [pytest.param("CPU", id="cpu"), pytest.param("GPU", id="cuda", marks=pytest.mark.gpu)]
 MODES = [pytest.param(False, id="eager"), pytest.param(True, id="function")]
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is not a test of the GPU is one of the CPU, also where TensorFlow sees a GPU."""
+    with contextlib.nullcontext() if request.node.get_closest_marker("gpu") else tf.device("CPU:0"):
+        yield
 
 
 def tensor(array: Any, device: str = "CPU") -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import NORM_TOLERANCE, Case, columns_shape, data, relative_error
+from test_tensorflow import on_the_cpu  # noqa: F401
 
 import cunorm
 from cunorm.adapters.tensorflow import fused_instance_norm, fused_layer_norm

@@ -46,7 +46,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield found
     monkeypatch.undo()
     execute.forget_prepared()
-    assert not had_driver or tf.config.list_physical_devices("GPU")
     if had_driver:
         host._code.cunorm_use_driver(*host._driver_functions())
 
@@ -217,7 +216,8 @@ def test_a_saved_model_computes_in_another_process(call: Callable[[Any], Any], t
     tf.saved_model.save(Model(), str(tmp_path / "model"))
     np.save(tmp_path / "x.npy", x.numpy())
     code = (
-        "import sys, numpy, tensorflow as tf, cunorm.adapters.tensorflow\n"
+        "import numpy, tensorflow as tf, cunorm.adapters.tensorflow\n"
+        "tf.config.set_visible_devices([], 'GPU')\n"
         "model, x = tf.saved_model.load('model'), tf.constant(numpy.load('x.npy'))\n"
         "with tf.GradientTape() as tape:\n"
         "    tape.watch(x)\n"
