@@ -139,8 +139,7 @@ class TensorFlowAdapter(Adapter):
         running_mean, running_var = running or (None, None)
         statistics = {"running_mean": running_mean, "running_var": running_var}
         tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias, **statistics)
-        compute = _call if host.native is not None else _recorded
-        y, residual_out, mean, rstd = compute(Forward(op), tensors)
+        y, residual_out, mean, rstd = _recorded(Forward(op), tensors)
         if not stats:
             return y, residual_out, None, None
         return y, residual_out, None if mean is None else tf.stop_gradient(mean), tf.stop_gradient(rstd)
@@ -179,7 +178,9 @@ def _tensors(**arguments: Any) -> list[Any]:
 
 
 def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of `_call` by Python, as an op whose gradients are known to TensorFlow."""
+    """The results of `_call`, whose gradients TensorFlow knows: those of its op are registered."""
+    if host.native is not None:
+        return _call(work, inputs)
     computed: list[Any] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -226,9 +227,8 @@ def _gradients(work: Work, inputs: Sequence[Any], results: Sequence[Any], cotang
 def _backward(work: Backward, inputs: Sequence[Any]) -> Gradients:
     if not any(work.output_mask):
         return None, None, None
-    # By Python, recorded too: a tape around a gradient would take it for a constant.
-    compute = _call if host.native is not None else _recorded
-    dx, dweight, dbias = compute(work, inputs)
+    # Recorded too: a tape around the gradient would take it for a constant.
+    dx, dweight, dbias = _recorded(work, inputs)
     return dx, dweight, dbias
 
 

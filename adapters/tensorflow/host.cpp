@@ -8,8 +8,6 @@
 // Python is called through the functions that cunorm_begin was given. They are of ctypes, which takes the GIL for them.
 #include "../launches.h"
 
-#include <algorithm>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
