@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cunorm import execute, launch
-from cunorm.adapters.torch import host
 
 _CONTEXT = 77
 _LaunchKernel = ctypes.CFUNCTYPE(
@@ -122,6 +121,8 @@ def launch_by(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def compiled_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """PyTorch's calls are compiled meanwhile; those of CPU tensors are launched by the driver that this gives."""
+    from cunorm.adapters.torch import host  # here, since TensorFlow's tests need no PyTorch
+
     driver = Driver()
     execute.forget_prepared()
     monkeypatch.setenv("CUNORM_COMPILED_CALLS", "1")
