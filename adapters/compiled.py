@@ -11,15 +11,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cunorm.cache import cache_folder, digest
 
-__all__ = ["FLAGS", "LIBRARIES", "TENSORFLOW", "TORCH", "Library", "is_wanted"]
+__all__ = ["LIBRARIES", "TENSORFLOW", "TORCH", "Library", "is_wanted"]
 
-FLAGS = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=hidden")
+_FLAGS = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=hidden")
 _HEADER = Path(__file__).with_name("launches.h")
 
 
@@ -55,7 +56,7 @@ class Library(NamedTuple):
 
     def path(self, version: str, *keys: object) -> Path:
         """Where the library is, if it was built: of this text, for a ``version`` and what else it depends on."""
-        return self.folder() / f"{self.module}-{version}-{self.text()}-{digest(FLAGS, *keys)}.so"
+        return self.folder() / f"{self.module}-{version}-{self.text()}-{digest(_FLAGS, *keys)}.so"
 
     def versions(self) -> list[str]:
         """Those that it was built for, of this text."""
@@ -81,11 +82,25 @@ class Library(NamedTuple):
         # The finished file appears under its name at once: who loads it does not ask for the lock.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             output = Path(scratch, target.name)
-            command = [*compiler, *FLAGS, *flags, str(self.source), "-o", str(output), *libraries]
+            command = [*compiler, *_FLAGS, *flags, str(self.source), "-o", str(output), *libraries]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0 or not output.exists():
                 raise RuntimeError(f"{calls} do not compile:\n{' '.join(command)}\n{done.stderr}")
             output.replace(target)
+
+    def load(self, path: Callable[[], Path], use: Callable[[Path], None]) -> None:
+        """Let ``use`` load what is at ``path()``, if it was built and is wanted. A warning where it cannot."""
+        try:
+            target = path()
+            if not is_wanted() or not target.exists():
+                return
+        except (OSError, RuntimeError):  # a folder that is none or cannot be read has nothing for us
+            return
+        try:
+            use(target)
+        except (ImportError, OSError) as error:
+            message = f"cunorm's compiled calls of {self.framework} are not used: {error}; remove and build them again"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def remove(self) -> int:
         """Remove what was built, and say how many files that were. This process goes on with what it has loaded."""

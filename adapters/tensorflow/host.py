@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,23 +74,16 @@ def build() -> Path:
 
 def load() -> None:
     """Use what was built, if it was and ``$CUNORM_COMPILED_CALLS`` is not 0."""
-    try:
-        target = library()
-        if not compiled.is_wanted() or not target.exists():
-            return
-    except (OSError, RuntimeError):  # a folder that is none or cannot be read has nothing for us
-        return
-    try:
-        _use(target)
-    except (OSError, tf.errors.OpError) as error:
-        message = f"cunorm's compiled calls of TensorFlow are not used: {error}; remove and build them again"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    CODE.load(library, _use)
 
 
 def _use(path: Path) -> None:
     global native, _op, _code
     if _op is None:  # a process has one of a name
-        _op = tf.load_op_library(str(path)).cunorm
+        try:
+            _op = tf.load_op_library(str(path)).cunorm
+        except tf.errors.OpError as error:
+            raise ImportError(str(error)) from error
         _code = ctypes.CDLL(str(path))
         _code.cunorm_begin(_prepare, _compute, _release)
         execute.also_forget(_code.cunorm_forget)

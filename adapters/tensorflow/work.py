@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,12 +104,17 @@ def _without_shape(tensor: Any) -> View:
 
 def to_text(work: Work, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     """Work, and which of its inputs and outputs there are, as one text that any process reads."""
+    return _text_of(work, *(tuple(value is not None for value in values) for values in (inputs, outputs)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(work: Work, inputs: tuple[bool, ...], outputs: tuple[bool, ...]) -> str:
     gradients = [work.output_mask, work.bias_dtype] if isinstance(work, Backward) else None
-    present = [[value is not None for value in values] for values in (inputs, outputs)]
-    parts = [execute.recipe_of(work.op), gradients, *present]
+    parts = [execute.recipe_of(work.op), gradients, inputs, outputs]
     return json.dumps(parts, default=lambda number: number.item())  # of NumPy
 
 
+@functools.lru_cache(maxsize=4096)
 def from_text(text: str) -> tuple[Work, list[bool], list[bool]]:
     """What `to_text` was given."""
     recipe, gradients, inputs, outputs = json.loads(text)

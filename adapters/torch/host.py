@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sysconfig
-import warnings
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -98,17 +97,7 @@ def load(backward: Callable[..., Any]) -> None:
     """
     global _backward
     _backward = backward
-    try:
-        target = library()
-        if not compiled.is_wanted() or not target.exists():
-            return
-    except (OSError, RuntimeError):  # a folder that is none or cannot be read has nothing for us
-        return
-    try:
-        _use(target)
-    except ImportError as error:
-        message = f"cunorm's compiled calls of PyTorch are not used: {error}; remove and build them again"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    CODE.load(library, _use)
 
 
 def _use(path: Path) -> None:
