@@ -6,6 +6,8 @@ Each framework's ``host.cpp`` says what it does, and its ``host.py`` how it is c
 from __future__ import annotations
 
 import fcntl
+import importlib.machinery
+import importlib.util
 import os
 import shlex
 import shutil
@@ -14,11 +16,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from cunorm.cache import cache_folder, digest
 
-__all__ = ["LIBRARIES", "TENSORFLOW", "TORCH", "Library", "is_wanted"]
+__all__ = ["CUPY", "LIBRARIES", "TENSORFLOW", "TORCH", "Library", "is_wanted"]
 
 _FLAGS = ("-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=hidden")
 _HEADER = Path(__file__).with_name("launches.h")
@@ -102,6 +105,15 @@ class Library(NamedTuple):
             message = f"cunorm's compiled calls of {self.framework} are not used: {error}; remove and build them again"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
+    def extension(self, path: Path) -> ModuleType:
+        """What is at ``path``, imported as a module of Python."""
+        loader = importlib.machinery.ExtensionFileLoader(self.module, str(path))
+        spec = importlib.util.spec_from_file_location(self.module, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
     def remove(self) -> int:
         """Remove what was built, and say how many files that were. This process goes on with what it has loaded."""
         found = list(self.folder().glob(f"{self.module}-*.so"))
@@ -110,5 +122,5 @@ class Library(NamedTuple):
         return len(found)
 
 
-TORCH, TENSORFLOW = Library("PyTorch", "torch"), Library("TensorFlow", "tensorflow")
-LIBRARIES = (TORCH, TENSORFLOW)
+CUPY, TORCH, TENSORFLOW = Library("CuPy", "cupy"), Library("PyTorch", "torch"), Library("TensorFlow", "tensorflow")
+LIBRARIES = (CUPY, TORCH, TENSORFLOW)

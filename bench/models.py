@@ -143,7 +143,7 @@ def measure(row: Row, provider_names: Sequence[str], machine: Machine, warm: boo
                 replace_norms(model)
             run = step(model, row.shape, torch.compile(model) if row.direction == "compiled step" else None)
             if name in host_code:
-                run = by_host_code(host_code[name], run)
+                run = by_host_code("torch", host_code[name], run)
             torch.manual_seed(2)
             losses[name] = float(run())
             steps[name] = run

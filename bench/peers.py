@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 import cunorm
-from cunorm.adapters.torch import host
 from cunorm.bench.channel_inputs import ChannelInputs
 from cunorm.bench.channel_peers import cunorm_work, liger_work, torch_work
 from cunorm.bench.inputs import EPS, Inputs, Tensors
@@ -71,7 +70,7 @@ class Provider:
 class _Cunorm(Provider):
     name = OURS
     distribution = "cunorm"
-    _native: Any = None  # the compiled code that makes PyTorch's calls where they are timed
+    _native: Mapping[str, Any] = {}  # the compiled code that makes a framework's calls where the host is timed
 
     @property
     def version(self) -> str:
@@ -122,22 +121,24 @@ class _Cunorm(Provider):
         work = super().work(row, inputs)
         if work is None or row.clock != "host":
             return work
-        return dataclasses.replace(work, call=by_host_code(self._native, work.call))
+        return dataclasses.replace(work, call=by_host_code(row.framework, self._native.get(row.framework), work.call))
 
 
 class _CunormCompiled(_Cunorm):
-    """What PyTorch's calls cost the host where they are compiled; the device's time is the same."""
+    """What calls cost the host where they are compiled; the device's time is the same."""
 
     name = COMPILED
 
     def __init__(self, device: str, cache_bytes: int) -> None:
         super().__init__(device, cache_bytes)
-        if host.native is None:
-            raise RuntimeError("PyTorch's calls are not compiled: python -m cunorm build-torch")
-        self._native = host.native
+        frameworks = ["torch"] + ["cupy"] * (importlib.util.find_spec("cupy") is not None)
+        modules = {name: importlib.import_module(f"cunorm.adapters.{name}.host") for name in frameworks}
+        self._native = {name: module.native for name, module in modules.items() if module.native is not None}
+        if not self._native:
+            raise RuntimeError("no calls are compiled: python -m cunorm build-torch, or build-cupy")
 
     def work(self, row: Row, inputs: Tensors) -> Work | None:
-        return super().work(row, inputs) if row.clock == "host" and row.framework == "torch" else None
+        return super().work(row, inputs) if row.clock == "host" and row.framework in self._native else None
 
 
 class _Torch(Provider):

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 OURS = "cunorm"
-# The same where PyTorch's calls are compiled (`cunorm.adapters.torch.build`): another time of the host.
+# The same where its calls are compiled (`build` of a framework's adapter): another time of the host.
 COMPILED = "cunorm-compiled"
 TABLE_COLUMNS = ("problem", "direction", "cunorm", "r", "GB/s", "best peer", "its r", "it takes")
 TABLE_NUMBERS = ("cunorm", "r", "GB/s", "its r", "it takes")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cunorm.adapters.torch import host
 from cunorm.bench.inputs import Tensors
 from cunorm.bench.suites import Row
 
@@ -50,8 +50,9 @@ class Work:
         }
 
 
-def by_host_code(native: Any, call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` with PyTorch's calls made by this compiled code, or by Python where it is None."""
+def by_host_code(framework: str, native: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` with a framework's calls made by this compiled code, or by Python where it is None."""
+    host: Any = importlib.import_module(f"cunorm.adapters.{framework}.host")
 
     def run() -> Any:
         before, host.native = host.native, native

@@ -8,8 +8,6 @@ Whatever it does not know, it leaves to `cunorm.adapters.torch.adapter`, which c
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sysconfig
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -104,11 +102,7 @@ def _use(path: Path) -> None:
     global native
     if native is not None:
         return
-    loader = importlib.machinery.ExtensionFileLoader(CODE.module, str(path))
-    spec = importlib.util.spec_from_file_location(CODE.module, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    module: Any = CODE.extension(path)
     execute.also_forget(module.forget)
     native = module
 

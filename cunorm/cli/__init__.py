@@ -123,6 +123,7 @@ def _parser(started: float | None) -> argparse.ArgumentParser:
     )
 
     for library, what, versions in (
+        (compiled.CUPY, "what calls of CuPy arrays cost the host", "Python"),
         (compiled.TORCH, "what eager calls of PyTorch tensors cost the host", "PyTorch, Python"),
         (compiled.TENSORFLOW, "an op of TensorFlow that waits for nothing", "TensorFlow"),
     ):

@@ -1,4 +1,4 @@
-"""``build-torch`` and ``build-tensorflow``: a framework's calls compiled, for all processes to come."""
+"""``build-cupy``, ``build-torch`` and ``build-tensorflow``: a framework's calls compiled, for all processes to come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(*, library: compiled.Library, remove: bool) -> None:
         host = importlib.import_module(f"cunorm.adapters.{library.package}.host")
         is_there = host.library().exists()
         if not is_there:
-            print("compiling, which takes about half a minute", file=sys.stderr)
+            print("compiling, which takes up to half a minute", file=sys.stderr)
         begin = time.monotonic()
         path = host.build()
     except ImportError as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import cupy
 
 from cunorm import execute
+from cunorm.adapters.cupy import host
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Op, Output, Results
+from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View
 
 __all__ = ["ADAPTER"]
@@ -82,7 +84,42 @@ class CupyAdapter(Adapter):
         stats: bool,
         running: tuple[Any, ...] = (),
     ) -> Results:
-        return execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        tensors = (x, residual, weight, bias, out, *running)
+        # The results, if compiled code knows such calls; None if it may be taught them, False if not.
+        known: Any = False if host.native is None else host.native.forward(op, stats, *tensors)
+        if known:
+            return cast(Results, known)
+        results = execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        if known is None:
+            kind, _ = self.describe(tensors, FORWARD_NAMES)
+            find = functools.partial(execute.known_forward, self, op, stats, kind)
+            host.teach_forward(op, stats, tensors, find)
+        return results
+
+    def backward(
+        self,
+        op: Op,
+        dy: Any,
+        dresidual_out: Any,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        mean: Any,
+        rstd: Any,
+        output_mask: tuple[bool, bool, bool],
+        bias_dtype: str | None,
+    ) -> Gradients:
+        tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
+        known: Any = False if host.native is None else host.native.backward(op, output_mask, *tensors)
+        if known:
+            return cast(Gradients, known)
+        gradients = execute.backward(self, op, *tensors, output_mask, bias_dtype)
+        if known is None:
+            kind, _ = self.describe(tensors, BACKWARD_NAMES)
+            find = functools.partial(execute.known_backward, self, op, output_mask, bias_dtype, False, kind)
+            host.teach_backward(op, output_mask, tensors, find)
+        return gradients
 
 
 ADAPTER: Adapter = CupyAdapter()
+host.load(ADAPTER.empty)
