@@ -9,9 +9,8 @@
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several
 // CLASSES are shared out otherwise (see row_share.cuh).
 //
-// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). No vector of theirs
-// reaches from one channel into the next, and blocks have whole channels, or channels whole blocks: each row leaves the
-// sums of its channels, which column_sums adds over samples.
+// Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). Blocks have whole
+// channels, or channels whole blocks: each row leaves the sums of its channels, which column_sums adds over samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
@@ -143,9 +142,15 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   cluster_barrier();
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
-  constexpr bool SUMS_CHANNELS = weights_of == WeightsOf::vector && (WANTS_DWEIGHT || WANTS_DBIAS);
-  ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused) + STAGED_CHANNEL_ELEMENTS, {0, 0}};
+  constexpr bool CROSSES = weights_of == WeightsOf::crossing;
+  constexpr bool SUMS_CHANNELS = (weights_of == WeightsOf::vector || CROSSES) && (WANTS_DWEIGHT || WANTS_DBIAS);
   const Channels& channels = affine.by_channel.affine.channels;
+  const int first_channel = SUMS_CHANNELS ? channels.of_column(0) : 0;  // of the block's part
+  ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused) + STAGED_CHANNEL_ELEMENTS};
+  if constexpr (SUMS_CHANNELS) {
+    channel_sums.channels = static_cast<int>(channels.of_column(part.columns)) - first_channel;
+    channel_sums.positions = channels.positions;
+  }
   const auto write_channel = [&](long long row, unsigned channel, Compute sum, Compute product) {
     const long long place = place_of_sum(channels, row, channel);
     if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[place]);
@@ -153,9 +158,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   const auto write_channels = [&](const Place& place, int turn) {
     if constexpr (!WANTS_DX || THREADS_PER_ROW <= 32) __syncthreads();  // else row_sum had one
-    const int first = channels.of_column(0), end = channels.of_column(part.columns);
-    channel_sums.for_each(turn, end - first, channels.positions, [&](int channel, Compute sum, Compute product) {
-      if (place.there) write_channel(place.row, first + channel, sum, product);
+    channel_sums.for_each(turn, [&](int channel, Compute sum, Compute product) {
+      if (place.there) write_channel(place.row, first_channel + channel, sum, product);
     });
   };
 
@@ -292,7 +296,37 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     Compute kept_dz[KEPT > 0 ? KEPT : 1][VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if constexpr (HAS_CHANNELS) {
+      if constexpr (CROSSES) {
+        Compute own[2][2] = {};  // of the channel that the vector begins in, and of the next
+        Crossing crossing = {};
+        if (place.has(i)) {
+          crossing = affine.by_channel.affine.crossing_of<VECTOR>(place.column(i));
+          const Compute slopes[2] = {slope_of(crossing.weight[0], rstd), slope_of(crossing.weight[1], rstd)};
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) {
+            const Compute deviation = deviation_of(widen(x_values[i], j), mean, rstd);
+            const Compute z = deviation * crossing.of(j, slopes);
+            const Compute dz = dz_of(widen(dy_values[i], j), z, crossing.of(j, crossing.bias));
+            if (i < KEPT) kept_dz[i][j] = dz;
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+              const Compute part = crossing.of(j, {k == 0 ? dz : 0, k == 0 ? 0 : dz});
+              own[k][0] += part;
+              own[k][1] += part * deviation;
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            own[k][1] *= missing_scale(rstd);
+            sums[0] += HAS_WEIGHT ? crossing.weight[k] * own[k][0] : own[k][0];
+            sums[1] += HAS_WEIGHT ? crossing.weight[k] * own[k][1] : own[k][1];
+          }
+        }
+        if constexpr (SUMS_CHANNELS) {
+          const int next_channel = static_cast<int>(crossing.channel) + 1 - first_channel;
+          channel_sums.add(turn, i, own[0], own[1], place.has(i) && crossing.is_crossed(VECTOR), next_channel);
+        }
+      } else if constexpr (HAS_CHANNELS) {
         Compute weight[VECTOR], bias[VECTOR], own[2] = {0, 0};
         if (place.has(i)) {
           affine.get(place, i, weight, bias);

@@ -13,18 +13,38 @@ __device__ __forceinline__ long long place_of_sum(const Channels& channels, long
 
 // The sums of dz and of dz * xhat over each channel of the block's part of a row, where that has several. SEGMENT
 // neighbouring threads and STEPS consecutive vectors of each lie in one channel: what they have is an entry in shared
-// memory. The entries of a channel lie behind each other, and LANES threads add them up. A __syncthreads() must lie
-// between what is added in one turn and what is added up; with one a turn, two sets of entries used in turn are enough.
+// memory. The entries of a channel lie behind each other, and LANES threads add them up. Where channels may begin
+// within vectors, each vector has an entry, for the channel that it begins in, and each channel a head: what the vector
+// before its first one has of it. A __syncthreads() must lie between what is added in one turn and what is added up;
+// with one a turn, two sets of entries used in turn are enough.
 struct ChannelSums {
   static constexpr int STEP_ENTRIES = THREADS_PER_ROW / SEGMENT;
   static constexpr int ENTRIES = VECTORS / STEPS * STEP_ENTRIES;  // of a row
   static constexpr int ENTRY_COLUMNS = SEGMENT * STEPS * VECTOR;
 
-  Compute* entries;  // [2][2][ROWS_PER_BLOCK][ENTRIES]
-  Compute sums[2];   // of the thread, since the last entry
+  Compute* entries;      // [2][2][ROWS_PER_BLOCK][ENTRIES]; behind them heads, [2][2][ROWS_PER_BLOCK][channels]
+  int channels;          // of the block's part
+  unsigned positions;    // of a channel
+  Compute sums[2] = {};  // of the thread, since the last entry
 
   __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
     return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
+  }
+
+  __device__ __forceinline__ Compute* heads_of(int turn, int which) const {
+    return entries + 4 * ROWS_PER_BLOCK * ENTRIES + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * channels;
+  }
+
+  // Adds those of the thread's i-th vector: `own` of the channel that it begins in, and where it is `crossed`, `next`
+  // of the one that begins in it, which is so many channels into the block's part.
+  __device__ __forceinline__ void add(int turn, int i, const Compute (&own)[2], const Compute (&next)[2], bool crossed,
+                                      int next_channel) const {
+    static_assert(weights_of != WeightsOf::crossing || (SEGMENT == 1 && STEPS == 1));
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      entries_of(turn, which)[i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)] = own[which];
+      if (crossed) heads_of(turn, which)[next_channel] = next[which];
+    }
   }
 
   // Adds those of the thread's i-th vector: for i from zero up, in all threads.
@@ -41,19 +61,30 @@ struct ChannelSums {
     sums[0] = sums[1] = 0;
   }
 
-  // Calls use(channel, sum of dz, sum of dz * xhat) for each of so many channels, in one thread.
+  // Calls use(channel, sum of dz, sum of dz * xhat) for each channel, in one thread.
   template <typename Use>
-  __device__ __forceinline__ void for_each(int turn, int channels, int positions, const Use& use) const {
-    const int count = positions / ENTRY_COLUMNS, lane = threadIdx.x % LANES;
+  __device__ __forceinline__ void for_each(int turn, const Use& use) const {
+    const int lane = threadIdx.x % LANES;
     for (int first = 0; first < channels; first += THREADS_PER_ROW / LANES) {
       const int channel = first + static_cast<int>(threadIdx.x) / LANES;
+      const bool is_there = channel < channels;
+      // The entries that begin in the channel.
+      const int begin = first_entry(channel), end = is_there ? first_entry(channel + 1) : begin;
       Compute total[2] = {0, 0};
-      for (int i = lane; channel < channels && i < count; i += LANES) {
-        total[0] += entries_of(turn, 0)[channel * count + i];
-        total[1] += entries_of(turn, 1)[channel * count + i];
+      for (int i = begin + lane; i < end; i += LANES) {
+        total[0] += entries_of(turn, 0)[i];
+        total[1] += entries_of(turn, 1)[i];
+      }
+      if (weights_of == WeightsOf::crossing && is_there && lane == 0 && channel * positions % VECTOR > 0) {
+        total[0] += heads_of(turn, 0)[channel];
+        total[1] += heads_of(turn, 1)[channel];
       }
       warp_sum<LANES, 1>(total);
-      if (channel < channels && lane == 0) use(channel, total[0], total[1]);
+      if (is_there && lane == 0) use(channel, total[0], total[1]);
     }
+  }
+  // The first that begins in a channel of the block's part.
+  __device__ __forceinline__ int first_entry(int channel) const {
+    return static_cast<int>((channel * positions + ENTRY_COLUMNS - 1) / ENTRY_COLUMNS);
   }
 };

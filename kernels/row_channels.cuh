@@ -5,8 +5,9 @@
 // - columns: its column's, the same in every row; nothing else here is used;
 // - part: those of one channel, in which the block's part of the row lies;
 // - vector: those of one channel, in which its vector lies;
-// - numbers: those of its own channel, which may begin within a vector.
-enum class WeightsOf { columns, part, vector, numbers };
+// - crossing: those of its own channel, which may begin within a vector, but is no shorter than one;
+// - numbers: the same, of channels of any length.
+enum class WeightsOf { columns, part, vector, crossing, numbers };
 constexpr WeightsOf weights_of = WeightsOf::WEIGHTS_OF;
 constexpr bool HAS_CHANNELS = weights_of != WeightsOf::columns;
 
@@ -27,6 +28,20 @@ struct Channels {
   // Which of the row's channels a column of the block's part lies in.
   __device__ __forceinline__ unsigned of_column(int column) const {
     return static_cast<unsigned>(static_cast<unsigned long long>(first_column + column) * factor >> shift);
+  }
+};
+
+// Where a vector lies: its first `left` numbers, or all, are of one channel, the others of the next.
+struct Crossing {
+  unsigned channel;
+  int left;
+  Compute weight[2];  // of the two
+  Compute bias[2];
+
+  __device__ __forceinline__ bool is_crossed(int count) const { return left < count; }
+  // What its j-th number has of what the two have. An index would be one into memory.
+  __device__ __forceinline__ Compute of(int j, const Compute (&both)[2]) const {
+    return j == 0 || j < left ? both[0] : both[1];
   }
 };
 
@@ -69,9 +84,36 @@ struct ChannelAffine {
     }
   }
 
+  // Of COUNT columns of the block's part, where no channel is shorter.
+  template <int COUNT>
+  __device__ __forceinline__ Crossing crossing_of(int column) const {
+    pin(column);
+    Crossing crossing;
+    crossing.channel = channels.of_column(column);
+    const unsigned end = (crossing.channel + 1) * channels.positions - channels.first_column;
+    crossing.left = static_cast<int>(end) - column;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Compute weight[1] = {}, bias[1] = {};
+      if (i == 0 || crossing.is_crossed(COUNT)) load_one(crossing.channel + i, weight, bias);
+      crossing.weight[i] = weight[0];
+      crossing.bias[i] = bias[0];
+    }
+    return crossing;
+  }
+
   // Those of COUNT columns of the block's part.
   template <int COUNT>
   __device__ __forceinline__ void get(int column, Compute (&weight)[COUNT], Compute (&bias)[COUNT]) const {
+    if constexpr (weights_of == WeightsOf::crossing) {
+      const Crossing crossing = crossing_of<COUNT>(column);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        if constexpr (HAS_WEIGHT) weight[i] = crossing.of(i, crossing.weight);
+        if constexpr (HAS_BIAS) bias[i] = crossing.of(i, crossing.bias);
+      }
+      return;
+    }
     Compute one_weight[1], one_bias[1];
     unsigned channel = 0;
     int left = 0;  // columns up to the next channel

@@ -28,8 +28,10 @@ constexpr bool SKIPS = HAS_CHANNELS || !(stage == Stage::direct && !PEELED ? ZER
 // multiprocessor; else all or none. On an H100 4097 and 50,257 columns take 1.13 and 1.54 under silu so, else 1.18 and
 // 1.82, and 1.18 and 1.71 under the exact gelu, else 1.58 and 2.48. Of float32, where it takes the registers of dy,
 // all, where nothing spills so (500 columns take 1.43, else 1.17).
-constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72
+constexpr bool OF_CROSSING = weights_of == WeightsOf::crossing;
+constexpr int OTHER_REGISTERS = activation == Activation::gelu  ? 72 + 16 * OF_CROSSING
                                 : weights_of == WeightsOf::part ? 32
+                                : OF_CROSSING                   ? 80
                                 : HAS_CHANNELS                  ? 48
                                 : PEELED                        ? 60
                                                                 : 64;

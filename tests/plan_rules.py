@@ -356,7 +356,7 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         assert width * itemsize in (4, 8, 16)
     if constants["WEIGHTS"] == "staged" and problem.channels is not None:
         # Those of two turns, in double where x is; a thread loads one channel's, and warps wait for each other.
-        assert needed % 16 == 0 and constants["WEIGHTS_OF"] in ("vector", "numbers") and problem.parameters
+        assert needed % 16 == 0 and constants["WEIGHTS_OF"] != "part" and problem.parameters
         assert constants["THREADS_PER_ROW"] > 32 and _channels_of_a_block(problem, item) <= constants["THREADS_PER_ROW"]
         needed += 2 * threads * len(problem.parameters) * compute_bytes(problem)
     elif constants["WEIGHTS"] == "staged":
@@ -376,9 +376,12 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
                 most = piece - 1 + dict(item.arguments)["columns_per_block"] + piece
                 assert most <= elements or not as_in_memory
     if item.kernel.endswith("backward") and problem.channels is not None:
-        # For each channel's sums two sets of entries, of two numbers each.
-        if constants["WEIGHTS_OF"] == "vector" and (problem.dweight or problem.dbias):
+        # For each channel's sums two sets of entries, of two numbers each; and of heads, where vectors reach into it.
+        if constants["WEIGHTS_OF"] != "part" and (problem.dweight or problem.dbias):
             needed += 4 * threads * constants["VECTORS"] * compute_bytes(problem) // _lanes_and_steps(constants)
+        if constants["WEIGHTS_OF"] == "crossing" and (problem.dweight or problem.dbias):
+            heads = constants["ROWS_PER_BLOCK"] * _channels_of_a_block(problem, item)
+            needed += 4 * heads * compute_bytes(problem)
     elif item.kernel.endswith("backward"):
         # At the end the sums of half the rows, when they are added up, or of a peeled one, when they are put in order.
         rows = max(constants["PEELED"], constants["ROWS_PER_BLOCK"] // 2)
@@ -623,6 +626,13 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
             assert channels_per_row == 1 or positions % per_block == 0
         elif constants["WEIGHTS_OF"] == "vector":
             assert positions % width == 0 and per_block % width == 0 and not constants.get("PEELED")
+        elif constants["WEIGHTS_OF"] == "crossing":
+            assert width <= positions, "a vector has numbers of more than two channels"
+            if isinstance(problem, BackwardProblem):
+                # No other block has any of their numbers.
+                assert not constants["PEELED"] and per_block % width == 0 == per_block % positions
+                assert constants["SEGMENT"] == constants["STEPS"] == 1
+                assert constants["THREADS_PER_ROW"] % constants["LANES"] == 0 == 32 % constants["LANES"]
         else:
             assert constants["WEIGHTS_OF"] == "numbers" and not isinstance(problem, BackwardProblem)
         if isinstance(problem, BackwardProblem) and constants["WEIGHTS_OF"] == "vector":

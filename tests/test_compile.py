@@ -311,6 +311,7 @@ CHANNELS = [
     (16, 64, 1, 2025), (16, 64, 1, 5625), (16, 64, 1, 7225), (16, 64, 1, 11_025), (16, 64, 1, 16_641),
     (16, 64, 1, 22_801), (16, 64, 1, 28_561), (16, 64, 1, 44_521), (16, 64, 1, 66_049), (16, 64, 1, 116_281),
     (16, 256, 8, 3969), (16, 256, 8, 4225), (16, 256, 8, 5625),
+    (64, 2048, 64, 49), (64, 1024, 32, 196), (16, 1024, 32, 81), (16, 512, 16, 1089), (32, 512, 16, 256), (64, 512, 16, 64),
 ]  # fmt: skip
 
 
@@ -575,8 +576,8 @@ def test_rows_of_channels_are_compiled_in_every_way() -> None:
     for archs, grid in ((ALIKE, 0), (["sm_90"], 1), (["sm_100"], 1), (["sm_120"], 1)):
         every = [item for arch in archs for dtype in DTYPES for item in channel_launches(dtype, arch)]
         ways = {(item.kernel, dict(item.constants).get("WEIGHTS_OF")) for item in every}
-        assert ways >= {("row_block_forward", way) for way in ("part", "vector", "numbers")}
-        assert ways >= {("row_block_backward", way) for way in ("part", "vector")}
+        assert ways >= {("row_block_forward", way) for way in ("part", "vector", "crossing", "numbers")}
+        assert ways >= {("row_block_backward", way) for way in ("part", "vector", "crossing")}
         assert ("row_grid_forward", "part") in ways or not grid
 
 

@@ -246,6 +246,8 @@ SEVERAL_CHANNELS = [
     (2, 4, 2, 1, "float32"), (2, 4, 4, 3, "float32"), (9, 6, 3, 7, "bfloat16"), (2, 8, 4, 49, "float16"),
     (2, 4, 2, 12, "float32"), (130, 4, 2, 5, "float32"), (3, 16, 8, 16, "bfloat16"), (40, 8, 4, 64, "float32"),
     (3, 40, 20, 32, "float16"), (2, 6, 3, 1000, "float64"), (1, 4, 2, 4096, "float32"), (9, 4, 4, 2048, "bfloat16"),
+    (3, 16, 8, 49, "float16"), (40, 8, 4, 9, "float32"), (70, 32, 16, 9, "bfloat16"), (2, 4, 4, 1501, "float32"),
+    (2, 4, 2, 33, "float64"), (1, 24, 24, 257, "float16"), (130, 64, 32, 8, "float16"), (50, 8, 8, 13, "bfloat16"),
 ]  # fmt: skip
 
 
@@ -340,6 +342,8 @@ SHARED = {
     "two blocks a channel": ((3, 4, 2, 800, "float32"), RowBlock(4, 2, 64, 1, 4)),
     "two channels a block": ((5, 4, 4, 256, "float32"), RowBlock(4, 2, 64, 1, 2, "ahead", False, "late", 1)),
     "fewer in the last block": ((3, 5, 5, 160, "bfloat16"), RowBlock(8, 1, 64, 1, 2)),
+    "several channels a block, within vectors": ((3, 8, 8, 50, "float32"), RowBlock(4, 1, 64, 1, 2, "ahead")),
+    "within vectors, fewer in the last block": ((3, 14, 14, 50, "float32"), RowBlock(4, 1, 64, 1, 4)),
 }
 
 
@@ -367,11 +371,15 @@ STAGED = {
         RowBlock(4, 1, 64, 1, 2, "ahead", weights="staged", blocks_per_multiprocessor=1),
     ),
     "double": ((3, 6, 3, 64, "float64"), RowBlock(2, 2, 64, weights="staged")),
+    "within vectors": ((3, 8, 4, 49, "float32"), RowBlock(4, 1, 64, weights="staged")),
+    "within vectors, ahead": (
+        (9, 24, 8, 33, "float16"),
+        RowBlock(8, 1, 64, 2, 1, "ahead", weights="staged", blocks_per_multiprocessor=1, rows_ahead=2),
+    ),
 }
 # Whose channels begin within a block's part, or within a vector.
 STAGED_FORWARD = {
     "shared within a channel": ((3, 6, 3, 160, "float32"), RowBlock(4, 1, 64, 1, 2, weights="staged")),
-    "within vectors": ((3, 8, 4, 49, "float32"), RowBlock(4, 1, 64, weights="staged")),
     "peeled": ((3, 6, 3, 101, "float16"), RowBlock(8, 1, 64, 1, 1, "ahead", True, "staged", 1)),
 }
 
@@ -408,8 +416,9 @@ def test_threads_that_share_a_channel(geometry: RowBlock, points: int) -> None:
 @pytest.mark.parametrize("vectors", [4, 8, 12], ids="{} vectors".format)
 def test_gradients_of_an_activation_that_are_kept(vectors: int) -> None:
     """In registers: of all vectors, of six of eight, and of none."""
-    norm = norm_of(2, 4, 2, vectors * 256, "float16", "silu")
-    check_backward(norm, laid_out(RowBlock(8, vectors, 64)))
+    for points in (vectors * 256, vectors * 256 - 4):
+        norm = norm_of(2, 4, 2, points, "float16", "silu")
+        check_backward(norm, laid_out(RowBlock(8, vectors, 64)))
 
 
 @pytest.mark.parametrize(
@@ -500,8 +509,9 @@ def test_every_kind_of_plan_is_emulated() -> None:
             again = chosen.launches[0].grid * chosen.launches[0].block[1] < len(norm.x) * norm.statistics_shape[1]
             kinds |= {(chosen.launches[0].kernel, "again")} if again else set()
     forward, backward = "row_block_forward", "row_block_backward"
-    assert kinds >= {(forward, way, "any") for way in ("part", "vector", "numbers")}
+    assert kinds >= {(forward, way, "any") for way in ("part", "vector", "crossing", "numbers")}
     assert kinds >= {(backward, way, stage) for way in ("part", "vector") for stage in ("direct", "ahead", "run")}
+    assert kinds >= {(backward, "crossing", stage) for stage in ("direct", "ahead")}
     assert kinds >= {(backward, "again"), "peeled", "steps"}
 
 

@@ -37,13 +37,19 @@ _LEAST_LINES = 64
 
 def vector_width(problem: Problem | PointwiseProblem) -> int:
     """Elements a thread moves at once: as many, up to 16 bytes, as columns, pointers and every stride divide by."""
+    width = _width_of_rows(problem)
+    if isinstance(problem, BackwardProblem) and problem.channels is not None:
+        return math.gcd(width, problem.channels.positions)  # each channel has sums of its own
+    return width
+
+
+def _width_of_rows(problem: Problem | PointwiseProblem) -> int:
+    """The same where vectors may reach from one channel into the next."""
     itemsize = problem.itemsize
     matrices = problem.matrices
     if any(matrix.column_strides[-1] != 1 and problem.column_sizes[-1] > 1 for matrix in matrices):
         return 1
     strides = [stride for m in matrices for stride in m.row_strides + m.column_strides[:-1]]
-    if isinstance(problem, BackwardProblem) and problem.channels is not None:
-        strides.append(problem.channels.positions)  # each channel has sums of its own
     elements = math.gcd(16 // itemsize, problem.column_sizes[-1], *strides)
     return max(1, min([elements] + [matrix.alignment // itemsize for matrix in matrices]))
 
@@ -80,8 +86,16 @@ def are_shifted(problem: Problem) -> bool:
 
 
 def row_width(problem: Problem) -> int:
-    """Elements of a vector of row_block_*, which may be shifted; where rows are peeled, those of a whole one."""
-    return 16 // problem.itemsize if are_shifted(problem) else vector_width(problem)
+    """Elements of a vector of row_block_*, which may be shifted; where rows are peeled, those of a whole one.
+
+    Backward, it may also reach from one channel into the next, if these are no shorter.
+    """
+    whole, channels = 16 // problem.itemsize, problem.channels
+    if are_shifted(problem):
+        return whole
+    if channels is not None and channels.positions >= whole and _width_of_rows(problem) == whole:
+        return whole
+    return vector_width(problem)
 
 
 def shift_constants(problem: Problem, **matrices: Matrix | None) -> Constants:
@@ -190,7 +204,9 @@ def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: boo
         return "columns"
     if channels.channels_per_row == 1 or channels.positions % columns_per_block == 0:
         return "part"
-    return "vector" if channels.positions % width == 0 and not peeled else "numbers"
+    if channels.positions % width == 0 and not peeled:
+        return "vector"
+    return "crossing" if channels.positions >= width else "numbers"
 
 
 def channel_numbers(problem: Problem) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class RowBlock:
         elif self.weights == "staged":
             total += 2 * self.threads * len(problem.parameters) * compute_itemsize(problem)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
-            total += 4 * self.channel_entries(problem) * compute_itemsize(problem)
+            total += 4 * self.channel_sums(problem) * compute_itemsize(problem)
         elif isinstance(problem, BackwardProblem):
             # At the end, the sums of half the rows, when they are added up; or of a peeled row, to be put in order.
             rows = max(int(self.peeled), self.rows_per_block // 2)
@@ -166,20 +166,25 @@ class RowBlock:
     def channel_constants(self, problem: BackwardProblem) -> Constants:
         """Which threads, and which vectors of each, lie in one channel; and how many threads add up its entries."""
         segment = steps = lanes = 1
-        if problem.channels is not None and self.weights_of(problem) == "vector":
+        kind = self.weights_of(problem)
+        if problem.channels is not None and kind in ("vector", "crossing"):
             vectors = problem.channels.positions // self.width
-            segment = math.gcd(32, self.threads_per_row, vectors)
-            if vectors % self.threads_per_row == 0:
-                steps = math.gcd(self.vectors, vectors // self.threads_per_row)
+            if kind == "vector":
+                segment = math.gcd(32, self.threads_per_row, vectors)
+                if vectors % self.threads_per_row == 0:
+                    steps = math.gcd(self.vectors, vectors // self.threads_per_row)
             lanes = 1 << min(32, self.threads_per_row, vectors // (segment * steps)).bit_length() - 1
         return {"SEGMENT": segment, "STEPS": steps, "LANES": lanes}
 
-    def channel_entries(self, problem: BackwardProblem) -> int:
+    def channel_sums(self, problem: BackwardProblem) -> int:
         """How many pairs of sums the threads leave in shared memory for each group of rows."""
-        if self.weights_of(problem) != "vector" or not (problem.dweight or problem.dbias):
+        kind, channels = self.weights_of(problem), problem.channels
+        if kind not in ("vector", "crossing") or channels is None or not (problem.dweight or problem.dbias):
             return 0
         constants = self.channel_constants(problem)
-        return self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))
+        entries = self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))
+        of_channels = self.rows_per_block * self.columns_per_block(problem) // channels.positions
+        return entries + (of_channels if kind == "crossing" else 0)
 
     def compiled_for(self, problem: Problem) -> int:
         """For how many blocks on a multiprocessor the compiler is to leave registers."""
