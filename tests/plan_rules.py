@@ -6,6 +6,7 @@ every access is aligned, every buffer is large enough.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -195,9 +196,10 @@ def scratch_is_written_before_it_is_read(problem: AnyProblem, device: Device, ch
         written |= {str(arguments[field]) for field, _ in _declarations(item.kernel) if field not in read}
 
 
+@functools.cache
 def _declarations(kernel: str) -> list[tuple[str, str]]:
-    """The pointers of a kernel's ``struct Arguments``: name and type."""
-    match = re.search(r"struct Arguments \{.*?\n\};", kernels.kernel_source(kernel, {}), re.DOTALL)
+    """The pointers of the ``struct Arguments`` in a kernel's shipped text: name and type."""
+    match = re.search(r"struct Arguments \{.*?\n\};", kernels.kernel_text(kernel, {}), re.DOTALL)
     assert match is not None
     return [(name, kind) for kind, name in re.findall(r"^  ([\w ]+\*) (\w+);", match[0], re.M)]
 
@@ -272,9 +274,11 @@ def _assert_vectors_are_aligned(problem: Problem, constants: Constants) -> None:
         shift = shifts.get(name, 0) * itemsize
         for row in _some(problem.rows):
             for vector in _some(problem.columns // width):
-                lanes = [_address(matrix, problem, row, vector * width + lane) for lane in range(width)]
-                assert lanes[0] % (width * itemsize) == shift
-                assert lanes == [lanes[0] + lane * itemsize for lane in range(width)]
+                first = _address(matrix, problem, row, vector * width)
+                assert first % (width * itemsize) == shift
+                if row == 0:  # in every row, its numbers lie as far apart
+                    lanes = [_address(matrix, problem, row, vector * width + lane) for lane in range(width)]
+                    assert lanes == [first + lane * itemsize for lane in range(width)]
 
 
 def _aligned_to(problem: Problem) -> Matrix:
