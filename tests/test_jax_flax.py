@@ -113,7 +113,7 @@ def test_nnx(
 
     gradient = jax.grad(run, (1, 2), has_aux=True, allow_int=True)
     (dstate, dx), (y, new) = jax.jit(gradient, static_argnums=0)(graphdef, flax.nnx.state(ours), x)
-    (their_dstate, their_dx), (their_y, their_new) = gradient(their_graphdef, their_state, x)
+    (their_dstate, their_dx), (their_y, their_new) = jax.jit(gradient, static_argnums=0)(their_graphdef, their_state, x)
     narrowest = narrowest_of(y, x, dtype)
     if options.get("use_running_average") and narrowest == "bfloat16":
         narrowest = "bfloat16 throughout"
