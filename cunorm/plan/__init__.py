@@ -78,9 +78,10 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
     fits = [
         candidate
         for candidate in _row_candidates(problem, device)
-        if replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
-        and candidate.blocks_per_multiprocessor <= share
+        if candidate.blocks_per_multiprocessor <= share
         and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
+        and candidate.stage == geometry.stage  # most differ in it, and to tell is quick
+        and replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
     ]
     return max(fits, key=lambda candidate: candidate.blocks_per_multiprocessor, default=None)
 
