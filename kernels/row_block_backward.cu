@@ -144,13 +144,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
   constexpr bool CROSSES = weights_of == WeightsOf::crossing;
   constexpr bool SUMS_CHANNELS = (weights_of == WeightsOf::vector || CROSSES) && (WANTS_DWEIGHT || WANTS_DBIAS);
-  const Channels& channels = affine.by_channel.affine.channels;
-  const int first_channel = SUMS_CHANNELS ? channels.of_column(0) : 0;  // of the block's part
   ChannelSums channel_sums = {reinterpret_cast<Compute*>(unused) + STAGED_CHANNEL_ELEMENTS};
-  if constexpr (SUMS_CHANNELS) {
-    channel_sums.channels = static_cast<int>(channels.of_column(part.columns)) - first_channel;
-    channel_sums.positions = channels.positions;
-  }
+  const Channels& channels = affine.by_channel.affine.channels;
   const auto write_channel = [&](long long row, unsigned channel, Compute sum, Compute product) {
     const long long place = place_of_sum(channels, row, channel);
     if constexpr (WANTS_DWEIGHT) narrow(product, arguments.dweight[place]);
@@ -158,8 +153,9 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   const auto write_channels = [&](const Place& place, int turn) {
     if constexpr (!WANTS_DX || THREADS_PER_ROW <= 32) __syncthreads();  // else row_sum had one
-    channel_sums.for_each(turn, [&](int channel, Compute sum, Compute product) {
-      if (place.there) write_channel(place.row, first_channel + channel, sum, product);
+    const int first = channels.of_column(0), end = channels.of_column(part.columns);
+    channel_sums.for_each(turn, end - first, channels.positions, [&](int channel, Compute sum, Compute product) {
+      if (place.there) write_channel(place.row, first + channel, sum, product);
     });
   };
 
@@ -323,8 +319,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
           }
         }
         if constexpr (SUMS_CHANNELS) {
-          const int next_channel = static_cast<int>(crossing.channel) + 1 - first_channel;
-          channel_sums.add(turn, i, own[0], own[1], place.has(i) && crossing.is_crossed(VECTOR), next_channel);
+          const int next = static_cast<int>(crossing.channel + 1 - channels.of_column(0));
+          channel_sums.add(turn, i, own[0], own[1], place.has(i) && crossing.is_crossed(VECTOR), next);
         }
       } else if constexpr (HAS_CHANNELS) {
         Compute weight[VECTOR], bias[VECTOR], own[2] = {0, 0};

@@ -365,6 +365,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (!(PEELED ? place.has(i) : place.reaches(i))) continue;
+        if constexpr (weights_of == WeightsOf::crossing) {
+          const Crossing crossing = affine.by_channel.affine.crossing_of<VECTOR>(place.column(i));
+          put(y, part, place, i,
+              normalized_crossing(values[i], statistics.mean, statistics.remainder, rstd, crossing));
+          continue;
+        }
         Compute weight[VECTOR], bias[VECTOR];
         affine.get(place, i, weight, bias);
         if constexpr (weights_of == WeightsOf::part || weights_of == WeightsOf::vector) {

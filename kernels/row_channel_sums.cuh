@@ -22,17 +22,16 @@ struct ChannelSums {
   static constexpr int ENTRIES = VECTORS / STEPS * STEP_ENTRIES;  // of a row
   static constexpr int ENTRY_COLUMNS = SEGMENT * STEPS * VECTOR;
 
-  Compute* entries;      // [2][2][ROWS_PER_BLOCK][ENTRIES]; behind them heads, [2][2][ROWS_PER_BLOCK][channels]
-  int channels;          // of the block's part
-  unsigned positions;    // of a channel
+  Compute* entries;      // [2][2][ROWS_PER_BLOCK][ENTRIES]; behind them heads, [channels][2][2][ROWS_PER_BLOCK]
   Compute sums[2] = {};  // of the thread, since the last entry
 
   __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
     return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
   }
 
-  __device__ __forceinline__ Compute* heads_of(int turn, int which) const {
-    return entries + 4 * ROWS_PER_BLOCK * ENTRIES + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * channels;
+  __device__ __forceinline__ Compute& head_of(int channel, int turn, int which) const {
+    const int place = ((channel * 2 + turn % 2) * 2 + which) * ROWS_PER_BLOCK + static_cast<int>(threadIdx.y);
+    return entries[4 * ROWS_PER_BLOCK * ENTRIES + place];
   }
 
   // Adds those of the thread's i-th vector: `own` of the channel that it begins in, and where it is `crossed`, `next`
@@ -43,7 +42,7 @@ struct ChannelSums {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       entries_of(turn, which)[i * THREADS_PER_ROW + static_cast<int>(threadIdx.x)] = own[which];
-      if (crossed) heads_of(turn, which)[next_channel] = next[which];
+      if (crossed) head_of(next_channel, turn, which) = next[which];
     }
   }
 
@@ -61,30 +60,32 @@ struct ChannelSums {
     sums[0] = sums[1] = 0;
   }
 
-  // Calls use(channel, sum of dz, sum of dz * xhat) for each channel, in one thread.
+  // Calls use(channel, sum of dz, sum of dz * xhat) for each of so many channels, in one thread.
   template <typename Use>
-  __device__ __forceinline__ void for_each(int turn, const Use& use) const {
+  __device__ __forceinline__ void for_each(int turn, int channels, int positions, const Use& use) const {
     const int lane = threadIdx.x % LANES;
     for (int first = 0; first < channels; first += THREADS_PER_ROW / LANES) {
       const int channel = first + static_cast<int>(threadIdx.x) / LANES;
-      const bool is_there = channel < channels;
-      // The entries that begin in the channel.
-      const int begin = first_entry(channel), end = is_there ? first_entry(channel + 1) : begin;
       Compute total[2] = {0, 0};
-      for (int i = begin + lane; i < end; i += LANES) {
-        total[0] += entries_of(turn, 0)[i];
-        total[1] += entries_of(turn, 1)[i];
-      }
-      if (weights_of == WeightsOf::crossing && is_there && lane == 0 && channel * positions % VECTOR > 0) {
-        total[0] += heads_of(turn, 0)[channel];
-        total[1] += heads_of(turn, 1)[channel];
+      if constexpr (weights_of == WeightsOf::crossing) {
+        const int begin = channel * positions, end = begin + positions;
+        for (int i = (begin + VECTOR - 1) / VECTOR + lane; channel < channels && i * VECTOR < end; i += LANES) {
+          total[0] += entries_of(turn, 0)[i];
+          total[1] += entries_of(turn, 1)[i];
+        }
+        if (channel < channels && lane == 0 && begin % VECTOR > 0) {
+          total[0] += head_of(channel, turn, 0);
+          total[1] += head_of(channel, turn, 1);
+        }
+      } else {
+        const int count = positions / ENTRY_COLUMNS;
+        for (int i = lane; channel < channels && i < count; i += LANES) {
+          total[0] += entries_of(turn, 0)[channel * count + i];
+          total[1] += entries_of(turn, 1)[channel * count + i];
+        }
       }
       warp_sum<LANES, 1>(total);
-      if (is_there && lane == 0) use(channel, total[0], total[1]);
+      if (channel < channels && lane == 0) use(channel, total[0], total[1]);
     }
-  }
-  // The first that begins in a channel of the block's part.
-  __device__ __forceinline__ int first_entry(int channel) const {
-    return static_cast<int>((channel * positions + ENTRY_COLUMNS - 1) / ENTRY_COLUMNS);
   }
 };

@@ -45,6 +45,25 @@ struct Crossing {
   }
 };
 
+// The numbers of such a vector, as normalized_alike has them.
+template <int COUNT>
+__device__ __forceinline__ Vector<X_TYPE, COUNT> normalized_crossing(const Vector<X_TYPE, COUNT>& x, Compute mean,
+                                                                     Compute remainder, Compute rstd,
+                                                                     const Crossing& crossing) {
+  Compute scales[2], shifts[2], y[COUNT];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    scales[i] = HAS_WEIGHT ? rstd * crossing.weight[i] : rstd;
+    shifts[i] = HAS_BIAS ? crossing.bias[i] - remainder * scales[i] : -remainder * scales[i];
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    y[i] = (widen(x, i) - mean) * crossing.of(i, scales) + crossing.of(i, shifts);
+    activate_next(y, i);
+  }
+  return rounded<X_TYPE>(y);
+}
+
 // From what a kernel is given: numbers in the order of the fields.
 template <int COUNT>
 __device__ __forceinline__ Channels channels_of(const long long (&numbers)[COUNT], long long first_column) {
@@ -92,10 +111,11 @@ struct ChannelAffine {
     crossing.channel = channels.of_column(column);
     const unsigned end = (crossing.channel + 1) * channels.positions - channels.first_column;
     crossing.left = static_cast<int>(end) - column;
+    const unsigned pair[2] = {crossing.channel, crossing.channel + crossing.is_crossed(COUNT)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Compute weight[1] = {}, bias[1] = {};
-      if (i == 0 || crossing.is_crossed(COUNT)) load_one(crossing.channel + i, weight, bias);
+      load_one(pair[i], weight, bias);
       crossing.weight[i] = weight[0];
       crossing.bias[i] = bias[0];
     }

@@ -165,6 +165,9 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4, "strided"), "float16"),  # groups that no slab holds: chunks
     (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
+    (Shape("group_norm", (40, 512, 7, 7), "NCHW", 32), "float16"),  # channels that begin within vectors, ahead
+    (Shape("group_norm", (3, 256, 14, 14), "NCHW", 32), "bfloat16"),  # directly
+    (Shape("group_norm", (9, 512, 33, 33), "NCHW", 32), "float32"),  # by clusters
     (Shape("group_norm", (1, 520, 9), "NCW", 2), "float64"),
     (Shape("batch_norm", (6, 5, 8, 8), "NCHW"), "float16"),  # rows in segments, by blocks
     (Shape("batch_norm", (7, 3, 257, 257), "NCHW"), "float16"),  # chunks of runs that begin anywhere

@@ -268,7 +268,7 @@ def test_nothing_is_synchronized_and_nothing_new_allocated() -> None:
 
 CHANNEL_SHAPES = [(8, 64, 16, 16), (2, 32, 300, 301), (64, 96, 7, 7), (2, 6, 1000, 2000), (9, 96, 150, 200)]
 # For plans with clusters, with many chunks, with slabs for all blocks, with those that stream, with more channels than
-# a block takes, and with slabs in a pipeline.
+# a block takes, with slabs in a pipeline, and with channels that begin within vectors.
 LARGER = [
     Shape("instance_norm", (2, 32, 24, 24, 24), "NCDHW"),
     Shape("instance_norm", (2, 24, 24, 24, 32), "NDHWC"),
@@ -278,6 +278,9 @@ LARGER = [
     Shape("group_norm", (4, 32, 32, 320), "NHWC", 32),
     Shape("group_norm", (4, 64, 32, 32), "NCHW", 4),
     Shape("group_norm", (2, 320, 32, 32), "NCHW", 32, "other order"),
+    Shape("group_norm", (40, 512, 7, 7), "NCHW", 32),
+    Shape("group_norm", (9, 256, 14, 14), "NCHW", 32),
+    Shape("group_norm", (3, 512, 33, 33), "NCHW", 32),
     Shape("instance_norm", (2, 3, 1000, 1001), "NCHW"),
     Shape("group_norm", (4, 64, 64, 320), "NHWC", 32),
     Shape("batch_norm", (16, 40, 112, 112), "NCHW"),
