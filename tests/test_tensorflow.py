@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
+import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +41,7 @@ tensorflow_adapter: Any = importlib.import_module("cunorm.adapters.tensorflow.ad
 DEVICES = [pytest.param("CPU", id="cpu"), pytest.param("GPU", id="cuda", marks=pytest.mark.gpu)]
 MODES = [pytest.param(False, id="eager"), pytest.param(True, id="function")]
 EPS = 1e-5
+DEVICES_CASES = Path(__file__).with_name("tensorflow_devices_cases.py")
 
 
 @pytest.fixture(autouse=True)
@@ -372,6 +378,29 @@ def test_memory_is_kept_until_the_kernels_are_done(
 def test_tensors_on_different_devices() -> None:
     with pytest.raises(RuntimeError, match="weight is on the CPU and x on CUDA device 0"):
         cunorm.layer_norm(tensor(data(1, (2, 8)), "GPU"), tensor(data(2, (8,))))
+
+
+def run_on(device: str, *names: str) -> None:
+    """Checks in a process of its own, with this process's environment: with compiled calls where this one has them."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(DEVICES_CASES), device, *names]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert tuple(done.stdout.split()) == names
+
+
+def test_a_device_beside_another() -> None:
+    names = re.findall(r"^def (check_\w+)", DEVICES_CASES.read_text(), re.MULTILINE)
+    assert names
+    run_on("CPU:1", *names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:1"])
+def test_a_device_beside_a_gpu(device: str) -> None:
+    if len(tf.config.list_physical_devices("GPU")) <= int(device == "GPU:1"):
+        pytest.skip("needs as many NVIDIA GPUs that TensorFlow sees")
+    run_on(device, "check_that_results_stay_on_the_device", "check_functions")
 
 
 @pytest.mark.gpu

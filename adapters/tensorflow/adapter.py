@@ -14,6 +14,7 @@ are always computed. Gradients are first derivatives.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View, contiguous_strides
 
-__all__ = ["ADAPTER"]
+__all__ = ["ADAPTER", "device_of"]
 
 _DLPACK_CPU = 1
 _INT32_MAX = 2**31 - 1
@@ -139,10 +140,11 @@ class TensorFlowAdapter(Adapter):
         running_mean, running_var = running or (None, None)
         statistics = {"running_mean": running_mean, "running_var": running_var}
         tensors = _tensors(x=x, residual=residual, weight=weight, bias=bias, **statistics)
-        y, residual_out, mean, rstd = _recorded(Forward(op), tensors)
-        if not stats:
-            return y, residual_out, None, None
-        return y, residual_out, None if mean is None else tf.stop_gradient(mean), tf.stop_gradient(rstd)
+        with device_of(tensors[0]):
+            y, residual_out, mean, rstd = _recorded(Forward(op), tensors)
+            if not stats:
+                return y, residual_out, None, None
+            return y, residual_out, None if mean is None else tf.stop_gradient(mean), tf.stop_gradient(rstd)
 
     def backward(
         self,
@@ -159,10 +161,20 @@ class TensorFlowAdapter(Adapter):
     ) -> Gradients:
         arguments = {"dresidual_out": dresidual_out, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
         x, dy, dresidual_out, *others = _tensors(x=x, dy=dy, **arguments)
-        return _backward(Backward(op, output_mask, bias_dtype), (dy, dresidual_out, x, *others))
+        with device_of(x):
+            return _backward(Backward(op, output_mask, bias_dtype), (dy, dresidual_out, x, *others))
 
 
 ADAPTER: Adapter = TensorFlowAdapter()
+
+
+def device_of(x: Any) -> Any:
+    """A context in which results stay on the device that x is on, where TensorFlow would copy them to its default one.
+
+    That is so for what it computes at once; in a graph it places everything itself.
+    """
+    device = getattr(x, "backing_device", None) if tf.executing_eagerly() else None
+    return contextlib.nullcontext() if device is None else tf.device(device)
 
 
 def _tensors(**arguments: Any) -> list[Any]:
@@ -212,15 +224,17 @@ def _gradients(work: Work, inputs: Sequence[Any], results: Sequence[Any], cotang
         raise NotImplementedError("cunorm has no second derivatives")
     x, residual, weight, bias, *running = inputs
     _, residual_out, mean, rstd = results
-    # They can be tf.IndexedSlices, where a result was gathered from; zeros where it was not used.
-    dy, dresidual_out, *_ = cotangents
-    dy = tf.convert_to_tensor(dy)
-    dresidual_out = None if dresidual_out is None else tf.convert_to_tensor(dresidual_out)
     kept = (x if residual is None else residual_out, weight, bias if work.op.keeps_bias else None, mean, rstd)
     mask = (True, weight is not None, bias is not None)
-    dx, dweight, dbias = _backward(
-        Backward(work.op, mask, None if bias is None else bias.dtype.name), (dy, dresidual_out, *kept)
-    )
+    with device_of(x):
+        # They can be tf.IndexedSlices, where a result was gathered from; zeros where it was not used. They come from
+        # where the results were used, which may be another device.
+        dy, dresidual_out = (
+            None if item is None else tf.identity(tf.convert_to_tensor(item)) for item in cotangents[:2]
+        )
+        dx, dweight, dbias = _backward(
+            Backward(work.op, mask, None if bias is None else bias.dtype.name), (dy, dresidual_out, *kept)
+        )
     return [dx, None if residual is None else dx, dweight, dbias, *(None for _ in running)]
 
 

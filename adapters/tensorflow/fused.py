@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from cunorm.adapters.tensorflow.adapter import device_of
 from cunorm.channels import instance_norm
 from cunorm.checks import check_axis
 from cunorm.ops import layer_norm
@@ -67,10 +68,11 @@ def fused_layer_norm(
     (array([[-0.707,  0.707],
            [ 0.   ,  0.   ]], dtype=float32), array([2., 5.], dtype=float32), array([0.707, 1.   ], dtype=float32))
     """
-    x, gamma, beta = _dense(x=x, gamma=gamma, beta=beta)
-    gamma, beta = _columns(x, axis, gamma=gamma, beta=beta)
-    y, mean, inv_std = layer_norm(x, gamma, beta, axis=axis, eps=epsilon, return_stats=True)
-    return y, _flat(mean), _flat(inv_std)
+    (x,) = _dense(x=x)
+    with device_of(x):
+        gamma, beta = _columns(x, axis, *_dense(gamma=gamma, beta=beta))
+        y, mean, inv_std = layer_norm(x, gamma, beta, axis=axis, eps=epsilon, return_stats=True)
+        return y, _flat(mean), _flat(inv_std)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -122,7 +124,9 @@ def fused_instance_norm(
     >>> y.shape.as_list(), mean.numpy(), inv_std.numpy().round(3)
     ([1, 1, 2, 2], array([[2., 4.]], dtype=float32), array([[0.707, 1.   ]], dtype=float32))
     """
-    x, gamma, beta = _dense(x=x, gamma=gamma, beta=beta)
+    (x,) = _dense(x=x)
+    with device_of(x):
+        gamma, beta = _dense(gamma=gamma, beta=beta)
     channels = _channels_place(data_format)
     y, mean, inv_std = instance_norm(x, gamma, beta, data_format=channels, eps=epsilon, return_stats=True)
     return y, mean, inv_std
@@ -142,15 +146,15 @@ def _dense(**arguments: Any) -> list[Any]:
     return tensors
 
 
-def _columns(x: Any, axis: int | Sequence[int], **vectors: Any) -> list[Any]:
+def _columns(x: Any, axis: int | Sequence[int], gamma: Any, beta: Any) -> list[Any]:
     """gamma and beta with the shape of x's normalized axes, which `layer_norm` takes."""
     rank, axes = x.shape.rank, check_axis(axis)
     if rank is None or not all(-rank <= item < rank for item in axes):  # `layer_norm` says what is wrong
-        return list(vectors.values())
+        return [gamma, beta]
     places = sorted(item % rank for item in axes)
     columns = tf.TensorShape([x.shape[place] for place in places])
     result = []
-    for name, vector in vectors.items():
+    for name, vector in (("gamma", gamma), ("beta", beta)):
         if vector is not None and not vector.shape.is_compatible_with(columns):
             expected, found = columns.num_elements(), vector.shape.num_elements()
             if None not in (expected, found) and expected != found:
