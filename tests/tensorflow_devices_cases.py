@@ -83,6 +83,14 @@ def check_functions() -> None:
             assert_near(tf.function(function)(*inputs), function(*inputs))
 
 
+def check_memory_that_devices_share() -> None:
+    """That of the CPU: nothing has to be copied, so nothing is refused, and all is differentiated."""
+    (x, residual, _, _), (*_, weight, bias) = given("CPU:1"), given("CPU:0")
+    found = with_gradients(x, residual, weight, bias)
+    assert {result.backing_device for result in found} == {x.backing_device}
+    assert_near(found, with_gradients(*given("CPU:1")))
+
+
 def check_replicas() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     x = given("CPU:0")[0]

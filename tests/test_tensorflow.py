@@ -403,6 +403,19 @@ def test_a_device_beside_a_gpu(device: str) -> None:
     run_on(device, "check_that_results_stay_on_the_device", "check_functions")
 
 
+@pytest.mark.parametrize("function", MODES)
+def test_tensors_that_a_function_captures(function: bool) -> None:
+    """What is computed of them alone has a shape too."""
+    x = tensor(data(1, (4, 8)))
+
+    def norm() -> Any:
+        y, mean, _ = cunorm.layer_norm(x, return_stats=True)
+        assert y.shape == (4, 8) and mean.shape == (4,)
+        return y
+
+    np.testing.assert_array_equal((tf.function(norm) if function else norm)(), cunorm.layer_norm(x))
+
+
 @pytest.mark.gpu
 def test_order_with_tensorflows_stream() -> None:
     """The input is ready when the kernels read it, and the result when TensorFlow does, however much is queued."""

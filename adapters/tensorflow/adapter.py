@@ -191,14 +191,17 @@ def _tensors(**arguments: Any) -> list[Any]:
 
 def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of `_call`, whose gradients TensorFlow knows: those of its op are registered."""
-    if host.native is not None:
-        return _call(work, inputs)
+    # An eager op would copy what is on another device than the rest. Python says that this is wrong, or computes, where
+    # both are parts of the CPU.
+    on_one = not tf.executing_eagerly() or len({tensor.backing_device for tensor in gather(inputs)}) == 1
+    if host.native is not None and on_one:
+        return _call(work, inputs, by_op=True)
     computed: list[Any] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*given: Any) -> Any:
         tensors = scatter(given, inputs)
-        results = computed[:] = _call(work, tensors)
+        results = computed[:] = _call(work, tensors, by_op=False)
 
         def gradient(*cotangents: Any) -> Any:
             gradients = _gradients(work, tensors, results, scatter(cotangents, results))
@@ -280,12 +283,10 @@ def _static_view(tensor: Any, name: str) -> View:
     return View(0, shape, contiguous_strides(shape), tensor.dtype.name, ("cpu", 0))
 
 
-def _call(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results, eager or in a graph: by TensorFlow's op where it was built, else by Python."""
-    devices = {getattr(tensor, "backing_device", None) for tensor in gather(inputs)}
-    is_eager = None not in devices
-    # An eager op would copy what is on another device than the rest; Python says that this is wrong.
-    if is_eager and (host.native is None or len(devices) > 1):
+def _call(work: Work, inputs: Sequence[Any], by_op: bool) -> Sequence[Any]:
+    """The results, eager or in a graph: by TensorFlow's op, which was built, or by Python."""
+    is_eager = tf.executing_eagerly()
+    if is_eager and not by_op:
         return _run(work, inputs)
     outputs: Sequence[Output | None]
     if isinstance(work, Backward) and any(tensor.shape.rank is None for tensor in gather(inputs)):
@@ -295,18 +296,16 @@ def _call(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
         views = [None if tensor is None else _static_view(tensor, name) for tensor, name in zip(inputs, work.names)]
         outputs = work.prepare(views).outputs
         shapes = [[None if isinstance(size, _Unknown) else size for size in output.shape] for output in gather(outputs)]
-    if is_eager:
-        with tf.device(devices.pop()):
-            return scatter(host.call(work, inputs, outputs), outputs)
-    if host.native is not None:
+    if by_op:
         results = host.call(work, inputs, outputs)
     else:
         dtypes = [output.dtype for output in gather(outputs)]
         results = tf.py_function(
             lambda *given: gather(_run(work, scatter(given, inputs))), gather(inputs), list(map(tf.as_dtype, dtypes))
         )
-    for result, shape in zip(results, shapes):
-        result.set_shape(shape)
+    if not is_eager:
+        for result, shape in zip(results, shapes):
+            result.set_shape(shape)
     return scatter(results, outputs)
 
 
