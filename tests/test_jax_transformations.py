@@ -216,6 +216,24 @@ def test_while_with_a_condition() -> None:
     np.testing.assert_allclose(y, 0.5 * cunorm.layer_norm(x * 10), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("in_axes", [(0, None), (0, 0), (None, 0)], ids=str)
+@pytest.mark.parametrize("function", [cunorm.layer_norm, cunorm.rms_norm, cunorm.instance_norm])
+def test_statistics_are_constants(function: Any, in_axes: tuple[int | None, ...]) -> None:
+    """Also where jax.numpy computes them, beside weights by example."""
+    arrays = [jnp.asarray(data(i, shape)) for i, shape in enumerate([(3, 4, 4, 4), (3, 4)])]
+
+    def loss(x: Any, weight: Any, counts: bool = True) -> Any:
+        y, *statistics = function(x, weight, return_stats=True)
+        return (y**2).sum() + counts * sum((statistic**2).sum() for statistic in statistics)
+
+    def gradients(counts: bool) -> Any:
+        batched = jax.vmap(functools.partial(loss, counts=counts), in_axes)
+        return jax.grad(lambda *arrays: batched(*arrays).sum(), (0, 1))(x, weight)
+
+    x, weight = (array if axis == 0 else array[0] for array, axis in zip(arrays, in_axes))
+    assert_all_close(gradients(True), gradients(False))
+
+
 @EVERY
 def test_derivatives_that_do_not_exist_are_refused(operation: Operation) -> None:
     arrays = [jnp.asarray(array) for array in operation.arrays()]

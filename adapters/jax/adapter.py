@@ -131,7 +131,10 @@ def _apply(
     running_var: Any = None,
 ) -> Results:
     running = () if running_mean is None else (running_mean, running_var)
-    return results(op, (x, residual, weight, bias, *running), options[0])
+    y, residual_out, mean, rstd = results(op, (x, residual, weight, bias, *running), options[0])
+    # To the primitive they are constants as they are; not to what jax.numpy computes in its place.
+    mean, rstd = jax.lax.stop_gradient((mean, rstd))
+    return y, residual_out, mean, rstd
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
