@@ -210,6 +210,16 @@ def test_check_grads(operation: Operation, transform: str, dtype: str) -> None:
     check_grads(jax.jit(function), arrays, order=1, modes=["rev"])
 
 
+@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("operation", ROWS, ids=lambda operation: operation.name)
+def test_what_is_left_to_xla_has_every_derivative(operation: Operation, dtype: str) -> None:
+    arrays = [jnp.asarray(array) for array in operation.arrays(dtype, (2,) * (1 + operation.vectors))]
+    batched = jax.vmap(operation.function)
+    check_grads(jax.jit(batched), arrays, order=2, modes=["fwd", "rev"])
+    gradients = jax.vmap(jax.grad(loss_of(operation), tuple(range(len(arrays)))))
+    check_grads(jax.jit(gradients), arrays, order=1, modes=["fwd", "rev"])
+
+
 def test_while_with_a_condition() -> None:
     x = jnp.asarray(data(1, (4, 8)))
     y = jax.lax.while_loop(lambda x: jnp.abs(x).max() > 3, lambda x: 0.5 * cunorm.layer_norm(x), x * 10)
@@ -244,6 +254,10 @@ def test_derivatives_that_do_not_exist_are_refused(operation: Operation) -> None
             jax.jvp(lambda x: function(x, *given[1:]), (given[0],), (given[0],))  # noqa: B023
     with pytest.raises(ValueError, match="the gradients of cunorm cannot be differentiated: there are no second"):
         jax.grad(lambda x: jax.grad(loss)(x, *arrays[1:]).sum())(arrays[0])
+    if operation.vectors == 2:  # the gradient of a weight by example, which may be computed from a kernel's statistics
+        by_example = jax.vmap(jax.grad(loss, 1), (0, None, None))
+        with pytest.raises(ValueError, match="there are no second derivatives"):
+            jax.grad(lambda x: (by_example(x, *arrays[1:]) ** 2).sum())(arrays[0][None])
     with pytest.raises((TypeError, ValueError), match=r"no second derivatives|forward-mode"):
         jax.hessian(loss)(*arrays)
 

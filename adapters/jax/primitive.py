@@ -106,10 +106,12 @@ primitive.def_abstract_eval(_types)
 
 # ---- Gradients.
 
+_NO_SECOND = "the gradients of cunorm cannot be differentiated: there are no second derivatives"
+
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
     if call.direction == "backward":
-        raise ValueError("the gradients of cunorm cannot be differentiated: there are no second derivatives")
+        raise ValueError(_NO_SECOND)
     perturbed = [not isinstance(tangent, ad.Zero) for tangent in tangents]
 
     def function(*inputs: Any) -> list[Any]:
@@ -161,10 +163,13 @@ def _forward_rule(call: Call, primals: list[Any]) -> tuple[Results, Any]:
 
 
 def _backward_rule(call: Call, residuals: Any, cotangents: Results) -> tuple[list[Any]]:
-    # The statistics are constants to differentiation, so their cotangents do not count, and running ones have none.
     x, weight, bias, mean, rstd, wanted, running = residuals
-    dy, dresidual_out = (None if isinstance(item, SymbolicZero) else item for item in cotangents[:2])
+    dy, dresidual_out, *of_statistics = (None if isinstance(item, SymbolicZero) else item for item in cotangents)
     wants_x, wants_residual, wants_weight, wants_bias = (item is not None for item in wanted)
+    # Callers are given the statistics as constants. Who asks for their gradients differentiates that of a weight, which
+    # jax.numpy computed with them. Running statistics have none.
+    if (wants_x or wants_residual) and any(item is not None for item in of_statistics):
+        raise ValueError(_NO_SECOND)
     if dy is None:  # y was not used
         dx, dweight, dbias = dresidual_out, None, None
     else:
