@@ -44,6 +44,7 @@ LAYERS: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = [
     ("BatchNorm", {"use_running_average": False, "momentum": 0.5, "axis": 1}, (6, 8, 5), 8, 1),
     ("BatchNorm", {"use_running_average": False, "axis": 0, "use_scale": False}, (8, 6, 5), 8, 1),
     ("BatchNorm", {"use_running_average": False, "use_bias": False}, (1, 8), 8, 0),
+    ("BatchNorm", {"use_running_average": False, "axis": 1}, (1, 8, 1), 8, 0),
     ("BatchNorm", {"use_running_average": True}, (6, 5, 8), 8, 1),
 ]
 # Every layer in float32 and all in bfloat16; dtypes that differ, of one layer with statistics and one without.
@@ -158,6 +159,15 @@ def test_linen(
         assert_same(dvariables["params"], their_dvariables["params"], narrowest)
     assert_same((new, y), (their_new, their_y), narrowest)
     assert len(calls_in(lambda x: ours.apply(variables, x, mutable=["batch_stats"]), x)) == kernels
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_where_ranks_are_not_promoted(layer: Any) -> None:
+    name, options, shape, features, _ = layer
+    x = jnp.ones(shape)
+    with jax.numpy_rank_promotion("raise"):
+        getattr(nnx, name)(features, **options, rngs=flax.nnx.Rngs(0))(x)
+        getattr(linen, name)(**options).init_with_output(jax.random.key(0), x)
 
 
 def test_variables_stand_for_their_arrays() -> None:

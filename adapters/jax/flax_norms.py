@@ -45,9 +45,7 @@ def row_norm(
     if reduced == features or (scale is None and bias is None):
         return function(_wide(x, dtype), scale, bias, axis=reduced, eps=epsilon).astype(dtype)
     y = function(_wide(x, jnp.promote_types(dtype, jnp.float32)), axis=reduced, eps=epsilon)
-    other = [axis for axis in range(x.ndim) if axis not in features]
-    y = y if scale is None else y * jnp.expand_dims(scale, other)
-    return (y if bias is None else y + jnp.expand_dims(bias, other)).astype(dtype)
+    return _scaled(y, scale, bias, features).astype(dtype)
 
 
 def group_norm(
@@ -87,10 +85,11 @@ def batch_norm(
         running = dict(zip(("running_mean", "running_var"), (statistic.reshape(-1) for statistic in given)))
         options: dict[str, Any] = {"data_format": data_format, "eps": epsilon, "training": False}
         return restored(cunorm.batch_norm(channels, scale, bias, **running, **options)).astype(dtype), *given
-    if axis_name is None and x.size == math.prod(shape):  # one value a channel, whose variance is zero
-        y = jnp.zeros_like(channels) if bias is None else jnp.zeros_like(channels) + bias.astype(channels.dtype)
+    if axis_name is None and x.size == math.prod(shape):
+        # One value a channel: that is the mean, and what differs from it is zero.
+        wide = _wide(x, jnp.promote_types(dtype, jnp.float32))
         mean = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(shape)
-        return restored(y).astype(dtype), mean, jnp.zeros_like(mean)
+        return _scaled(jnp.zeros_like(wide), scale, bias, features).astype(dtype), mean, jnp.zeros_like(mean)
     if axis_name is None:
         options = {"data_format": data_format, "eps": epsilon, "training": True, "return_stats": True}
         y, mean, rstd = cunorm.batch_norm(channels, scale, bias, **options)
@@ -108,6 +107,13 @@ def _axes(x: Any, axes: Any) -> tuple[int, ...]:
 
 def _wide(x: Any, dtype: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, dtype))
+
+
+def _scaled(y: Any, scale: Any, bias: Any, features: tuple[int, ...]) -> Any:
+    """y with scale and bias along the axes of features, by XLA."""
+    shape = [size if axis in features else 1 for axis, size in enumerate(y.shape)]
+    y = y if scale is None else y * scale.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
 
 
 def _with_channels(x: Any, features: tuple[int, ...]) -> tuple[Any, str, Callable[[Any], Any]]:
