@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import subprocess
 import sys
@@ -168,6 +169,18 @@ def test_where_ranks_are_not_promoted(layer: Any) -> None:
     with jax.numpy_rank_promotion("raise"):
         getattr(nnx, name)(features, **options, rngs=flax.nnx.Rngs(0))(x)
         getattr(linen, name)(**options).init_with_output(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("of", [linen, flax.linen], ids=["ours", "theirs"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_one_value_a_channel_that_is_not_finite(jit: bool, of: Any) -> None:
+    """Both libraries go through the same test."""
+    layer, x = of.BatchNorm(use_running_average=False, momentum=0.5), jnp.array([[jnp.nan, jnp.inf, 1.0]])
+    apply = functools.partial(layer.apply, mutable=["batch_stats"])
+    y, new = (jax.jit(apply) if jit else apply)(layer.init(jax.random.key(0), x), x)
+    np.testing.assert_array_equal(y, [[np.nan, np.nan, 0]])
+    np.testing.assert_array_equal(new["batch_stats"]["mean"], [np.nan, np.inf, 0.5])
+    np.testing.assert_array_equal(new["batch_stats"]["var"], [np.nan, np.nan, 0.5])
 
 
 def test_variables_stand_for_their_arrays() -> None:

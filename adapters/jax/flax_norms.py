@@ -86,10 +86,10 @@ def batch_norm(
         options: dict[str, Any] = {"data_format": data_format, "eps": epsilon, "training": False}
         return restored(cunorm.batch_norm(channels, scale, bias, **running, **options)).astype(dtype), *given
     if axis_name is None and x.size == math.prod(shape):
-        # One value a channel: that is the mean, and what differs from it is zero.
+        # One value a channel: that is the mean, and what differs from it is zero, but NaN of what is not finite.
         wide = _wide(x, jnp.promote_types(dtype, jnp.float32))
         mean = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(shape)
-        return _scaled(jnp.zeros_like(wide), scale, bias, features).astype(dtype), mean, jnp.zeros_like(mean)
+        return _scaled(wide - wide, scale, bias, features).astype(dtype), mean, mean - mean
     if axis_name is None:
         options = {"data_format": data_format, "eps": epsilon, "training": True, "return_stats": True}
         y, mean, rstd = cunorm.batch_norm(channels, scale, bias, **options)
