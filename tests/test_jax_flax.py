@@ -183,6 +183,18 @@ def test_one_value_a_channel_that_is_not_finite(jit: bool, of: Any) -> None:
     np.testing.assert_array_equal(new["batch_stats"]["var"], [np.nan, np.nan, 0.5])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_running_statistics_are_constants(rows: int) -> None:
+    layer, x = linen.BatchNorm(use_running_average=False), jnp.asarray(data(1, (rows, 8)))
+    variables = layer.init(jax.random.key(0), x)
+
+    def moved(x: Any) -> Any:
+        _, new = layer.apply(variables, x, mutable=["batch_stats"])
+        return sum(leaf.sum() for leaf in jax.tree.leaves(new))
+
+    np.testing.assert_array_equal(jax.grad(moved)(x), jnp.zeros_like(x))
+
+
 def test_variables_stand_for_their_arrays() -> None:
     x, weight = jnp.arange(24.0).reshape(3, 8) ** 2, jnp.arange(8.0)
     of_x, of_weight = flax.nnx.Param(x), flax.nnx.Param(weight)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import cunorm
@@ -88,7 +89,7 @@ def batch_norm(
     if axis_name is None and x.size == math.prod(shape):
         # One value a channel: that is the mean, and what differs from it is zero, but NaN of what is not finite.
         wide = _wide(x, jnp.promote_types(dtype, jnp.float32))
-        mean = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(shape)
+        mean = jax.lax.stop_gradient(x.astype(jnp.promote_types(x.dtype, jnp.float32))).reshape(shape)
         return _scaled(wide - wide, scale, bias, features).astype(dtype), mean, mean - mean
     if axis_name is None:
         options = {"data_format": data_format, "eps": epsilon, "training": True, "return_stats": True}
