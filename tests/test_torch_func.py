@@ -195,6 +195,31 @@ def test_vmap_of_running_statistics() -> None:
         torch.vmap(step, (0, None, None))(x, mean[0].clone(), var[0].clone())
 
 
+@pytest.mark.parametrize("name", ["layer_norm, all", "rms_norm", "instance_norm, last", "batch_norm"])
+def test_statistics_of_weights_of_their_own_are_constants(name: str) -> None:
+    """Though vmap composes the op of operators that autograd knows."""
+    case = CASES[name]
+    tensors, places = mapped(case, ("weight", "bias"))
+
+    def statistics(*tensors: torch.Tensor) -> torch.Tensor:
+        _, *others = case(*tensors)
+        used = sum(item.sum() for item in tensors) * 0  # else there would be nothing to differentiate
+        return sum((item.square().sum() for item in others[-2:]), used)
+
+    every = tuple(range(len(tensors)))
+    outside = torch.func.grad(lambda *given: torch.vmap(statistics, places)(*given).sum(), every)(*tensors)
+    inside = torch.vmap(torch.func.grad(statistics, every), places)(*tensors)
+    assert not any(item.any() for item in (*outside, *inside))
+
+
+def test_running_statistics_take_no_part_in_gradients() -> None:
+    scale, mean, var = data(4).requires_grad_(), torch.zeros(3, 4), torch.ones(3, 4)
+    norm = torch.vmap(lambda x, m, v: cunorm.batch_norm(x, running_mean=m, running_var=v, training=True))
+    for _ in range(2):  # in the second step they would take part in the first
+        norm(data(3, 5, 4).float() * scale.float(), mean, var).pow(3).sum().backward()
+    assert mean.any() and not mean.requires_grad and not var.requires_grad
+
+
 @pytest.mark.parametrize(
     "norm",
     [

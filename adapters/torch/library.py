@@ -141,15 +141,21 @@ def apply(
             raise TypeError(f"{item} is nested; it must be a torch.strided tensor")
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
-    keeps = stats or recorded
-    name, operands, attributes, names = _forward_call(op.name_in_ops, residual is not None, len(running) > 0, keeps)
-    results = getattr(torch.ops.cunorm, name)(*[given[item] for item in operands], *attributes, keeps)
-    found = dict(zip(names, results))
+    found = _results(op, given, stats or recorded)
+    # Constants, also where vmap composes the op of PyTorch's own, which autograd could follow.
     if "running_var" in found:
         for tensor, place in zip(running, ("running_mean", "running_var")):
-            tensor.copy_(found[place])
-    statistics = (found.get("mean"), found.get("rstd")) if stats else (None, None)
-    return found.get("y"), found.get("residual_out"), *statistics
+            tensor.copy_(found[place].detach())
+    mean, rstd = [found[item].detach() if stats and item in found else None for item in _BOTH]
+    return found.get("y"), found.get("residual_out"), mean, rstd
+
+
+def _results(op: Op, given: dict[str, Any], keeps: bool) -> dict[str, Any]:
+    """What the operator of an op gives, by name."""
+    has_residual, has_running = given.get("residual") is not None, given.get("running_mean") is not None
+    name, operands, attributes, names = _forward_call(op.name_in_ops, has_residual, has_running, keeps)
+    results = getattr(torch.ops.cunorm, name)(*[given.get(item) for item in operands], *attributes, keeps)
+    return dict(zip(names, results))
 
 
 def backward(op: Op, output_mask: tuple[bool, bool, bool], bias_dtype: str | None, *tensors: Any) -> Gradients:
@@ -393,7 +399,8 @@ class _Forward(_Operator):
         else:
             x, weight, bias, mean, rstd, *running = ctx.saved_tensors
             if rstd is None and _FAMILIES[self.family].statistics:  # nobody asked for them
-                _, _, mean, rstd = apply(ctx.op, x, None, weight, None, None, True, tuple(running))
+                found = _results(ctx.op, {"x": x, "weight": weight, **dict(zip(_FORWARD[4:], running))}, True)
+                mean, rstd = found.get("mean"), found["rstd"]
             mask = (wants_x or wants_residual, wanted.get("weight", False), wanted.get("bias", False))
             dx, dweight, dbias = backward(ctx.op, mask, ctx.bias_dtype, dy, added, x, weight, bias, mean, rstd)
         of_inputs = {"x": dx if wants_x else None, "residual": dx if wants_residual else None}
