@@ -191,6 +191,22 @@ def test_compiled_layers(layer: Made, device: str) -> None:
         torch.testing.assert_close(compiled.state_dict(), {f"_orig_mod.{n}": t for n, t in ours.state_dict().items()})
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of the sizes that become constants
+@made
+def test_traced_layers(layer: Made) -> None:
+    _, ours = build(layer)
+    ours.eval()
+    (x,) = inputs(layer, torch.float64, "cpu", 1)
+    traced = torch.jit.trace(copy.deepcopy(ours), x)
+    assert "cunorm::" in str(traced.graph)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    for module, leaf in zip((traced, ours), leaves):
+        module(leaf).square().sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+    for parameter, expected in zip(traced.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
 @pytest.mark.parametrize("layer", [layer for layer in NORMS if layer[2].get("affine")], ids=str)
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_frozen_parameters_get_no_gradient(layer: Made, frozen: str) -> None:

@@ -32,7 +32,7 @@ _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 # Every call comes to these.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)
+_is_tracing = library.is_tracing
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # which PyTorch for CPUs has not

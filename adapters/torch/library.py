@@ -30,8 +30,9 @@ from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
 from cunorm.problem import View, contiguous_strides
 
-__all__ = ["apply", "backward", "register"]
+__all__ = ["apply", "backward", "is_tracing", "register"]
 
+is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)  # by torch.jit
 _FORWARD = tuple(name for name in FORWARD_NAMES if name != "out")
 
 
@@ -141,7 +142,9 @@ def apply(
             raise TypeError(f"{item} is nested; it must be a torch.strided tensor")
     differentiated = (x, residual, weight, bias)
     recorded = torch.is_grad_enabled() and any([item is not None and item.requires_grad for item in differentiated])
-    found = _results(op, given, stats or recorded)
+    # A trace of torch.jit's is recorded once more without gradients, to be compared, and may be run with them.
+    traced = not torch.compiler.is_dynamo_compiling() and is_tracing()
+    found = _results(op, given, stats or recorded or traced)
     # Constants, also where vmap composes the op of PyTorch's own, which autograd could follow.
     if "running_var" in found:
         for tensor, place in zip(running, ("running_mean", "running_var")):

@@ -20,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from cunorm.adapters.torch import modules
+from cunorm.adapters.torch.library import is_tracing
 from cunorm.adapters.torch.proof import Formula, prove
 from cunorm.checks import check_eps, check_momentum
 
@@ -408,7 +409,7 @@ def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if _is_compiling() or _is_tracing():
+        if _is_compiling() or is_tracing():
             is_ours = compiled
         else:
             is_ours = type(x) in _PLAIN and not x.is_nested and (x.is_cuda or x.is_cpu or x.is_meta)
@@ -419,7 +420,6 @@ def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
 
 _PLAIN = (Tensor, nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
-_is_tracing: Any = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 # Attributes that make no formula; and the forward may have been wrapped.
