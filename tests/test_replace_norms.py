@@ -429,7 +429,7 @@ def test_tensors_that_are_more_than_memory_go_to_the_layers_own_forward(compiled
 
 @pytest.mark.filterwarnings("ignore")
 def test_replaced_layers_are_traced_as_they_were() -> None:
-    model, x = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8)), torch.randn(3, 8)
+    model, x = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8), nn.InstanceNorm1d(3)), torch.randn(2, 3, 8)
     replace_norms(model)
     traced = torch.jit.trace(model, x)
     torch.testing.assert_close(traced(torch.cat([x, x])), model(torch.cat([x, x])))
@@ -837,6 +837,7 @@ def test_a_model_that_was_compiled_before_is_compiled_again() -> None:
 
 def test_what_is_traced_stays_what_it_was() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.GELU(), LlamaRMSNorm(16), nn.BatchNorm1d(16))
+    model.append(nn.InstanceNorm1d(4, affine=True, track_running_stats=True))  # of what has no batch axis
     original = copy.deepcopy(model)
     replace_norms(model)
     compiled, graphs = graphs_of(model, fullgraph=True)

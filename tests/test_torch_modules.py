@@ -312,6 +312,13 @@ def test_running_statistics_of_other_channels_are_not_touched(channels: int) -> 
     assert not layer.running_mean.any() and bool((layer.running_var == 1).all())
 
 
+def test_without_parameters_other_channels_are_normalized_with_a_warning() -> None:
+    x = torch.randn(5, 7)
+    for module in (layers.InstanceNorm1d(6), nn.InstanceNorm1d(6)):
+        with pytest.warns(UserWarning, match="num_features"):
+            torch.testing.assert_close(module(x), F.instance_norm(x[None])[0])
+
+
 def test_a_normalized_shape_may_be_a_list() -> None:
     layer = layers.LayerNorm(8)
     layer.normalized_shape = [8]  # type: ignore[assignment]

@@ -7,6 +7,7 @@ buffers, state dict and whatever looks for a ``torch.nn.LayerNorm`` go on workin
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -165,8 +166,20 @@ class GroupNorm(_Activated, nn.GroupNorm):
 
 
 class _InstanceNormForward(_Activated, _InstanceNorm):
-    # What forward calls, when it has checked the input and given a batch axis to what has none.
-    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+    # torch.nn's calls a method of self for the rest, which must stay torch.nn's: `replace_norms` calls a layer's own
+    # forward too, where self is ours.
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        dimensions: int = self._get_no_batch_dim()  # type: ignore[no-untyped-call]
+        channels = input.shape[-dimensions]
+        if channels != self.num_features and not self.affine:  # else the weight does not fit, which is an error
+            found = f"input's size in channels is {channels} and num_features is {self.num_features}"
+            warnings.warn(f"{found}, which is not used because affine=False", stacklevel=2)
+        if input.dim() == dimensions:
+            return self._compute(input.unsqueeze(0)).squeeze(0)
+        return self._compute(input)
+
+    def _compute(self, input: Tensor) -> Tensor:
         weight, bias, eps = parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
