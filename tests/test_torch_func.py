@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch_cases import CASES, EVERY, ROW, STATISTICS, Case, Norm, assert_same, data, gradients, objective, tuple_of
+from torch_cases import (
+    CASES,
+    EVERY,
+    ROW,
+    RUNNING,
+    STATISTICS,
+    Case,
+    Norm,
+    assert_same,
+    data,
+    gradients,
+    objective,
+    tuple_of,
+)
 
 import cunorm
 from cunorm import execute
@@ -193,6 +206,15 @@ def test_vmap_of_running_statistics() -> None:
         torch.testing.assert_close(result, torch.stack(items))
     with pytest.raises(RuntimeError, match="vmap: inplace arithmetic"):
         torch.vmap(step, (0, None, None))(x, mean[0].clone(), var[0].clone())
+
+
+@pytest.mark.parametrize("batched", [("running_mean", "running_var"), ("x", "running_var"), ("x", "weight")])
+def test_vmap_of_gradients_with_given_statistics(batched: tuple[str, ...]) -> None:
+    case = Case(cunorm.batch_norm, {**CASES["batch_norm"].tensors, **RUNNING}, training=False)
+    tensors, places = mapped(case, batched)
+    for wanted in ((0,), (0, 1, 2)):
+        gradient = torch.func.grad(lambda *given: case(*given).pow(2).sum(), wanted)
+        torch.testing.assert_close(torch.vmap(gradient, places)(*tensors), looped(gradient, tensors, places))
 
 
 @pytest.mark.parametrize("name", ["layer_norm, all", "rms_norm", "instance_norm, last", "batch_norm"])

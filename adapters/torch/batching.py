@@ -48,8 +48,7 @@ _ACTIVATIONS: dict[str | None, _Activation] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
 }
-# Those that may differ from row to row; a statistic is one number a row.
-_OF_ROWS = ("x", "residual", "dy", "dresidual_out", "mean", "rstd")
+_OF_X = ("x", "residual", "dy", "dresidual_out")  # those that have x's shape
 
 
 def map_forward(operator: Callable[..., Any], call: Any, places: dict[str, int], batch_size: int) -> Mapped:
@@ -68,9 +67,14 @@ def map_backward(operator: Callable[..., Any], call: Any, places: dict[str, int]
     return _composed(_backward(call.op, _with_axis(call, places, batch_size), mask, bias_dtype))
 
 
+def _of_rows(op: Any) -> tuple[str, ...]:
+    """Those that may differ from row to row. A statistic is one number a row, or one a channel where it was given."""
+    return _OF_X if isinstance(op, ChannelNorm) and op.over_samples else (*_OF_X, "mean", "rstd")
+
+
 def _are_rows(op: Any, places: dict[str, int]) -> bool:
     over_samples = isinstance(op, ChannelNorm) and op.over_samples and op.training
-    return not over_samples and all(name in _OF_ROWS for name in places)
+    return not over_samples and all(name in _of_rows(op) for name in places)
 
 
 def _map_rows(operator: Callable[..., Any], call: Any, places: dict[str, int], batch_size: int) -> Mapped:
@@ -79,8 +83,7 @@ def _map_rows(operator: Callable[..., Any], call: Any, places: dict[str, int], b
     given_statistics = by_sample and op.over_samples
 
     def see(name: str, tensor: Any) -> Any:
-        of_rows = name in _OF_ROWS and not (given_statistics and name in ("mean", "rstd"))
-        if tensor is None or not of_rows:
+        if tensor is None or name not in _of_rows(op):
             return tensor
         tensor = _to_front(tensor, places.get(name), batch_size)
         tensor = tensor.flatten(0, 1) if by_sample else tensor
