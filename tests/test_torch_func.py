@@ -158,6 +158,25 @@ def test_vmap_equals_a_loop(case: Case, batched: tuple[str, ...]) -> None:
             torch.testing.assert_close(result, tensor, **tolerance)
 
 
+@pytest.mark.parametrize("name", ["layer_norm, all", "rms_norm", "group_norm", "batch_norm, evaluation", "gelu, bias"])
+def test_nested_vmap_equals_a_loop(name: str) -> None:
+    """Where all but x are mapped further out, along an axis that leaves no contiguous parts."""
+    case = CASES[name]
+    x, *others = (case.tensors | case.constants).values()
+    stacks = [torch.stack([tensor, 2 * tensor, 3 * tensor], -1) for tensor in others]
+    case = Case(case.function, case.tensors | case.constants, **case.options)
+
+    def of_samples(*others: torch.Tensor) -> Any:
+        return torch.vmap(lambda x: case(x, *others))(torch.stack([x, 2 * x]))
+
+    def jacobian(*others: torch.Tensor) -> Any:
+        return torch.func.jacrev(lambda x: tuple_of(case(x, *others))[0].flatten()[:3])(x)
+
+    for function in (of_samples, jacobian):
+        results = tuple_of(torch.vmap(function, -1)(*stacks))
+        torch.testing.assert_close(results, looped(function, stacks, (-1,) * len(stacks)))
+
+
 def test_rows_and_samples_are_mapped_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     real = execute.forward

@@ -83,11 +83,11 @@ def _map_rows(operator: Callable[..., Any], call: Any, places: dict[str, int], b
     given_statistics = by_sample and op.over_samples
 
     def see(name: str, tensor: Any) -> Any:
-        if tensor is None or name not in _of_rows(op):
-            return tensor
-        tensor = _to_front(tensor, places.get(name), batch_size)
-        tensor = tensor.flatten(0, 1) if by_sample else tensor
-        return tensor.contiguous() if name in ("mean", "rstd") else tensor
+        if tensor is not None and name in _of_rows(op):
+            tensor = _to_front(tensor, places.get(name), batch_size)
+            tensor = tensor.flatten(0, 1) if by_sample else tensor
+        # Strides of parameters and statistics may come of another level of vmap.
+        return tensor if tensor is None or name in _OF_X else tensor.contiguous()
 
     tensors = {name: see(name, tensor) for name, tensor in call.tensors.items()}
     if isinstance(op, RowNorm):  # whose axes are counted from behind or from the new one on

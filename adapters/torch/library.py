@@ -289,10 +289,9 @@ class _Operator(abc.ABC):
         places: dict[str, int] = {name: place for name, place in zip(self.operands, in_dims) if place is not None}
 
         def see(tensor: Any, name: str) -> View:
+            # Strides that vmap gives, at this level or another, are none that a call could do anything about.
             view = _foreseen(self.adapter, call.tensors["x"], tensor, name)
-            if name not in places:
-                return view
-            shape = tuple(size for axis, size in enumerate(view.shape) if axis != places[name])
+            shape = tuple(size for axis, size in enumerate(view.shape) if axis != places.get(name))
             return view._replace(shape=shape, strides=contiguous_strides(shape))
 
         self.foresee(call, see)  # raises what one of the calls would
