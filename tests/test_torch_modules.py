@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,26 @@ def test_copies_compute_the_same(layer: Made, device: str) -> None:
     for other in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
         assert type(other) is type(ours)
         assert torch.equal(other.eval()(x), ours.eval()(x))
+
+
+@made
+def test_the_constructor_takes_what_that_of_torch_nn_does(layer: Made) -> None:
+    name, arguments, options, _ = layer
+    kind = getattr(layers, name)
+    ours, theirs = (dict(inspect.signature(item).parameters) for item in (kind, getattr(nn, name)))
+    assert "activation" not in theirs and (ours.pop("activation", None) is None) == (name == "GELU")
+    assert ours == theirs
+    if name != "GELU":
+        skipped = nn.utils.skip_init(kind, *arguments, **options, activation="relu")
+        assert repr(skipped) == repr(kind(*arguments, **options, activation="relu"))
+
+
+def test_a_constructor_of_its_own_is_seen() -> None:
+    class Own(layers.LayerNorm):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, activation="silu")
+
+    assert list(inspect.signature(Own).parameters) == ["width"]
 
 
 NORMS = [layer for layer in LAYERS if layer[0] != "GELU"]

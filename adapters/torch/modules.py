@@ -6,6 +6,7 @@ buffers, state dict and whatever looks for a ``torch.nn.LayerNorm`` go on workin
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -39,6 +40,16 @@ class _Activated(nn.Module):
     """What the norms have besides torch.nn's: an activation in the same kernel."""
 
     activation: str | None = None  # of the class, for layers that were torch.nn's when they were made
+
+    __signature__: Any  # of the constructor, which `torch.nn.utils.skip_init` looks into
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        theirs = cls.__mro__[cls.__mro__.index(_Activated) + 1]
+        parameters = dict(inspect.signature(theirs).parameters)
+        parameters["activation"] = inspect.Parameter("activation", inspect.Parameter.KEYWORD_ONLY, default=None)
+        signature = inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))
+        cls.__signature__ = signature if cls.__init__ is _Activated.__init__ else None  # None: that of its own
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
