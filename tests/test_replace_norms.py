@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -305,6 +306,25 @@ def test_layers_are_recognized_by_what_they_compute(name: str, device: str) -> N
                 assert error < (10 if one is not results[0][0] else 1) * tolerance
 
 
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_results_lie_in_memory_as_before(name: str) -> None:
+    """Whatever the order of the axes in memory: what follows may call ``view``."""
+    make, function, shape = RECOGNIZED[name]
+    theirs = randomize(make())
+    ours = copy.deepcopy(theirs)
+    assert replace_norms(ours).replaced
+    shape = IMAGES if shape == IMAGES else (2, 5, 3, 16)
+    for order in itertools.permutations(range(4)):
+        x = torch.randn([shape[axis] for axis in order]).movedim((0, 1, 2, 3), order)
+        # With gaps, group and batch norm of PyTorch keep torch.channels_last, and ours do not.
+        has_gaps = function not in ("cunorm.group_norm", "cunorm.batch_norm")
+        others = (x[:, :, 1:], x[:1].expand(2, -1, -1, -1)) if has_gaps else ()
+        for given in (x, *others):
+            y, expected = ours(given), theirs(given)
+            assert y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "T5", "GPT-OSS", "diffusers", "timm, RMS"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -339,7 +359,9 @@ def test_what_was_not_tried_goes_to_the_layers_own_forward(monkeypatch: pytest.M
         layer(torch.randn(*(2,) * (dimensions - 1), 16))
     layer(torch.randn(2, 16, dtype=torch.complex64).real)
     layer(hidden_states=torch.randn(2, 16))
-    assert calls == [1, 6]
+    layer(torch.randn(2, 3, 5, 16).transpose(1, 2))
+    layer(torch.randn(16).expand(2, 16))
+    assert calls == [1, 6, 2]
     with pytest.raises(RuntimeError, match="size"):
         layer(torch.randn(16))  # its own error too
         layer(torch.randn(15))

@@ -6,6 +6,7 @@ import copy
 import doctest
 import inspect
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,19 @@ def test_channels_last_stays(layer: Made, device: str) -> None:
     assert x.grad is not None and x.grad.is_contiguous(memory_format=memory_format)
     expected = theirs(x.detach().double())
     assert relative_error(y.detach(), expected.detach()) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gelu_lies_in_memory_as_its_input(order: tuple[int, ...], device: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(layers.GELU(), backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.randn(2, 3, 5, device=device).permute(order)
+    for given in (x, x[1:]):
+        expected = F.gelu(given)
+        for y in (layers.GELU()(given), compiled(given)):
+            assert y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected)
 
 
 @made

@@ -325,24 +325,39 @@ class BatchNorm3d(_BatchNormForward, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d``: as `BatchNorm1d`, of (N, C, D, H, W)."""
 
 
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """Where each of x's axes comes in memory, the first the outermost; () if numbers are repeated along one."""
+    if x.is_contiguous():
+        return tuple(range(x.dim()))
+    strides = x.stride()
+    if 0 in strides:
+        return ()
+    # Counted, since torch.compile sorts no sizes that it does not know.
+    places = []
+    for axis, stride in enumerate(strides):
+        outer = [i for i, other in enumerate(strides) if other > stride or (other == stride and i < axis)]
+        places.append(len(outer))
+    return tuple(places)
+
+
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """`cunorm.gelu`, which lies in memory as x does also where x has its channels last."""
+    """`cunorm.gelu`, whose result lies in memory as x does."""
     y: Tensor
-    if x.dim() > 2 and not x.is_contiguous():
-        last = x.movedim(1, -1)
-        if last.is_contiguous():
-            y = cunorm.gelu(last, approximate=approximate)
-            return y.movedim(-1, 1)
-    y = cunorm.gelu(x, approximate=approximate)
-    return y
+    order = () if x.is_contiguous() else memory_order(x)
+    if not order:
+        y = cunorm.gelu(x, approximate=approximate)
+        return y
+    own = tuple(range(x.dim()))
+    y = cunorm.gelu(x.movedim(own, order), approximate=approximate)
+    return y.movedim(order, own)
 
 
 class GELU(nn.GELU):
     """``torch.nn.GELU``, computed by `cunorm.gelu`: ``x * Phi(x)``, or its approximation (arXiv:1606.08415).
 
     ``approximate`` is "none" or "tanh". ``input`` has any shape; float16, bfloat16, float32 or float64. The result has
-    its shape and dtype; it is contiguous, or in ``torch.channels_last`` where the input is. Errors are those of
-    `cunorm.gelu`.
+    its shape and dtype, and its axes lie in memory in the same order; but where the input has one number in several
+    places (``expand``) it is contiguous. Errors are those of `cunorm.gelu`.
 
     Examples
     --------

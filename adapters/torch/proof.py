@@ -1,7 +1,8 @@
 """Which function of cunorm a layer computes that a model library wrote itself: found by trying, never by its name.
 
 The layer and every function that it could be are run on random tensors on the CPU. A function counts when outputs and
-gradients agree, for all shapes and dtypes that the layer takes.
+gradients agree, for all shapes that the layer takes. For which dtypes, and for which orders of the axes in memory, is
+tried besides.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 import dataclasses
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import cunorm
-from cunorm.adapters.torch.modules import gelu, parameter_of
+from cunorm.adapters.torch.modules import gelu, memory_order, parameter_of
 
 __all__ = ["Formula", "prove"]
 
@@ -42,9 +43,11 @@ class Formula:
     """A function of cunorm with the options that make it a layer.
 
     ``weight`` and ``bias`` are the names of the layer's parameters. ``place`` is where it has its channels: last;
-    first, behind the samples; or moved: likewise, but its result always lies in memory with the channels last.
-    ``dimensions`` of the input, and ``dtypes`` of the input and the parameters with that of the result, are what was
-    tried.
+    first, behind the samples; or moved: likewise, but its result always lies in memory with the channels last. Where it
+    ``keeps`` the order of the axes in memory, the result has that of the input, else it is contiguous.
+
+    ``orders`` of the input's axes in memory, and ``dtypes`` of the input and the parameters with that of the result,
+    are what was tried.
     """
 
     op: str
@@ -52,7 +55,8 @@ class Formula:
     weight: str | None = None
     bias: str | None = None
     place: str = "last"
-    dimensions: Set[int] = frozenset()
+    keeps: bool = False
+    orders: Set[tuple[int, ...]] = frozenset()
     dtypes: Mapping[tuple[torch.dtype, ...], torch.dtype] = field(default_factory=dict)
     width: int | None = None  # of the last axis, where the layer takes no other and has no parameter that says so
 
@@ -70,13 +74,13 @@ class Formula:
         return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """The result of the layer; None for dimensions and dtypes that were not tried, or other parameters."""
+        """The result of the layer; None for orders and dtypes that were not tried, or other parameters."""
         for name, value in module._parameters.items():
             if (value is None) is (name in (self.weight, self.bias)):
                 return None
         parameters = self.parameters(module)
         dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
-        if dtype is None or x.dim() not in self.dimensions or self.width not in (None, x.shape[-1]):
+        if dtype is None or memory_order(x) not in self.orders or self.width not in (None, x.shape[-1]):
             return None
         last = self.place == "last" and self.op != "group_norm"
         for parameter in parameters.values():  # which the layer may broadcast, or refuse
@@ -93,15 +97,16 @@ class Formula:
             return gelu(x, **self.options)
         function = getattr(cunorm, self.op)
         y: Tensor
-        if self.place != "last":
-            last = x.movedim(1, -1)
-            if self.place == "moved" or last.is_contiguous():
-                y = function(last, **parameters, **self.options)
-                return y.movedim(-1, 1)
-            y = function(x, **parameters, **self.options, axis=1)
+        if self.place == "moved":
+            y = function(x.movedim(1, -1), **parameters, **self.options)
+            return y.movedim(-1, 1)
+        if not self.keeps or x.is_contiguous():
+            y = function(x, **parameters, **self.options)
             return y
-        y = function(x, **parameters, **self.options)
-        return y
+        own, order, axis = tuple(range(x.dim())), memory_order(x), self.options["axis"]
+        axes = tuple([order[item] for item in (axis if isinstance(axis, tuple) else (axis,))])
+        y = function(x.movedim(own, order), **parameters, **{**self.options, "axis": axes})
+        return y.movedim(order, own)
 
 
 def prove(module: nn.Module) -> Formula | str:
@@ -125,7 +130,8 @@ def prove(module: nn.Module) -> Formula | str:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        trials = (_Trial(module, shape, training) for shape in _shapes(module, weight) for training in (True, False))
+        shapes = list(_shapes(module, weight))
+        trials = (_Trial(module, shape, training) for shape in shapes for training in (True, False))
         tried = [trial for trial in trials if trial.results]
         if not tried:
             return "its forward takes no floating-point tensor alone"
@@ -143,12 +149,34 @@ def prove(module: nn.Module) -> Formula | str:
             trial = _Trial(module, shape, module.training, x_dtype, other)
             if trial.results:
                 key, found = (x_dtype, *[other] * len(names)), trial.results[0].dtype
-                if trial.agrees(dataclasses.replace(formula, dimensions={len(shape)}, dtypes={key: found})):
+                if trial.agrees(dataclasses.replace(formula, orders={trial.order}, dtypes={key: found})):
                     dtypes[key] = found
         width = None
         if not names and not _Trial(module, (*shape[:-1], shape[-1] + 8), module.training).results:
             width = shape[-1]
-    return dataclasses.replace(formula, dimensions={trial.x.dim() for trial in tried}, dtypes=dtypes, width=width)
+        formula = _with_orders(module, formula, shapes)
+    orders = formula.orders | {trial.order for trial in tried}
+    return dataclasses.replace(formula, orders=orders, dtypes=dtypes, width=width)
+
+
+def _with_orders(module: nn.Module, formula: Formula, shapes: Iterable[tuple[int, ...]]) -> Formula:
+    """The formula with all orders but the input's own for which it gives the layer's results, in memory too."""
+    formulas = [formula]
+    if "axis" in formula.options:
+        formulas.append(dataclasses.replace(formula, keeps=True))
+    taken: set[tuple[int, ...]] = set()
+    wrong: list[set[tuple[int, ...]]] = [set() for _ in formulas]
+    for shape in shapes:
+        # An axis of one number may lie anywhere.
+        for order in _orders(len(shape)) if 1 not in shape else ():
+            trial = _Trial(module, shape, module.training, order=order)
+            if trial.results:
+                taken.add(order)
+                for one, others in zip(formulas, wrong):
+                    if not trial.agrees(one):
+                        others.add(order)
+    best, others = min(zip(formulas, wrong), key=lambda pair: len(pair[1]))
+    return dataclasses.replace(best, orders=taken - others)
 
 
 def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[Formula]:
@@ -165,7 +193,9 @@ def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterat
         if isinstance(groups, int):
             yield Formula("group_norm", {"num_groups": groups, "eps": eps}, weight, bias)
         for op, place in itertools.product(("rms_norm", "layer_norm"), ("last", "first", "moved")):
-            options: dict[str, Any] = {"eps": eps, "axis": axis} if place == "last" else {"eps": eps}
+            options: dict[str, Any] = {"eps": eps}
+            if place != "moved":
+                options["axis"] = axis if place == "last" else 1
             yield Formula(op, options, weight, bias, place)
             if op == "rms_norm" and weight:
                 yield Formula(op, options | {"weight_offset": 1.0}, weight, bias, place)
@@ -187,12 +217,20 @@ def _shapes(module: nn.Module, weight: str | None) -> Iterator[tuple[int, ...]]:
                 yield (3, *width, *positions)
 
 
+def _orders(dimensions: int) -> set[tuple[int, ...]]:
+    """In which orders axes may lie in memory, besides their own: of five, with the channels on their other side."""
+    own = tuple(range(dimensions))
+    if dimensions > 4:
+        return {(0, *own[2:], 1), (0, own[-1], *own[1:-1])}
+    return {*itertools.permutations(own)} - {own}
+
+
 class _Trial:
     """A layer run on random numbers of a shape: outputs, and the gradients of the first; nothing if it raises.
 
     The samples are of several sizes: small ones, where eps counts, or for GELU large ones. Of float32 numbers there are
     outputs besides of what a layer may treat in a way of its own: zeros, very small and very large numbers, one that is
-    much larger than all others, and NaN.
+    much larger than all others, and NaN. These are contiguous; the others have their axes in memory in ``order``.
     """
 
     def __init__(
@@ -202,6 +240,7 @@ class _Trial:
         training: bool,
         dtype: torch.dtype = torch.float32,
         parameter_dtype: torch.dtype = torch.float32,
+        order: tuple[int, ...] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
 
@@ -214,10 +253,13 @@ class _Trial:
             sizes = [1.0, 4.0, 30.0] if "gelu" in type(module).__name__.lower() else [1.0, 1e-2, 1e-3]
         scale = torch.tensor((sizes * shape[0])[: shape[0]], dtype=torch.float32).view(-1, *[1] * (len(shape) - 1))
         numbers = random(shape) * 2 + 0.5
-        self.x = (numbers * scale).to(dtype).requires_grad_()
+        own = tuple(range(len(shape)))
+        self.order = order or own
+        laid = (numbers * scale).to(dtype).movedim(own, self.order).contiguous().movedim(self.order, own)
+        self.x = laid.requires_grad_()
         self.dy = random(shape) * scale
         self.others = [torch.zeros_like(self.x)]
-        if single:
+        if single and self.order == own:
             self.others += [numbers * size for size in (1e-10, 1e-7, 1e-5, 1e3)]
             for one in (1e3, float("nan")):
                 other = numbers.clone()
