@@ -93,6 +93,30 @@ def test_what_a_transformation_returns_can_be_differentiated(compiled: bool) -> 
     torch.testing.assert_close(*found)
 
 
+def composed_cubed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `cubed`, of what can be differentiated again. Under vmap `torch_cubed` gives wrong second derivatives."""
+    centered = x - x.mean(-1, keepdim=True)
+    return (centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + 1e-5) * weight).pow(3).sum()
+
+
+def test_second_derivatives_of_what_vmap_composes() -> None:
+    """Also where the forward is one kernel call, whose statistics are constants, and its gradients are composed."""
+    samples, weights, tangent = data(3, 2, 8), data(3, 8, seed=1), data(3, 2, 8, seed=2)
+    vmap, grad = torch.vmap, torch.func.grad
+
+    def derivatives(function: Any) -> list[torch.Tensor]:
+        def of_weights(x: torch.Tensor) -> torch.Tensor:
+            return vmap(grad(function))(x, weights).square().sum()
+
+        def of_one_weight(x: torch.Tensor) -> torch.Tensor:
+            return vmap(grad(function, 1), (0, None))(x, weights[0]).square().sum()
+
+        _, forward = torch.func.jvp(lambda x: vmap(function)(x, weights), (samples,), (tangent,))
+        return [grad(of_weights)(samples), grad(of_one_weight)(samples), forward]
+
+    torch.testing.assert_close(derivatives(cubed), derivatives(composed_cubed))
+
+
 def test_nested_transformations_are_refused() -> None:
     x, weight, grad = data(2, 8), ROW["weight"].detach(), torch.func.grad
     twice = [

@@ -184,6 +184,17 @@ def _is_centered(op: Op) -> bool:
     return not isinstance(op, RowNorm) or op.norm.centered
 
 
+def _moments(op: Any, values: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """The mean, None where nothing is centered, the variance, and what is left of the values."""
+    if not _is_centered(op):
+        return None, values.square().mean(axes, keepdim=True), values
+    mean = values.mean(axes, keepdim=True)
+    centered = values - mean
+    rest = centered.mean(axes, keepdim=True)  # once more, for what the mean of all lost to rounding
+    centered = centered - rest
+    return mean + rest, centered.square().mean(axes, keepdim=True), centered
+
+
 def _forward(op: Any, tensors: dict[str, Any], stats: bool) -> Sequence[Any]:
     """y, residual_out, mean, rstd and the running statistics, None for those that there are not."""
     x, residual, weight, bias, running_mean, running_var = _of(
@@ -194,16 +205,12 @@ def _forward(op: Any, tensors: dict[str, Any], stats: bool) -> Sequence[Any]:
     mean: Any = None
     variance: Any = None
     rstd: Any = None
+    xhat = values
     if isinstance(op, ChannelNorm) and not op.training:
         mean, variance = (_along(running, values, weight_axes) for running in (running_mean, running_var))
-    elif not isinstance(op, Pointwise) and _is_centered(op):
-        mean = values.mean(axes, keepdim=True)
-    xhat = values if mean is None else values - mean
-    if variance is None and not isinstance(op, Pointwise):
-        if mean is not None:  # once more, for what the mean of all lost to rounding
-            rest = xhat.mean(axes, keepdim=True)
-            mean, xhat = mean + rest, xhat - rest
-        variance = xhat.square().mean(axes, keepdim=True)
+        xhat = values - mean
+    elif not isinstance(op, Pointwise):
+        mean, variance, xhat = _moments(op, values, axes)
     if variance is not None:
         rstd = torch.rsqrt(variance + op.eps)
         xhat = xhat * rstd
@@ -228,10 +235,15 @@ def _backward(op: Any, tensors: dict[str, Any], mask: Sequence[bool], bias_dtype
     values, axes, weight_axes = _see(op, x)
     gradient, _, _ = _see(op, dy)
     kept, summed = _others(values, axes), _others(values, weight_axes)
-    xhat = values if mean is None else values - _along(mean, values, kept)
-    if rstd is not None:
+    xhat = values
+    if isinstance(op, ChannelNorm) and not op.training:
         rstd = _along(rstd, values, kept)
-        xhat = xhat * rstd
+        xhat = (values - _along(mean, values, kept)) * rstd
+    elif not isinstance(op, Pointwise):
+        # Anew: to a derivative of these gradients, the statistics that are there are constants, and must not be.
+        _, variance, centered = _moments(op, values, axes)
+        rstd = torch.rsqrt(variance + op.eps)
+        xhat = centered * rstd
     scale = _scale(op, weight, values, weight_axes)
     z = xhat * scale + _shift(bias, values, weight_axes)
     gradient = _activation(op)[1](gradient, z)
