@@ -667,9 +667,11 @@ def test_slower_memory_makes_reading_twice_worse(
     assert plan(backward, Device(memory_rate=21.8e3)).strategy == expected
 
 
-def test_many_small_groups_under_an_activation_are_slabs_backward_if_vectors_are_narrow() -> None:
+def test_groups_that_are_slabs_backward_under_an_activation() -> None:
     assert _strategies((32, 128, 7**2), "float16", 4, activation="silu") == ["row_block", "channel_slab"]
     assert _strategies((32, 512, 7**2), "float16", 16, activation="silu") == ["row_block", "row_block"]
+    assert _strategies((16, 256, 65**2), "float32", 8, activation="silu") == ["row_cluster", "channel_slab"]
+    assert _strategies((16, 256, 65**2), "float32", 8) == ["row_cluster", "row_cluster"]
     assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "row_cluster"]
 
 
