@@ -5,6 +5,7 @@ Slabs that a plan may choose are held to the same rules as those it does choose;
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -672,6 +673,10 @@ def test_groups_that_are_slabs_backward_under_an_activation() -> None:
     assert _strategies((32, 512, 7**2), "float16", 16, activation="silu") == ["row_block", "row_block"]
     assert _strategies((16, 256, 65**2), "float32", 8, activation="silu") == ["row_cluster", "channel_slab"]
     assert _strategies((16, 256, 65**2), "float32", 8) == ["row_cluster", "row_cluster"]
+    # Where there are no weights, there is none that has no room.
+    for shape, dtype in (((16, 256, 65**2), "float32"), ((16, 512, 33**2), "float16")):
+        _, backward = plain_channel_norm(shape, dtype, shape[1] // 32, activation="silu")
+        assert plan(dataclasses.replace(backward, weight=None, bias=None), Device()).strategy == "row_cluster"
     assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "row_cluster"]
 
 

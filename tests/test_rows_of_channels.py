@@ -415,7 +415,7 @@ def test_threads_that_share_a_channel(geometry: RowBlock, points: int) -> None:
 
 @pytest.mark.parametrize("vectors", [4, 8, 12], ids="{} vectors".format)
 def test_gradients_of_an_activation_that_are_kept(vectors: int) -> None:
-    """In registers: of all vectors, of six of eight, and of none."""
+    """In registers: of all vectors, of some, and of none; where channels begin within vectors, of fewer."""
     for points in (vectors * 256, vectors * 256 - 4):
         norm = norm_of(2, 4, 2, points, "float16", "silu")
         check_backward(norm, laid_out(RowBlock(8, vectors, 64)))

@@ -132,10 +132,10 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
     1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an activation, likewise for a channel: 32,768
     float32 numbers take 1.57 under silu, as slabs 1.39. And so for many small sets of several channels, where vectors
     are not whole: on an H100 1024 of 784 float16 numbers took 2.41 by such, as slabs 2.15; but 1024 of 6272 1.36 and
-    1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and for clusters whose channels begin within vectors and leave
-    no room for their weights: 512 of 33,800 float32 numbers take 1.72 under silu, as slabs 1.54. Last, backward, for a
-    channel of 16-bit numbers whose samples are whole lines of memory: batch norm of 16 x 1024 x 32^2 takes 1.19 there,
-    as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
+    1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and of float32 for clusters whose channels begin within
+    vectors and leave no room for their weights: 512 of 33,800 take 1.72 under silu, as slabs 1.54. Last, backward, for
+    a channel of 16-bit numbers whose samples are whole lines of memory: batch norm of 16 x 1024 x 32^2 takes 1.19
+    there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
     one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
     if isinstance(problem, ChannelForward):
@@ -146,8 +146,9 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
     if one:
         return 8 if clusters else 0
     constants = dict(rows.launches[0].constants)
-    if clusters and (constants["WEIGHTS_OF"], constants["WEIGHTS"]) == ("crossing", "late"):
-        return 16
+    has_no_room = (constants["WEIGHTS_OF"], constants["WEIGHTS"], constants["STAGE"]) == ("crossing", "late", "ahead")
+    if clusters and has_no_room and problem.itemsize == 4 and (problem.weight or problem.bias):
+        return 16  # slabs of sixteen-bit numbers that begin so go one by one
     small = problem.channels_per_set * problem.points * problem.itemsize <= _SMALL_SET_BYTES
     narrow = int(constants["VECTOR"]) * problem.itemsize < 16
     return 1 if small and narrow and problem.sets > 2 * device.multiprocessors else 0
