@@ -4,6 +4,27 @@
 // What the parts of a slab have of each channel: the sums of dz and of dz * xhat.
 constexpr int NUMBERS = 2;
 
+// What a thread knows of its channels, as it comes from memory.
+struct Fetched {
+  OwnAffine affine;
+  Compute mean[CHANNEL_VECTOR];
+  Compute rstd[CHANNEL_VECTOR];
+
+  // Starts to load it: whoever uses it waits.
+  __device__ __forceinline__ void fetch(const Chunk& part, long long channels, const WEIGHT_TYPE* weights,
+                                        const BIAS_TYPE* biases, const Compute* means, const Compute* rstds) {
+    if (!part.there) return;
+    affine.fetch(part, weights, biases);
+    const long long first_set = (part.sample * channels + part.first_channel) / CHANNELS_PER_SET;
+#pragma unroll
+    for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+      const long long set = first_set + set_in_tile(j);
+      mean[j] = means[set];
+      rstd[j] = rstds[set];
+    }
+  }
+};
+
 // What a thread knows of its channels.
 struct Own {
   Compute weight[CHANNEL_VECTOR];
@@ -12,16 +33,12 @@ struct Own {
   Compute rstd[CHANNEL_VECTOR];
   Compute slope[CHANNEL_VECTOR];  // of the deviation in z
 
-  __device__ __forceinline__ void load(const Chunk& part, long long channels, const WEIGHT_TYPE* weights,
-                                       const BIAS_TYPE* biases, const Compute* means, const Compute* rstds) {
-    if (!part.there) return;
-    load_own_affine(part, weights, biases, weight, bias);
-    const long long first_set = (part.sample * channels + part.first_channel) / CHANNELS_PER_SET;
+  __device__ __forceinline__ void set(const Fetched& fetched) {
+    fetched.affine.get(weight, bias);
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + set_in_tile(j);
-      mean[j] = means[set];
-      rstd[j] = rstds[set];
+      mean[j] = fetched.mean[j];
+      rstd[j] = fetched.rstd[j];
       set_slope(j);
     }
   }

@@ -46,6 +46,9 @@ struct Arguments {
   double set_share;  // one over how many numbers a set has
 };
 
+// As in channel_slab_forward.cu.
+constexpr bool FETCHES_CHANNELS_FIRST = BLOCKS_PER_ROW > 1 || VECTORS > 8;
+
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -56,29 +59,35 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ SetMeans sets[TILE_SETS];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
   start_mbarriers(exchange);
+  cluster_arrive();
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
-  const X_TYPE* dy = arguments.dy + part.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
-  const X_TYPE* x = arguments.x + part.offset(arguments.x_sample_stride, arguments.x_channel_stride);
+  Fetched fetched = {};
+  const auto fetch_channels = [&] {
+    fetched.fetch(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
+  };
+  if constexpr (FETCHES_CHANNELS_FIRST) fetch_channels();
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
   const Slots dy_slots = {staged}, x_slots = {staged + SLOTS * HOLDERS * VECTOR};
-  Walk walk = begin;
+  Path dy = path_of(begin, part, arguments.dy_sample_stride, arguments.dy_channel_stride, arguments.dy_point_strides);
+  Path x = path_of(begin, part, arguments.x_sample_stride, arguments.x_channel_stride, arguments.x_point_strides);
 #pragma unroll 2
   for (int i = 0; i < VECTORS; ++i) {
     if (i < count) {
-      dy_slots.fill(i, dy + walk.offset(arguments.dy_point_strides));
-      x_slots.fill(i, x + walk.offset(arguments.x_point_strides));
+      dy_slots.fill(i, arguments.dy + dy.offset(arguments.dy_point_strides));
+      x_slots.fill(i, arguments.x + x.offset(arguments.x_point_strides));
     }
     copy_async_commit();
-    walk.advance(arguments.point_sizes);
+    dy.advance(arguments.point_sizes);
+    x.advance(arguments.point_sizes);
   }
-  cluster_barrier();
+  if constexpr (!FETCHES_CHANNELS_FIRST) fetch_channels();
   Own thread = {};
-  thread.load(part, arguments.channels, arguments.weight, arguments.bias, arguments.mean, arguments.rstd);
-  X_TYPE* dx = arguments.dx + part.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
-  pin(dx);  // before the numbers arrive
+  thread.set(fetched);
+  Path dx = path_of(begin, part, arguments.dx_sample_stride, arguments.dx_channel_stride, arguments.dx_point_strides);
+  pin(dx.place);  // before the numbers arrive
 
   const auto slot_of = [](int i) { return i; };
   const auto release = [](int) { copy_async_commit(); };
@@ -102,6 +111,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   } else {
     tell_sums(sums, own);
+    cluster_wait();  // another block may not have started
     const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
         exchange_shared<THREADS>(exchange, own, thread_in_block());
     // The sums of each channel, which its sample adds to dweight and dbias; with its weight they are of g.
@@ -142,12 +152,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // Finish and store.
   const Finish finish([&](int j) { return ALONE ? own_means[j] : sets[set_in_tile(j)]; }, thread);
-  walk = begin;
 #pragma unroll 2
   for (int i = 0; i < VECTORS; ++i) {
     if (i < count) {
-      store_global(dx + walk.offset(arguments.dx_point_strides), finish.of(dy_slots.get(i), x_slots.get(i), thread));
+      store_global(arguments.dx + dx.offset(arguments.dx_point_strides),
+                   finish.of(dy_slots.get(i), x_slots.get(i), thread));
     }
-    walk.advance(arguments.point_sizes);
+    dx.advance(arguments.point_sizes);
   }
 }

@@ -28,13 +28,15 @@ struct Exchange {
   unsigned long long arrived[TURNS];
 };
 
-// What comes before the first of these is seen after the second, by all threads of the cluster.
+// All threads of the cluster call the first of these, and then the second, which waits for the first. Nothing that was
+// stored before is sure to be seen after, but for mbarriers that were started. To arrive with release would be to wait
+// for all that is on its way from memory: 4 us in group norm of 2 x 512 x 64^2 float16 numbers, on an H100.
 __device__ __forceinline__ void cluster_arrive() {
 #if BLOCKS_PER_ROW == 1
 #elif defined(CUNORM_EMULATOR)
   cunorm_emulator::cluster_arrive(cunorm_emulator::Site::here());
 #else
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -45,11 +47,6 @@ __device__ __forceinline__ void cluster_wait() {
 #else
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-  cluster_arrive();
-  cluster_wait();
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* shared) {
@@ -118,7 +115,8 @@ __device__ __forceinline__ void expect(const unsigned long long* arrived, int by
 __device__ __forceinline__ void await(const unsigned long long* arrived, unsigned phase) {
 #if BLOCKS_PER_ROW == 1 || defined(CUNORM_EMULATOR)
   (void)arrived, (void)phase;
-  cluster_barrier();
+  cluster_arrive();
+  cluster_wait();
 #else
   unsigned done = 0;
   while (!done) {

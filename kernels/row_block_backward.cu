@@ -139,7 +139,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   begin_share(first_share, 0);
   start_mbarriers(exchange);
-  cluster_barrier();
+  cluster_arrive();
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
   constexpr bool CROSSES = weights_of == WeightsOf::crossing;
@@ -376,6 +376,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       sums[1] *= factor;
     }
     if constexpr (BLOCKS_PER_ROW > 1) {
+      if (turn == 0) cluster_wait();  // another block of the row may not have started
       const Compute(&everyones)[BLOCKS_PER_ROW][2] = exchange_in_row(exchange, turn, sums);
       sums[0] = sums[1] = 0;
 #pragma unroll
