@@ -267,7 +267,7 @@ def test_readme_example(block: str) -> None:
 
 
 # Pages without examples.
-WITHOUT = {ROOT / "docs/speed.md", ROOT / "docs/h100.md", ROOT / "docs/troubleshooting.md"}
+WITHOUT = {ROOT / f"docs/{name}.md" for name in ("speed", "h100", "lessons", "troubleshooting")}
 
 
 @pytest.mark.parametrize("page", sorted({*(ROOT / "docs").glob("*.md")} - WITHOUT), ids=lambda page: page.name)
@@ -285,3 +285,24 @@ def test_readme_names_every_public_function_and_command() -> None:
         assert name.startswith("__") or f"`{name}(" in text
     for command in ("demo", "info", "explain"):
         assert f"python -m cunorm {command}" in text
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page: lower case, without punctuation, a hyphen for each space."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_the_documentation(page: Path) -> None:
+    """Every link into the repository finds its file, and its heading."""
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    for link in (link for link in links if not link.startswith("http")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
