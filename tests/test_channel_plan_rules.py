@@ -680,6 +680,14 @@ def test_groups_that_are_slabs_backward_under_an_activation() -> None:
     assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "row_cluster"]
 
 
+@pytest.mark.parametrize(("shape", "arch"), [((8, 128, 256**2), "sm_90"), ((8, 320, 64**2), "sm_80")])
+def test_groups_without_weights_in_a_pipeline(shape: tuple[int, int, int], arch: str) -> None:
+    """They are rows like all others; what slabs are better than is asked of blocks and clusters alone."""
+    _, backward = plain_channel_norm(shape, "float16", shape[1] // 32, activation="silu")
+    plain = dataclasses.replace(backward, weight=None, bias=None, dweight=None, dbias=None)
+    assert plan(plain, DEVICES[arch]).strategy == "row_pipeline"
+
+
 def test_lanes_fit_into_a_warp_where_there_is_a_choice() -> None:
     for problem in plain_channel_norm((2, 32, 6**3), "float16", last=True):
         (launch,) = (item for item in plan(problem, Device()).launches if item.kernel.startswith("channel_slab"))

@@ -145,6 +145,8 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
         return 1 if one and problem.itemsize == 2 and len(problem.point_sizes) > 1 and run % _LINE_BYTES == 0 else 0
     if one:
         return 8 if clusters else 0
+    if rows.strategy == "row_pipeline":  # sets without weights, of which no slabs were measured
+        return 0
     constants = dict(rows.launches[0].constants)
     has_no_room = (constants["WEIGHTS_OF"], constants["WEIGHTS"], constants["STAGE"]) == ("crossing", "late", "ahead")
     if clusters and has_no_room and problem.itemsize == 4 and (problem.weight or problem.bias):
