@@ -268,12 +268,14 @@ def _channel_rows(
     dtypes: Iterable[str],
     sweep: str = SHAPES,
     activations: Iterable[str] = ("",),
-    directions: Iterable[str] = ("forward", "backward"),
     op: str = "",
     layouts: Iterable[str] = LAYOUTS,
 ) -> Iterator[Row]:
-    """Every combination, in both layouts; the norm is the one that the suite is named after, unless it is given. Group
-    norm has 32 groups, or fewer where each would have a channel only."""
+    """Every combination, forward and backward, in both layouts unless they are given.
+
+    The norm is the one that the suite is named after, unless it is given too. Group norm has 32 groups, or fewer where
+    each would have a channel only.
+    """
     op = op or name.replace("-", "_")
     for shape in shapes:
         groups = min(32, shape[1] // 2) if op == "group_norm" else 0
@@ -281,7 +283,7 @@ def _channel_rows(
             for layout in layouts:
                 for activation in activations:
                     row = Row(name, op, shape, dtype, "", sweep=sweep, layout=layout, groups=groups)
-                    for direction in directions:
+                    for direction in ("forward", "backward"):
                         yield replace(row, activation=activation, direction=direction)
 
 

@@ -1,4 +1,4 @@
-"""``python -m cunorm``: demo, info, explain, bench, build-torch and tune."""
+"""``python -m cunorm``; the commands are in `cunorm.cli`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where cunorm keeps what is worth having the next time: what tuning found, and the emulator's executables."""
+"""Where cunorm keeps what is worth having the next time: what tuning found, compiled calls, emulator executables."""
 
 from __future__ import annotations
 

@@ -61,13 +61,12 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
 def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     """Rows whose edges are peeled off. Those that are not read directly are fetched ahead, their weights at hand."""
     forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
-    if isinstance(problem, ForwardProblem) and alike and device.capability >= 80:
-        geometry = peeled_directly(problem, device, width)
-        if geometry is not None:
-            return geometry
     direct = not alike or device.capability < 80
-    if isinstance(problem, BackwardProblem) and not direct:
-        geometry = activated_peeled_backward(problem, device, width)
+    if not direct:
+        if isinstance(problem, ForwardProblem):
+            geometry = peeled_directly(problem, device, width)
+        else:
+            geometry = activated_peeled_backward(problem, device, width)
         if geometry is not None:
             return geometry
     vectors_per_row = problem.columns // width
@@ -88,11 +87,11 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
         if shared is not None:
             return shared
     if not direct:
-        rows, most, ahead = _crowd_of_peeled(vectors, threads, forward)
+        rows, most = _crowd_of_peeled(vectors, threads, forward)
         if not forward and vectors > 1 and rows > 2 and not few:
             rows //= 2  # 1025 columns of bfloat16 take 1.12 so, with a residual 1.13, by twice the rows 1.13 and 1.17
         rows = rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
-        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged", rows_ahead=ahead)
+        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
         if isinstance(problem, BackwardProblem):
             geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
         share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
@@ -111,16 +110,16 @@ def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
     return geometry if forward else persistent(geometry, problem, device)
 
 
-def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int, int]:
-    """Rows of a block where they are short, threads of a multiprocessor, and rows ahead.
+def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int]:
+    """Rows of a block where they are short, and threads of a multiprocessor.
 
     bfloat16 forward, of what is not read directly: 4097 columns (8 vectors a thread) take 1.17 with 256 threads a
     multiprocessor, with 384 1.20. Backward: 257 take 1.57 with 768, with 512 and two rows ahead 1.72.
     """
     if forward:
         most = 768 if vectors <= 2 else 512 if vectors <= 4 else 384 if vectors <= 7 else 256
-        return (256 if vectors <= 2 else 64) // threads, most, 1
-    return 256 // threads, 768 if vectors == 1 else 512, 1
+        return (256 if vectors <= 2 else 64) // threads, most
+    return 256 // threads, 768 if vectors == 1 else 512
 
 
 def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool, few: bool) -> tuple[int, int]:

@@ -72,15 +72,17 @@ def _shared_ways(problem: Problem, device: Device, width: int, peeled: bool) -> 
     way = RowBlock(width, 16, threads, 1, 16, "ahead", peeled, "staged", 1)
     if isinstance(problem, BackwardProblem):
         yield from (_peeled_ways_backward if peeled else _ways_backward)(problem, device, way)
+    elif peeled:
+        yield from _peeled_ways_forward(problem, device, way)
     else:
-        yield from (_peeled_ways_forward if peeled else _ways_forward)(problem, device, way)
+        yield from _ways_forward(problem, way)
     yield way
     if threads < MOST_THREADS:
         yield replace(way, threads_per_row=MOST_THREADS)
     yield replace(way, threads_per_row=MOST_THREADS, weights="late")
 
 
-def _ways_forward(problem: ForwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:
+def _ways_forward(problem: ForwardProblem, way: RowBlock) -> Iterator[RowBlock]:
     if problem.residual is not None:
         # 65,536 columns of bfloat16 with a residual take 1.02 in four blocks, RMS norm in two 1.04.
         yield replace(way, vectors=6, blocks_per_row=8)
