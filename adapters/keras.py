@@ -17,8 +17,8 @@ import keras
 from keras import ops
 
 from cunorm.channels import batch_norm, group_norm
-from cunorm.ops import layer_norm, rms_norm
 from cunorm.problem import DTYPES
+from cunorm.rows import layer_norm, rms_norm
 
 __all__ = [
     "BatchNormalization",

@@ -28,8 +28,8 @@ from cunorm.channels import (
 )
 from cunorm.experiments import experiment
 from cunorm.explanation import explain
-from cunorm.ops import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from cunorm.pointwise import gelu, gelu_backward
+from cunorm.rows import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from cunorm.tuning import tune
 
 __all__ = [

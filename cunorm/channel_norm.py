@@ -26,7 +26,7 @@ from cunorm.checks import (
     memory_order,
 )
 from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, RUNNING_OPERANDS, Output, Prepared
-from cunorm.ops import gradient_outputs, prepare_launches, views_of
+from cunorm.prepare import gradient_outputs, prepare_launches, views_of
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
 
 __all__ = ["CHANNEL_NORMS", "ChannelNorm"]

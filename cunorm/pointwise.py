@@ -8,7 +8,7 @@ from typing import Any
 from cunorm import adapters, execute, reference
 from cunorm.checks import check_like, check_one_of, check_pointwise, check_pointwise_mask
 from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
-from cunorm.ops import prepare_launches, views_of
+from cunorm.prepare import prepare_launches, views_of
 from cunorm.problem import PointwiseBackward, PointwiseForward, View
 
 __all__ = ["Pointwise", "gelu", "gelu_backward"]

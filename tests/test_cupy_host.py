@@ -369,7 +369,7 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
         call.scratch_offsets = [16, 64]
         return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), 128, call)
 
-    monkeypatch.setattr(cunorm.ops.RowNorm, "prepare_forward", prepare)
+    monkeypatch.setattr(cunorm.row_norm.RowNorm, "prepare_forward", prepare)
     x = data(4, 8)
     cunorm.layer_norm(x)
     assert not seen

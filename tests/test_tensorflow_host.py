@@ -232,8 +232,11 @@ def test_a_saved_model_computes_in_another_process(call: Callable[[Any], Any], t
 
 
 def test_work_is_the_same_from_its_text() -> None:
-    ops: list[Any] = [cunorm.ops.RowNorm.of((0, -1), 1e-7, "relu", False, 0.1), cunorm.pointwise.Pointwise.of("none")]
-    ops.append(cunorm.channel_norm.ChannelNorm.of("group_norm", "NC...", 1e-5, None, 4))
+    ops: list[Any] = [
+        cunorm.row_norm.RowNorm.of((0, -1), 1e-7, "relu", False, 0.1),
+        cunorm.channel_norm.ChannelNorm.of("group_norm", "NC...", 1e-5, None, 4),
+        cunorm.pointwise.Pointwise.of("none"),
+    ]
     for op in ops:
         for task in (Forward(op), Backward(op, (True, False, True), "bfloat16")):
             inputs, outputs = [None if place % 2 else 1 for place in range(len(task.names))], [None, 1, None, 1]

@@ -401,8 +401,8 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
         return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), 128, call)
 
     x = data(4, 8)
-    op = cunorm.ops.RowNorm.of(-1, 1e-5)
-    monkeypatch.setattr(cunorm.ops.RowNorm, "prepare_forward", prepare)
+    op = cunorm.row_norm.RowNorm.of(-1, 1e-5)
+    monkeypatch.setattr(cunorm.row_norm.RowNorm, "prepare_forward", prepare)
     cunorm.layer_norm(x)
     assert not seen
     y = cunorm.layer_norm(x)
@@ -419,7 +419,7 @@ def test_steps_are_what_python_launches() -> None:
     call = CallOnCpu(lambda pointers: None, [launched])
     prepared = Prepared((Output((4,), "float32"), None, None, None), ("cpu", 0), 0, call)
     ready = Ready(prepared, (), None, None, None, 0, None)
-    x, op = data(4).float(), cunorm.ops.RowNorm.of(-1, 1e-5)
+    x, op = data(4).float(), cunorm.row_norm.RowNorm.of(-1, 1e-5)
     functions = watching.addresses("cuLaunchKernelEx", "cuCtxGetCurrent")
     host.native.begin(*functions, None, None)
     given = (x, None, None, None, None, None, None)

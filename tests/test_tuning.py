@@ -22,9 +22,10 @@ from tuning_cases import (
 )
 
 import cunorm
-from cunorm import execute, explanation, launch, ops, reference, tuning
+from cunorm import execute, explanation, launch, reference, tuning
 from cunorm.plan import Plan, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
+from cunorm.row_norm import RowNorm
 from cunorm.tuning import checked_problems
 from cunorm.tuning import gpu as tuning_gpu
 from cunorm.tuning.search import Broken, Found, find_fastest
@@ -501,7 +502,7 @@ def test_a_tuned_problem_is_that_of_the_call(
 ) -> None:
     """The look-up of a plain call, forward and backward, finds what `tune` stores for the same arguments."""
     looked_up: list[Problem] = []
-    monkeypatch.setattr(ops, "entry_for", lambda problem, index: looked_up.append(problem))
+    monkeypatch.setattr("cunorm.prepare.entry_for", lambda problem, index: looked_up.append(problem))
     place, shape = ("cuda", 0), (64, 1024)
     x = View(0, shape, (1024, 1), "bfloat16", place)
     stats = View(0, (64,), (1,), "float32", place)
@@ -510,7 +511,7 @@ def test_a_tuned_problem_is_that_of_the_call(
         return View(0, (1024,), (1,), given if isinstance(given, str) else "bfloat16", place) if given else None
 
     weight, bias = vector(options.get("weight", True)), vector(options.get("bias", op == "layer_norm"))
-    norm = ops.RowNorm.of(-1, 1e-5, more.get("activation"), op == "layer_norm")
+    norm = RowNorm.of(-1, 1e-5, more.get("activation"), op == "layer_norm")
     added = x if more else None
     norm.prepare_forward(x, added, weight, bias, None, True)
     mean = stats if op == "layer_norm" else None

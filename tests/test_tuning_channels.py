@@ -203,7 +203,7 @@ def test_tune_stores_the_winner_and_the_next_call_uses_it(
 
 def test_a_tuned_problem_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch, fake_gpu: list[Plan]) -> None:
     looked_up: list[Any] = []
-    monkeypatch.setattr("cunorm.ops.entry_for", lambda problem, index: looked_up.append(problem))
+    monkeypatch.setattr("cunorm.prepare.entry_for", lambda problem, index: looked_up.append(problem))
     place, shape = ("cuda", 0), (4, 16, 10, 10)
     x = View(0, shape, contiguous_strides(shape), "float16", place)
     vector, moving = (View(0, (16,), (1,), dtype, place) for dtype in ("float16", "float32"))

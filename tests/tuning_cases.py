@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cunorm import __version__, ops
+from cunorm import __version__
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 from cunorm.problem import Problem, View, contiguous_strides
+from cunorm.row_norm import RowNorm
 from cunorm.tuning import checked_problems
 from cunorm.tuning.search import Report
 from cunorm.tuning_file import Entry
@@ -36,7 +37,7 @@ def prepare(*shape: int, dtype: str = "bfloat16") -> Any:
     place = ("cuda", 0)
     x = View(0, shape, contiguous_strides(shape), dtype, place)
     vector = View(0, shape[-1:], (1,), dtype, place)
-    return ops.RowNorm.of(-1, 1e-5).prepare_forward(x, None, vector, vector, None, False)
+    return RowNorm.of(-1, 1e-5).prepare_forward(x, None, vector, vector, None, False)
 
 
 class FakeMachine:

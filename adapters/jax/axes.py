@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import check_channels, check_x
 from cunorm.execute import Op
-from cunorm.ops import RowNorm
 from cunorm.problem import View, contiguous_strides
+from cunorm.row_norm import RowNorm
 
 __all__ = ["BACKWARD_ROLES", "FORWARD_ROLES", "Axes", "axes_of", "names_of", "view_of"]
 

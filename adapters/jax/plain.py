@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.call import Call
-from cunorm.ops import RowNorm
 from cunorm.problem import DTYPES, Norm
+from cunorm.row_norm import RowNorm
 
 __all__ = ["plain_call"]
 

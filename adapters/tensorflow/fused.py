@@ -15,8 +15,8 @@ import tensorflow as tf
 from cunorm.adapters.tensorflow.adapter import device_of
 from cunorm.channels import instance_norm
 from cunorm.checks import check_axis
-from cunorm.ops import layer_norm
 from cunorm.problem import DTYPES
+from cunorm.rows import layer_norm
 
 __all__ = ["fused_instance_norm", "fused_layer_norm"]
 

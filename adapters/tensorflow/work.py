@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from cunorm import execute
 from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
-from cunorm.ops import gradient_outputs
+from cunorm.prepare import gradient_outputs
 from cunorm.problem import View
 
 __all__ = ["Backward", "Forward", "Work", "from_text", "gather", "place", "scatter", "to_text"]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from cunorm.channel_norm import ChannelNorm
 from cunorm.execute import Op
-from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
+from cunorm.row_norm import RowNorm
 
 __all__ = ["map_backward", "map_forward"]
 

@@ -26,9 +26,9 @@ from cunorm.adapters.torch import batching
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import no_tensor
 from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
-from cunorm.ops import RowNorm
 from cunorm.pointwise import Pointwise
 from cunorm.problem import View, contiguous_strides
+from cunorm.row_norm import RowNorm
 
 __all__ = ["apply", "backward", "is_tracing", "register"]
 

@@ -28,7 +28,6 @@ from cunorm.execute import (
     Output,
     numpy_dtype,
 )
-from cunorm.ops import RowNorm
 from cunorm.plan import (
     Device,
     Launch,
@@ -59,6 +58,7 @@ from cunorm.problem import (
     Problem,
     View,
 )
+from cunorm.row_norm import RowNorm
 
 __all__ = [
     "Array",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cunorm import gpus, launch, ops
+from cunorm import gpus, launch
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
 from cunorm.execute import Op
@@ -16,7 +16,9 @@ from cunorm.explanation.measure import measured
 from cunorm.explanation.result import Explanation
 from cunorm.plan import Device, fitted, plan
 from cunorm.pointwise import Pointwise
+from cunorm.prepare import chosen_plan
 from cunorm.problem import DTYPES
+from cunorm.row_norm import RowNorm
 from cunorm.tuning_file import Entry
 
 __all__ = ["OPS", "Explanation", "LaunchExplanation", "explain"]
@@ -119,7 +121,7 @@ def explain(
         gpus.check_usable("measure=True", place or 0)
     the_op: Op
     if op in _ROW_NORMS:
-        the_op = ops.RowNorm.of(axis, 1e-5 if op == "layer_norm" else 1e-6, activation, op == "layer_norm")
+        the_op = RowNorm.of(axis, 1e-5 if op == "layer_norm" else 1e-6, activation, op == "layer_norm")
         _, vector_shape, _ = check_x(view, the_op.axis)
     elif op == "gelu":
         the_op = Pointwise.of(approximate)
@@ -193,7 +195,7 @@ def _explained(call: Call, op: str, target: _Target, place: int | None, measure:
     if target.place is None:
         chosen, tuned = plan(problem, target.device), None
     else:
-        chosen, tuned = ops.chosen_plan(problem, target.place)
+        chosen, tuned = chosen_plan(problem, target.place)
     launches, compiler = explained_launches(chosen, problem, target.device)
     explanation = Explanation(
         op=op,

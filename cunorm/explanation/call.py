@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cunorm import adapters, ops
+from cunorm import adapters
 from cunorm.execute import NOWHERE, Described, Op, Prepared
+from cunorm.prepare import views_of
 from cunorm.problem import AnyProblem, View, contiguous_strides
 
 __all__ = ["Call", "operand", "seen"]
@@ -33,13 +34,13 @@ class Call(NamedTuple):
         x, residual, weight, bias = map(there, self[2:6])
         running = tuple(map(there, self.running))
         forward = self.op.prepare_forward(x, residual, weight, bias, None, self.stats or self.backward, running)
-        y, residual_out, mean, rstd = ops.views_of(forward.outputs, device)
+        y, residual_out, mean, rstd = views_of(forward.outputs, device)
         if not self.backward:
             return forward, [x, residual, weight, bias, y, *running, residual_out, mean, rstd]
         dy, x = there(y), residual_out or x
         prepared = self.op.prepare_backward(dy, residual_out, x, weight, bias, mean, rstd, self.output_mask, None)
         inputs = [dy, residual_out, x, weight, bias, mean, rstd]
-        return prepared, [*inputs, *ops.views_of(prepared.outputs, device)]
+        return prepared, [*inputs, *views_of(prepared.outputs, device)]
 
     @property
     def problem(self) -> AnyProblem:

@@ -16,7 +16,6 @@ from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import as_float, check_activation, check_axis, check_channels, check_mask, check_x
 from cunorm.execute import Op
 from cunorm.explanation.call import Call
-from cunorm.ops import RowNorm
 from cunorm.problem import (
     DTYPES,
     AnyProblem,
@@ -28,6 +27,7 @@ from cunorm.problem import (
     View,
     contiguous_strides,
 )
+from cunorm.row_norm import RowNorm
 from cunorm.tuning.gpu import current_gpu
 from cunorm.tuning.search import Found, Report, find_fastest
 from cunorm.tuning_file import Entry, TuningFile, default_path, forget, key_of
