@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute, reference
+from cunorm import execute, op_names, reference
 from cunorm.checks import (
     check_activation,
     check_channels,
@@ -67,13 +67,13 @@ class ChannelNorm:
         convention: str = "torch",
     ) -> ChannelNorm:
         """The op of a user's arguments."""
-        if execute.is_compiling():
-            num_groups, eps, momentum = map(execute.as_constant, (num_groups, eps, momentum))
+        if op_names.is_compiling():
+            num_groups, eps, momentum = map(op_names.as_constant, (num_groups, eps, momentum))
             arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
             found = _name_of(*arguments)
             if found is None:
                 return _make(*arguments)  # says what is wrong
-            return getattr(execute.OPS, found)  # type: ignore[no-any-return]
+            return getattr(op_names.OPS, found)  # type: ignore[no-any-return]
         arguments = (name, data_format, eps, activation, num_groups, training, momentum, convention)
         try:
             return _op_of(*arguments)  # type: ignore[no-any-return]
@@ -212,7 +212,7 @@ def _make(
     )
 
 
-_op_of, _name_of = execute.interned(_make, "channel_norm")
+_op_of, _name_of = op_names.interned(_make, "channel_norm")
 
 
 @dataclass(frozen=True)

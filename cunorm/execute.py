@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
-import operator
 import threading
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -30,7 +27,6 @@ __all__ = [
     "FORWARD_OPERANDS",
     "FORWARD_RESULTS",
     "NOWHERE",
-    "OPS",
     "RUNNING_OPERANDS",
     "Adapter",
     "Described",
@@ -41,7 +37,6 @@ __all__ = [
     "Ready",
     "Results",
     "also_forget",
-    "as_constant",
     "as_numpy",
     "backward",
     "cannot_run",
@@ -49,16 +44,11 @@ __all__ = [
     "forget_prepared",
     "forward",
     "generation",
-    "interned",
-    "is_compiling",
     "known_backward",
     "known_forward",
-    "made_of",
-    "name_op",
     "numpy_dtype",
     "prepare_on_cpu",
     "prepared_once",
-    "recipe_of",
 ]
 
 
@@ -134,7 +124,7 @@ class Op(Protocol):
 
     @property
     def name_in_ops(self) -> str:
-        """Its name among `OPS`."""
+        """Its name among `cunorm.op_names.OPS`."""
 
     @property
     def keeps_bias(self) -> bool:
@@ -179,84 +169,6 @@ class Op(Protocol):
         ``x`` is what the op was computed of: residual_out, where there was a residual. dx is the gradient of both
         summands. ``bias_dtype`` is dbias's, where the bias itself is not given.
         """
-
-
-def is_compiling() -> bool:
-    """Whether torch.compile traces what runs here: PyTorch's adapter puts in this place what torch.compile answers."""
-    return False
-
-
-def as_constant(value: Any) -> Any:
-    """A number that torch.compile may take for a symbol, as what it is: an index or what a set holds is no symbol."""
-    if type(value) is int:
-        return operator.index(value)
-    if type(value) is float:
-        (value,) = {value}
-    return value
-
-
-# Every op that there is, by a name: torch.compile can follow a name to an object, but not how an object was found.
-OPS = types.SimpleNamespace()
-_op_numbers = itertools.count()
-
-
-def name_op(op: Op, name: str) -> None:
-    """Put an op, which knows its name then, among `OPS`."""
-    object.__setattr__(op, "name_in_ops", name)
-    setattr(OPS, name, op)
-
-
-# What ops were made of by what, by their names among `OPS`; and what makes them. Ops that are not here were there from
-# the start, and have the same names in every process.
-_recipes: dict[str, tuple[Any, ...]] = {}
-_makers: dict[str, Callable[..., Any]] = {}
-
-
-def recipe_of(op: Op) -> tuple[Any, ...]:
-    """Text and numbers of which any process makes an op like this, by `made_of`."""
-    return _recipes.get(op.name_in_ops, (op.name_in_ops,))
-
-
-def made_of(recipe: Sequence[Any]) -> Op:
-    """The op of a recipe, which may have been through JSON."""
-    name, *given = recipe
-    arguments = [tuple(argument) if isinstance(argument, list) else argument for argument in given]
-    op: Op = _makers[name](*arguments) if arguments else getattr(OPS, name)
-    return op
-
-
-def interned(make: Callable[..., Op], kind: str) -> tuple[Any, Callable[..., str | None]]:
-    """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
-
-    The first keeps what it found, as functools.lru_cache does. The name is among `OPS`, and is None where ``make``
-    raises a TypeError or a ValueError. ``kind`` names ``make`` in recipes.
-    """
-    names: dict[tuple[Any, ...], str] = {}
-
-    def name_of_op(arguments: tuple[Any, ...]) -> str:
-        op = make(*arguments)
-        attributes = tuple(vars(op).values())
-        if attributes not in names:
-            name = f"op_{next(_op_numbers)}"
-            _recipes[name] = (kind, *arguments)
-            name_op(op, name)
-            names.setdefault(attributes, name)
-        return names[attributes]
-
-    @functools.lru_cache(maxsize=4096, typed=True)
-    def find(*arguments: Any) -> Any:
-        return getattr(OPS, name_of_op(arguments))
-
-    def find_name(*arguments: Any) -> str | None:
-        try:
-            return name_of_op(arguments)
-        except (TypeError, ValueError):
-            return None
-
-    _makers[kind] = find
-    # torch.compile calls this while it traces, and takes the result for a constant.
-    setattr(find_name, "_dynamo_marked_constant", True)  # noqa: B010
-    return find, find_name
 
 
 class Adapter(Protocol):

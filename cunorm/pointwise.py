@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cunorm import adapters, execute, reference
+from cunorm import adapters, execute, op_names, reference
 from cunorm.checks import check_like, check_one_of, check_pointwise, check_pointwise_mask
 from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.prepare import prepare_launches, views_of
@@ -212,4 +212,4 @@ class Pointwise:
 
 _OPS = {"none": Pointwise("gelu"), "tanh": Pointwise("gelu_tanh")}
 for _op in _OPS.values():
-    execute.name_op(_op, _op.activation)
+    op_names.name_op(_op, _op.activation)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cunorm import execute, reference
+from cunorm import execute, op_names, reference
 from cunorm.checks import (
     check_activation,
     check_axis,
@@ -47,16 +47,16 @@ class RowNorm:
         weight_offset: float = 0.0,
     ) -> RowNorm:
         """The op of a user's arguments."""
-        if execute.is_compiling():
+        if op_names.is_compiling():
             if isinstance(axis, (list, tuple)):  # the torch.compile of PyTorch 2.5 does not know list | tuple
-                axis = [execute.as_constant(item) for item in axis]
+                axis = [op_names.as_constant(item) for item in axis]
             else:
-                axis = execute.as_constant(axis)
-            eps, weight_offset = execute.as_constant(eps), execute.as_constant(weight_offset)
+                axis = op_names.as_constant(axis)
+            eps, weight_offset = op_names.as_constant(eps), op_names.as_constant(weight_offset)
             name = _name_of(axis, eps, activation, centered, weight_offset)
             if name is None:
                 return _make(axis, eps, activation, centered, weight_offset)  # says what is wrong
-            return getattr(execute.OPS, name)  # type: ignore[no-any-return]
+            return getattr(op_names.OPS, name)  # type: ignore[no-any-return]
         if type(axis) is int:  # nearly always; what stands in a sequence may equal an int and be refused
             try:
                 return _op_of(axis, eps, activation, centered, weight_offset)  # type: ignore[no-any-return]
@@ -181,4 +181,4 @@ def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: A
     return RowNorm(check_axis(axis), check_eps(eps), norm)
 
 
-_op_of, _name_of = execute.interned(_make, "row_norm")
+_op_of, _name_of = op_names.interned(_make, "row_norm")

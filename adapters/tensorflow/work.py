@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from cunorm import execute
+from cunorm import execute, op_names
 from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
 from cunorm.prepare import gradient_outputs
 from cunorm.problem import View
@@ -110,7 +110,7 @@ def to_text(work: Work, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
 @functools.lru_cache(maxsize=4096)
 def _text_of(work: Work, inputs: tuple[bool, ...], outputs: tuple[bool, ...]) -> str:
     gradients = [work.output_mask, work.bias_dtype] if isinstance(work, Backward) else None
-    parts = [execute.recipe_of(work.op), gradients, inputs, outputs]
+    parts = [op_names.recipe_of(work.op), gradients, inputs, outputs]
     return json.dumps(parts, default=lambda number: number.item())  # of NumPy
 
 
@@ -118,7 +118,7 @@ def _text_of(work: Work, inputs: tuple[bool, ...], outputs: tuple[bool, ...]) ->
 def from_text(text: str) -> tuple[Work, list[bool], list[bool]]:
     """What `to_text` was given."""
     recipe, gradients, inputs, outputs = json.loads(text)
-    op = execute.made_of(recipe)
+    op = op_names.made_of(recipe)
     if gradients is None:
         return Forward(op), inputs, outputs
     output_mask, bias_dtype = gradients

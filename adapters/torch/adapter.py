@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cunorm import execute
+from cunorm import execute, op_names
 from cunorm.adapters.torch import host, library
 from cunorm.checks import no_tensor
 from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
@@ -340,7 +340,7 @@ try:
     _outside_of_graphs: Any = torch.compiler.disable(_apply, reason=_NO_OUT)  # type: ignore[no-untyped-call]
 except TypeError:  # of an older PyTorch, which takes no reason
     _outside_of_graphs = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
-execute.is_compiling = torch.compiler.is_dynamo_compiling
+op_names.is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _written(*tensors: torch.Tensor) -> None:

@@ -259,7 +259,7 @@ auto new_node() {
 
 // The node of any op in autograd's graph: of the gradients of y and residual_out those of x, residual, weight and bias.
 struct CunormBackward : torch::autograd::Node {
-  PyObject* op = nullptr;  // which is one of cunorm.execute.OPS, and so lives as long as the process
+  PyObject* op = nullptr;  // which is one of cunorm.op_names.OPS, and so lives as long as the process
   bool paired = false;     // whether mean and rstd are one tensor, in mean's place
   std::optional<at::ScalarType> bias_dtype;
   std::array<torch::autograd::SavedVariable, 5> saved;  // x or residual_out, weight, bias, mean, rstd

@@ -21,7 +21,7 @@ from torch._functorch import autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from cunorm import execute
+from cunorm import execute, op_names
 from cunorm.adapters.torch import batching
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import no_tensor
@@ -181,14 +181,14 @@ def _family_of(op: Any) -> str:
 
 def _forward_call(name_in_ops: str, has_residual: bool, has_running: bool, stats: bool) -> tuple[Any, ...]:
     """The operator of an op, what it takes, and what its results are."""
-    op = getattr(execute.OPS, name_in_ops)
+    op = getattr(op_names.OPS, name_in_ops)
     name = _family_of(op)
     family = _FAMILIES[name]
     return name, family.forward, family.attributes(op), _result_names(name, op, has_residual, has_running, stats)
 
 
 def _backward_call(name_in_ops: str) -> tuple[Any, ...]:
-    op = getattr(execute.OPS, name_in_ops)
+    op = getattr(op_names.OPS, name_in_ops)
     name = _family_of(op)
     return f"{name}_backward", _FAMILIES[name].backward, _FAMILIES[name].attributes(op)
 
