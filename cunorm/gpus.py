@@ -60,10 +60,8 @@ def cuda_devices() -> tuple[list[str], str]:
     """The names of the CUDA devices here; and, where there is none, why."""
     try:
         runtime = launch.cupy().cuda.runtime
-    except RuntimeError:
-        return [], "CuPy is not installed"
-    except Exception as error:  # a CuPy that does not load raises whatever the missing library makes it raise
-        return [], f"CuPy does not load: {error}"
+    except RuntimeError as error:
+        return [], f"CuPy {launch.no_cupy(error)}"
     try:
         names = [launch.gpu_name(index) for index in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:

@@ -31,6 +31,7 @@ __all__ = [
     "driver_addresses",
     "forget_text",
     "gpu_name",
+    "no_cupy",
 ]
 
 _FIRST_CAPABILITY = (7, 5)
@@ -47,19 +48,28 @@ COMPILE_OPTIONS = ("-std=c++17",)
 # an H100.
 COPIED_SHARE = 0.86
 _asking = threading.Lock()
+_NOT_INSTALLED = "is not installed"
 
 
 @functools.cache
 def cupy() -> Any:
-    """The cupy module, or a RuntimeError that says how to get it."""
+    """The cupy module, or a RuntimeError that says how to get it, or why the one that is there does not load."""
     try:
         import cupy
-    except ImportError as error:
-        raise RuntimeError(
-            "a tensor on a CUDA device needs CuPy, which is not installed: "
-            'install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
-        ) from error
+    except Exception as error:  # one that does not load raises whatever the library or folder that it lacks makes it
+        reason = no_cupy(error)
+        if reason == _NOT_INSTALLED:
+            reason += ': install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
+        raise RuntimeError(f"a tensor on a CUDA device needs CuPy, which {reason}") from error
     return cupy
+
+
+def no_cupy(error: BaseException) -> str:
+    """What is wrong with CuPy, by what its import raised: the innermost reason, since CuPy puts a page around it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+    return _NOT_INSTALLED if missing else f"does not load: {error}"
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def compile_resources(
     Raises
     ------
     RuntimeError
-        If CuPy is not installed, or the text does not compile (a `cunorm.compile_error.CompileError`).
+        If there is no CuPy that loads, or the text does not compile (a `cunorm.compile_error.CompileError`).
     """
     return _compile(kernel, tuple(constants.items()), arch, kernels.kernel_text(kernel, texts))
 

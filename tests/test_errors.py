@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_refused, forbid_computing, values
 
 import cunorm
-from cunorm import adapters, execute, launch
+from cunorm import adapters, execute, gpus, launch, resources
 from cunorm.problem import View
 
 SHAPE = (4, 6, 8)
@@ -532,6 +533,26 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(launch.device, RuntimeError, message, (0,), {})
     _elsewhere(monkeypatch, as_torch_tensor, {"x": ("cuda", 0)})
     refused(RuntimeError, message, torch.ones(SHAPE))
+
+
+@pytest.mark.usefixtures("fresh_launch")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise PermissionError(13, 'Permission denied', '/home/x/.cupy')", "Permission denied: '/home/x/.cupy'"),
+        ("raise ImportError('a page of advice') from OSError('libcudart.so.12: cannot open')", "cannot open"),
+    ],
+)
+def test_a_cupy_that_does_not_load(text: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Path(tmp_path, "cupy.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    _elsewhere(monkeypatch, as_torch_tensor, {"x": ("cuda", 0)})
+    refused(RuntimeError, "a tensor on a CUDA device needs CuPy, which does not load: ", torch.ones(SHAPE))
+    refused(RuntimeError, reason, torch.ones(SHAPE))
+    resources._compile.cache_clear()
+    assert "unknown (needs CuPy's NVRTC)" in str(cunorm.explain(values(*SHAPE)))
+    assert gpus.cuda_devices()[1].startswith("CuPy does not load: ")
 
 
 class CUDARuntimeError(RuntimeError):

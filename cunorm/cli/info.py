@@ -96,22 +96,13 @@ def _cuda() -> list[tuple[str, str]]:
             ("NVRTC", ".".join(map(str, nvrtc.getVersion()))),
         ]
     except Exception as error:  # whatever a broken installation raises is what this command is asked for
-        rows.append(("CuPy", _failure(error)))
+        rows.append(("CuPy", launch.no_cupy(error).removeprefix("is ")))
     if not devices:
         rows.append(("CUDA devices", f"none ({reason}); arrays on the CPU are computed by NumPy"))
     for index, name in enumerate(devices):
         rows.append((f"CUDA device {index}", f"{name}, {_described(index)}"))
     rows.append(("kernel cache", cache + ("" if Path(cache).is_dir() else " (not there yet)")))
     return rows
-
-
-def _failure(error: BaseException) -> str:
-    """Why CuPy is not there: the innermost reason, since CuPy puts a page of advice around it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-        return "not installed"
-    return f"does not load: {error}"
 
 
 def _described(index: int) -> str:
