@@ -335,6 +335,21 @@ def test_info_without_cupy(
     assert table_row(run(capsys, "info"), "CuPy ") == ["CuPy", found]
 
 
+def test_info_on_folders_that_cannot_be_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", denied)
+    monkeypatch.setattr(Path, "is_dir", denied)
+    monkeypatch.setattr(Path, "glob", denied)
+    text = run(capsys, "info")
+    assert table_row(text, "kernel cache")[1].endswith("(Permission denied)")
+    assert "cannot be read and is ignored (Permission denied)" in table_row(text, "tuned plans")[1]
+    assert table_row(text, "compiled calls of CuPy")[1].startswith("not built")
+
+
 def test_info_counts_tuned_plans(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def run() -> None:
 def _compiled_calls(library: compiled.Library) -> str:
     try:
         versions = library.versions()
-    except RuntimeError:  # there is no home folder
+    except (OSError, RuntimeError):  # a folder that cannot be read, or none
         versions = []
     if not versions:
         return f"not built (python -m cunorm build-{library.package})"
@@ -101,8 +101,15 @@ def _cuda() -> list[tuple[str, str]]:
         rows.append(("CUDA devices", f"none ({reason}); arrays on the CPU are computed by NumPy"))
     for index, name in enumerate(devices):
         rows.append((f"CUDA device {index}", f"{name}, {_described(index)}"))
-    rows.append(("kernel cache", cache + ("" if Path(cache).is_dir() else " (not there yet)")))
+    rows.append(("kernel cache", cache + _note_on(Path(cache))))
     return rows
+
+
+def _note_on(folder: Path) -> str:
+    try:
+        return "" if folder.is_dir() else " (not there yet)"
+    except OSError as error:  # the home folder may be another user's
+        return f" ({error.strerror})"
 
 
 def _described(index: int) -> str:
