@@ -77,7 +77,11 @@ class Library(NamedTuple):
                 self._compile(target, flags, libraries)
 
     def _compile(self, target: Path, flags: Sequence[str], libraries: Sequence[str]) -> None:
-        compiler = shlex.split(os.environ.get("CXX") or "c++")
+        given = os.environ.get("CXX", "")
+        try:
+            compiler = shlex.split(given) or ["c++"]
+        except ValueError as error:
+            raise RuntimeError(f"CXX is {given!r}; it must be as a shell takes it: {error}") from error
         calls = f"{self.framework}'s calls"
         if shutil.which(compiler[0]) is None:
             found = f"{calls} can only be compiled with a C++ compiler, and there is no {compiler[0]}"

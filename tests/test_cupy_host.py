@@ -397,6 +397,17 @@ def test_what_was_built_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert "compiled calls of CuPy are not used" in done.stderr
 
 
+def test_compilers_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/home/o'brien/g++")
+    assert cli.run(["build-cupy"]) == 2
+    assert """CXX is "/home/o'brien/g++"; it must be as a shell takes it: No closing""" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", " ")  # as good as none
+    assert cli.run(["build-cupy"]) == 0
+
+
 def test_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     assert cli.run(["build-cupy"]) == 0
