@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cunorm import adapters
 from cunorm.execute import NOWHERE, Described, Op, Prepared
@@ -56,11 +59,15 @@ def seen(tensor: Any, name: str) -> tuple[View, int | None]:
     except ValueError:  # strides that no call takes
         raise
     except Exception:  # it has no memory: a tracer, a tensor on PyTorch's meta device, an object that speaks of one
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+        sizes = getattr(tensor, "shape", None)
+        if name != "x" and not isinstance(sizes, Iterable):
+            kind = type(tensor).__qualname__
+            raise TypeError(f"{name} is a {kind}; it must be a tensor, a bool or the name of a dtype") from None
+        if isinstance(tensor, np.ndarray) or not isinstance(sizes, Iterable) or not hasattr(tensor, "dtype"):
             raise
-        if None in tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; every size must be known") from None
-        shape = tuple(map(int, tensor.shape))
+        shape = tuple(-1 if size is None else int(size) for size in sizes)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"{name} has shape {tuple(sizes)}; every size must be known") from None
         strides = tuple(tensor.stride()) if hasattr(tensor, "stride") else contiguous_strides(shape)
         dtype = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
         return View(0, shape, strides, dtype, NOWHERE), None
