@@ -100,6 +100,12 @@ def test_a_text_may_begin_at_another_line() -> None:
     assert kernels.lines_of(experiment.source)["kernels/column_sums.cu", 3] == "struct Arguments {"
 
 
+def test_a_text_may_have_the_line_ends_of_windows() -> None:
+    experiment = cunorm.experiment(ROWS)
+    experiment.source = SHIPPED[ROWS].replace("\n", "\r\n")
+    assert experiment.source == SHIPPED[ROWS] and experiment.changed == ""
+
+
 def test_what_changed() -> None:
     experiment = edited(
         ROWS, (PUT, PUT.replace("rstd", "2 * rstd")), ("#pragma unroll\n  for (int offset", "  for (int offset")
@@ -155,6 +161,8 @@ def test_resources_of_the_shipped_text() -> None:
     assert set(report.frame["text"]) == {"shipped"} and "on sm_90" in report.headline
     with pytest.raises(ValueError, match="arch is 'hopper'"):
         cunorm.experiment(ROWS).resources("hopper")
+    with pytest.raises(ValueError, match="arch is 90; it must be like 'sm_90'"):
+        cunorm.experiment(ROWS).resources(90)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shape is \(4, 8\): no call of it launches row_grid_forward on sm_90"):
         cunorm.experiment("row_grid_forward").resources(shape=(4, 8))
 

@@ -232,6 +232,8 @@ def test_compile_errors_are_shown_in_part() -> None:
         ({"on": "tpu"}, ValueError, "on is 'tpu'; it must be"),
         ({"seeds": 0}, ValueError, "seeds is 0; it must be at least 1"),
         ({"shapes": (4, 8), "on": "emulator"}, TypeError, r"shapes is \(4, 8\); it must be a sequence of shapes"),
+        ({"shapes": [()], "on": "emulator"}, ValueError, r"shapes has \(\); a shape must have a dimension"),
+        ({"shapes": [(4, -8)], "on": "emulator"}, ValueError, r"shapes has \(4, -8\); .* none may be negative"),
         ({"dtypes": ["int8"]}, TypeError, "dtypes has 'int8'; it must be of float16"),
         ({"shapes": [(0,)], "on": "emulator"}, ValueError, "no call of these shapes and dtypes launches row_block"),
     ],

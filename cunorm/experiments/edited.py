@@ -275,7 +275,7 @@ def _device_of(arch: str | None) -> Device:
     if index is not None and arch in (None, launch.device(index).arch):
         return launch.device(index)
     arch = arch or "sm_90"
-    if not re.fullmatch(r"sm_\d+", arch):
+    if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+", arch):
         raise ValueError(f"arch is {arch!r}; it must be like 'sm_90'")
     known = KNOWN_GPUS.get(arch)
     return Device(arch) if known is None else known.device
@@ -304,6 +304,7 @@ def _checked(kernel: str, text: Any) -> str:
     """A text made complete, if it can be that of the kernel."""
     if not isinstance(text, str):
         raise TypeError(f"source is a {type(text).__name__}; it must be a str, the text of {kernel}")
+    text = "\n".join(text.splitlines())  # those of Windows too
     code = _COMMENT.sub("", text)
     if not code.strip():
         raise ValueError(f"source is empty; it must be the text of {kernel}")

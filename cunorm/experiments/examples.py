@@ -389,6 +389,9 @@ def of_shapes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[Ex
         sizes = [tuple(map(operator.index, shape)) for shape in shapes]
     except TypeError:
         raise TypeError(f"shapes is {shapes!r}; it must be a sequence of shapes, each a sequence of ints") from None
+    for shape in sizes:
+        if not shape or min(shape) < 0:
+            raise ValueError(f"shapes has {shape}; a shape must have a dimension, and none may be negative")
     for shape, dtype in itertools.product(sizes, dtypes):
         examples += list(_of_rows(shape, itertools.repeat({"dtype": dtype})))
         if len(shape) > 2:
