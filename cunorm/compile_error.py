@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cunorm import kernels
 
@@ -52,6 +52,11 @@ class CompileError(RuntimeError):
             parts.append(f"and {len(self.findings) - _MOST_FINDINGS} more")
         shown = " ".join(f"{name}={value}" for name, value in constants.items())
         super().__init__("\n".join([what + ":", *(parts or [log]), f"with {shown}"]))
+        self._made_of = what, log, text, constants
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickles it, as processes do that hand it on: by default an error is made anew of its message alone."""
+        return type(self), self._made_of
 
 
 def _findings(log: str) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import re
 import shutil
 from typing import Any
@@ -224,6 +225,8 @@ def test_compile_errors_are_shown_in_part() -> None:
     ]
     assert str(error).splitlines()[-2:] == ["and 3 more", "with N=3"]
     assert str(CompileError("a fails", "no lines", text, {})) == "a fails:\nno lines\nwith "
+    again = pickle.loads(pickle.dumps(error))  # as a pool of processes does
+    assert str(again) == str(error) and again.findings == error.findings and again.log == log
 
 
 @pytest.mark.parametrize(
