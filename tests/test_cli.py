@@ -186,6 +186,15 @@ def test_demo_on_a_file_over_other_axes(
     assert float(table_row(text, "layer_norm", "3x5x8")[4]) < 1e-14
 
 
+def test_demo_on_a_file_with_an_infinity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder, no_gpu: None
+) -> None:
+    np.save(tmp_path / "x.npy", np.array([[1, np.inf, 2], [1, 2, 3]], np.float32))
+    text = run(capsys, "demo", "--input", str(tmp_path / "x.npy"))
+    assert table_row(text, "layer_norm")[4] == "nan"
+    assert not recwarn.list, "NumPy warns of nothing, with lines of ours"
+
+
 def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
     np.save(tmp_path / "x.npy", np.zeros((0, 4)))
     assert "the array is empty" in run(capsys, "demo", "--input", str(tmp_path / "x.npy"))

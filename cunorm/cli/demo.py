@@ -167,7 +167,8 @@ def _run_file(source: Path, target: Path | None, axis: list[int], eps: float) ->
         raise UsageError(f"--input {source}: {error}") from error
     if values.size:
         try:
-            row = _compared(library, values, x, result, axis, eps)
+            with np.errstate(all="ignore"):  # the numbers may be infinite or NaN, and then so is the error
+                row = _compared(library, values, x, result, axis, eps)
         except (MemoryError, RuntimeError) as error:  # the plain formula needs more memory
             output.line(f"it cannot be compared and timed: {error}")
         else:
