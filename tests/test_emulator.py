@@ -6,6 +6,7 @@ Each kernel here is as short as the promise allows.
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -418,6 +419,21 @@ def test_an_executable_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert len(list(folder.glob("runtime-*"))) == 1
     assert len(list(folder.glob("example-*"))) == 2
     assert len(list(folder.iterdir())) == 3
+
+
+def test_what_another_user_has_kept_is_used_and_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: Any, **__: Any) -> None:  # root may do all that
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
+    launch("", [], [0], arguments="long long n;")
+    for path in (tmp_path / "emulator").iterdir():
+        os.utime(path, (0, 0))
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    for body in ("", "(void)1;"):
+        launch(body, [], [0], arguments="long long n;")
+    assert len(list((tmp_path / "emulator").iterdir())) == 3
 
 
 def test_one_executable_may_be_built_by_many_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ compiler. So nothing is ever stale, and what has not been used for a month is re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -118,11 +119,9 @@ def _executables_folder() -> Path:
 
 def _remove_unused(folder: Path) -> None:
     for path in folder.iterdir():
-        try:
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster, or it is not ours
             if path.is_file() and path.stat().st_mtime < time.time() - _KEEP_SECONDS:
                 path.unlink()
-        except FileNotFoundError:  # another process was faster
-            pass
 
 
 def _built(folder: Path, name: str, text: str | None, command: list[str]) -> Path:
@@ -132,7 +131,8 @@ def _built(folder: Path, name: str, text: str | None, command: list[str]) -> Pat
     """
     target = folder / name
     if target.exists():
-        os.utime(target)
+        with contextlib.suppress(PermissionError):  # another user's, where several share the folder
+            os.utime(target)
         return target
     _remove_unused(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
