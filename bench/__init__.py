@@ -5,12 +5,16 @@ In a notebook, `load` reads saved results and `measure` makes new ones.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 from cunorm.bench.results import Measurement, Results, load
-from cunorm.bench.suites import MODEL_SUITES, SUITES, Row, suite
+from cunorm.bench.suites import DIRECTIONS, DTYPES, GELUS, MODEL_SUITES, SUITES, Row, suite
+from cunorm.channel_norm import CHANNEL_NORMS
 
 __all__ = ["Measurement", "Results", "Row", "load", "measure"]
+
+_OPS = ("layer_norm", "rms_norm", *GELUS, *CHANNEL_NORMS)
 
 
 def measure(
@@ -48,7 +52,9 @@ def measure(
     Raises
     ------
     ValueError
-        For suites and providers that there are not, and where no row is left.
+        For suites, ops, dtypes, directions and providers that there are not, and where no row is left.
+    TypeError
+        For what is neither a suite's name nor a sequence of shapes or rows.
     RuntimeError
         Without a GPU or PyTorch.
 
@@ -62,11 +68,17 @@ def measure(
             raise ValueError(f"what is {what!r}; the suites are {', '.join(SUITES | MODEL_SUITES)}")
         rows = suite(what)
     else:
+        named = (("op", [op], _OPS), ("dtype", [dtype], DTYPES), ("directions", directions, DIRECTIONS))
+        for name, given, known in named:
+            for value in given:
+                if value not in known:
+                    raise ValueError(f"{name} has {value!r}; it must be of {', '.join(known)}")
         rows = []
         for item in what:
-            shape = () if isinstance(item, Row) else tuple(item)
-            of_shape = [Row("shapes", op, shape, dtype, direction) for direction in directions]
-            rows += [item] if isinstance(item, Row) else of_shape
+            if isinstance(item, Row):
+                rows.append(item)
+            else:
+                rows += [Row("shapes", op, _shape(what, item), dtype, direction) for direction in directions]
     rows = [row for row in rows if row.matches(only)]
     if not rows:
         raise ValueError(f"nothing is left to measure of {what!r} with only={only!r}")
@@ -80,3 +92,15 @@ def measure(
     if unknown:
         raise ValueError(f"providers has {unknown[0]!r}; it is none of {', '.join(PROVIDERS)}")
     return run(rows, providers or list(PROVIDERS), machine, max_seconds=max_seconds)
+
+
+def _shape(what: object, item: Sequence[int]) -> tuple[int, ...]:
+    """One of the shapes of ``what``."""
+    try:
+        shape = tuple(map(operator.index, item))
+    except TypeError:
+        must = "it must be the name of a suite, or a sequence of shapes, each a sequence of ints, or of rows"
+        raise TypeError(f"what is {what!r}; {must}") from None
+    if not shape or min(shape) < 1:
+        raise ValueError(f"what has {shape}; a shape must have a dimension, and none may be empty")
+    return shape

@@ -11,6 +11,7 @@ from cunorm.channel_norm import CHANNEL_NORMS
 
 __all__ = [
     "DIRECTIONS",
+    "DTYPES",
     "GELUS",
     "LAYOUTS",
     "MODELS",
@@ -33,6 +34,7 @@ SHAPES, TINY_SHAPES = "shapes", "tiny shapes"
 LAYOUTS = ("NC...", "N...C")
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPES = tuple(_ITEM_BYTES)
 
 # How many numbers must be read and written for each element of x: without and with a residual.
 _MOVED = {

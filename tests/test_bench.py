@@ -326,9 +326,15 @@ def test_measuring_from_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         ("speed", {}, "what is 'speed'; the suites are rows"),
         ("tiny", {"only": "conv"}, "nothing is left to measure"),
         ("tiny", {"providers": ["nobody"]}, "'nobody'; it is none of cunorm"),
+        ([(5, 33)], {"op": "conv"}, "op has 'conv'; it must be of layer_norm"),
+        ([(5, 33)], {"dtype": "float64"}, "dtype has 'float64'; it must be of float16, bfloat16, float32"),
+        ([(5, 33)], {"directions": "forward"}, "directions has 'f'; it must be of forward"),
+        ([(5, 0)], {}, r"what has \(5, 0\); a shape must have a dimension, and none may be empty"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.measure(what, **options)
+    with pytest.raises(TypeError, match=r"what is \(5, 33\); it must be .* a sequence of shapes"):
+        bench.measure((5, 33))  # type: ignore[arg-type]
 
 
 def test_measuring_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
