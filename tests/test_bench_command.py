@@ -109,6 +109,17 @@ def test_saved_results_are_shown_without_pytorch(tmp_path: Path) -> None:
     assert re.search(r"\d \?s\b", done.stdout)
 
 
+def test_rows_that_are_not_asked_for_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "results.json"
+    synthetic().save(source)
+    before = source.read_bytes()
+    code, out, err = bench(capsys, "--from", str(source), "--only", "forward", "--json", str(source))
+    assert (code, out) == (2, "") and "results.json: it is a file of --from, whose other rows would be lost" in err
+    assert source.read_bytes() == before
+    assert bench(capsys, "--from", str(source), "--json", str(source))[0] == 0
+    assert load(source).measurements == synthetic().measurements
+
+
 def test_results_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,8 @@ def run(
         if only and not results.measurements:
             raise UsageError(f"no row of {', '.join(map(str, sources))} matches {only!r}")
         if json is not None:
+            if only and json.exists() and any(map(json.samefile, sources)):
+                raise UsageError(f"--json {json}: it is a file of --from, whose other rows would be lost")
             _save(results, json)
         _print_table(results)
     else:
