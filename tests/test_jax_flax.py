@@ -244,6 +244,32 @@ def test_axes_that_are_refused() -> None:
         nnx.BatchNorm(8, use_running_average=None, rngs=rngs)(x)
 
 
+@pytest.mark.parametrize("of", [nnx, linen], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("name", "options", "axes"),
+    [
+        ("LayerNorm", {"reduction_axes": (1, 2)}, r"reduction_axes is \(1, 2\)"),
+        ("LayerNorm", {"feature_axes": 2}, "feature_axes is 2"),
+        ("RMSNorm", {"reduction_axes": -3}, "reduction_axes is -3"),
+        ("GroupNorm", {"num_groups": 2, "reduction_axes": (1, 2, 3)}, r"reduction_axes is \(1, 2, 3\)"),
+        ("InstanceNorm", {"feature_axes": (1, 3)}, r"feature_axes is \(1, 3\)"),
+        ("BatchNorm", {"use_running_average": False, "axis": 3}, "axis is 3"),
+    ],
+)
+def test_axes_that_x_has_not_are_refused(of: Any, name: str, options: dict[str, Any], axes: str) -> None:
+    """Of images that lost an axis on the way: counted anew from the first axis, they would be those of the batch."""
+    x = jnp.ones((4, 8))
+
+    def run() -> None:
+        if of is nnx:
+            getattr(of, name)(8, **options, rngs=flax.nnx.Rngs(0))(x)
+        else:
+            getattr(of, name)(**options).init(jax.random.key(0), x)
+
+    with pytest.raises(ValueError, match=f"{axes} for x of shape .*; it must name axes that x has"):
+        run()
+
+
 @pytest.mark.parametrize("of", [nnx, flax.nnx], ids=["ours", "theirs"])
 def test_modes_of_nnx(of: Any) -> None:
     """train() and eval() are Flax's; both libraries go through the same test."""

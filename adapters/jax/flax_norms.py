@@ -18,7 +18,7 @@ import cunorm
 from cunorm.adapters.jax.synchronized import synchronized_batch_norm
 from cunorm.channel_norm import ChannelNorm
 
-__all__ = ["batch_norm", "check_layer", "group_norm", "instance_norm", "row_norm"]
+__all__ = ["batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "row_norm"]
 
 _MUST = "it must be None: the layer of flax has it"
 
@@ -36,11 +36,19 @@ def check_layer(layer: Any, mask: Any, axis_name: bool = False) -> None:
         raise ValueError(f"force_float32_reductions of {name} is False; it must be True, as all sums here are float32")
 
 
+def check_axes(x: Any, axes: Any, name: str) -> tuple[int, ...]:
+    """The axes that a layer has under this name, not negative and sorted. One that x has not is a ValueError."""
+    given = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    if not all(-x.ndim <= axis < x.ndim for axis in given):
+        raise ValueError(f"{name} is {axes} for x of shape {x.shape}; it must name axes that x has")
+    return tuple(sorted({axis % x.ndim for axis in given}))
+
+
 def row_norm(
     function: Any, x: Any, scale: Any, bias: Any, dtype: Any, epsilon: float, reduction_axes: Any, feature_axes: Any
 ) -> Any:
     """`cunorm.layer_norm` or `cunorm.rms_norm`. Fused with scale and bias where these go along the normalized axes."""
-    reduced, features = _axes(x, reduction_axes), _axes(x, feature_axes)
+    reduced, features = check_axes(x, reduction_axes, "reduction_axes"), check_axes(x, feature_axes, "feature_axes")
     shape = [x.shape[axis] for axis in features]
     scale, bias = (None if vector is None else vector.reshape(shape) for vector in (scale, bias))
     if reduced == features or (scale is None and bias is None):
@@ -53,7 +61,8 @@ def group_norm(
     x: Any, scale: Any, bias: Any, dtype: Any, epsilon: float, num_groups: int, reduction_axes: Any = None
 ) -> Any:
     """`cunorm.group_norm` of channels last, over the last axes; by default over all but the first."""
-    reduced = _axes(x, range(min(1, x.ndim - 1), x.ndim) if reduction_axes is None else reduction_axes)
+    every = range(min(1, x.ndim - 1), x.ndim)
+    reduced = check_axes(x, every if reduction_axes is None else reduction_axes, "reduction_axes")
     first = x.ndim - len(reduced)
     if reduced != tuple(range(first, x.ndim)):
         raise ValueError(f"reduction_axes is {reduction_axes} for x of shape {x.shape}; it must be the last axes of x")
@@ -64,7 +73,7 @@ def group_norm(
 
 def instance_norm(x: Any, scale: Any, bias: Any, dtype: Any, epsilon: float, feature_axes: Any) -> Any:
     """`cunorm.instance_norm`, of all axes but the first and those of features."""
-    features = _axes(x, feature_axes)
+    features = check_axes(x, feature_axes, "feature_axes")
     if 0 in features:
         raise ValueError(f"feature_axes is {feature_axes} for x of shape {x.shape}; the first axis must be the batch's")
     channels, data_format, restored = _with_channels(_wide(x, dtype), features)
@@ -78,7 +87,7 @@ def batch_norm(
 
     With ``axis_name`` its own are those of all devices along that axis of a mesh, or of `jax.vmap`.
     """
-    features = _axes(x, axis)
+    features = check_axes(x, axis, "axis")
     channels, data_format, restored = _with_channels(_wide(x, dtype), features)
     shape = [x.shape[feature] for feature in features]
     scale, bias = (None if vector is None else vector.reshape(-1) for vector in (scale, bias))
@@ -100,10 +109,6 @@ def batch_norm(
         op = ChannelNorm.of("batch_norm", data_format, epsilon)
         y, mean, var = synchronized_batch_norm(op, names, channels, scale, bias)
     return restored(y).astype(dtype), mean.reshape(shape), var.reshape(shape)
-
-
-def _axes(x: Any, axes: Any) -> tuple[int, ...]:
-    return tuple(sorted({axis % x.ndim for axis in (axes if isinstance(axes, Iterable) else (axes,))}))
 
 
 def _wide(x: Any, dtype: Any) -> Any:

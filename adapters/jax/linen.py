@@ -25,15 +25,14 @@ from flax.linen.module import merge_param
 
 import cunorm
 from cunorm.adapters.jax import flax_norms
-from cunorm.adapters.jax.flax_norms import check_layer
+from cunorm.adapters.jax.flax_norms import check_axes, check_layer
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 
-def _vectors(layer: Any, x: Any, feature_axes: Any = -1) -> tuple[Any, Any, Any]:
+def _vectors(layer: Any, x: Any, axes: Any = -1, name: str = "feature_axes") -> tuple[Any, Any, Any]:
     """The layer's scale and bias, created at the first call, and the dtype of the result."""
-    axes = feature_axes if isinstance(feature_axes, (tuple, list)) else (feature_axes,)
-    shape = tuple(x.shape[axis] for axis in sorted({axis % x.ndim for axis in axes}))
+    shape = tuple(x.shape[axis] for axis in check_axes(x, axes, name))
     scale = layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None
     use_bias = getattr(layer, "use_bias", False)
     bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if use_bias else None
@@ -118,9 +117,8 @@ class BatchNorm(linen.BatchNorm):
         check_layer(self, mask, axis_name=True)
         x = jnp.asarray(x)
         average = merge_param("use_running_average", self.use_running_average, use_running_average)
-        scale, bias, dtype = _vectors(self, x, self.axis)
-        axes = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
-        shape = tuple(x.shape[axis] for axis in sorted({axis % x.ndim for axis in axes}))
+        scale, bias, dtype = _vectors(self, x, self.axis, "axis")
+        shape = tuple(x.shape[axis] for axis in check_axes(x, self.axis, "axis"))
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
         options = (dtype, self.epsilon, self.axis)
