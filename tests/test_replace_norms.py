@@ -550,6 +550,14 @@ class ScaleNorm(nn.Module):
         return F.normalize(x, dim=-1, eps=self.eps) * x.shape[-1] ** 0.5 * self.weight
 
 
+class BroadcastingNorm(LlamaRMSNorm):
+    """Its weight has the shape of a sequence of one token, but goes along all."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.weight = nn.Parameter(torch.ones(1, 1, channels))
+
+
 class RememberingNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         self.last = hidden_states
@@ -659,6 +667,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "clamping": (lambda: ClampingNorm(64), "no function of cunorm"),
     "mending": (lambda: MendingNorm(8), "no function of cunorm"),
     "ScaleNorm": (lambda: ScaleNorm(8), "no function of cunorm"),
+    "broadcasting": (lambda: BroadcastingNorm(8), "no function of cunorm"),
     "remembering": (lambda: RememberingNorm(8), "its forward writes attributes"),
     "counting": (lambda: CountingNorm(8), "its forward writes attributes"),
     "an activation": (lambda: ActivatedLayerNorm(8), "it has an activation"),

@@ -204,7 +204,10 @@ def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterat
 def _shapes(module: nn.Module, weight: str | None) -> Iterator[tuple[int, ...]]:
     """Shapes of inputs with the channels last, and with them behind the samples. A layer takes some of them."""
     if weight:
-        widths = [tuple(getattr(module, weight).shape)]
+        width = tuple(getattr(module, weight).shape)
+        # Where the first axes of a weight have one number, the layer may take others, along which it broadcasts.
+        first = next((axis for axis, size in enumerate(width) if size > 1), len(width) - 1)
+        widths = list(dict.fromkeys((width, width[first:])))
     else:
         sizes = [value if isinstance(value, tuple) else (value,) for value in vars(module).values()]
         given = [size for size in sizes if size and all(type(item) is int and 1 < item <= 2**16 for item in size)]
