@@ -93,6 +93,20 @@ def check_gradients_are_summed() -> None:
             assert set(needed) == {"all-reduce"}, (operation.name, needed)
 
 
+def check_where_dtypes_are_not_promoted() -> None:
+    """x in sixteen bits beside what is float32: as ``jax_numpy_dtype_promotion`` may forbid jax.numpy to mix them."""
+    for operation in ROWS_FIRST:
+        x, *vectors = map(jnp.asarray, wide(operation))
+        gradient = jax.grad(loss_of(operation.function), tuple(range(1 + len(vectors))))
+        expected = gradient(x.astype(jnp.bfloat16), *vectors)
+        jax.config.update("jax_numpy_dtype_promotion", "strict")  # also in the thread in which XLA asks for parts
+        try:
+            results = jax.jit(gradient)(put(x.astype(jnp.bfloat16), "data"), *map(put, vectors))
+        finally:
+            jax.config.update("jax_numpy_dtype_promotion", "standard")
+        assert_all_close(results, expected, 2.0**-6)
+
+
 def check_other_axes() -> None:
     """An axis that is normalized over is gathered; all others may be split."""
     shape = (2 * PARTS, 4 * PARTS, 6)

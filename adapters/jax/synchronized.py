@@ -63,7 +63,8 @@ def synchronized_gradients(
         of_xhat, of_one = _lax.psum(jnp.stack([dweight, dbias]), names) / count
         other = [axis for axis in range(x.ndim) if axis != channel]
         mean, rstd, wide, of_xhat, of_one = (jnp.expand_dims(v, other) for v in (mean, rstd, wide, of_xhat, of_one))
-        dx = (dx - rstd * wide * (of_one + (x - mean) * rstd * of_xhat)).astype(x.dtype)
+        xhat = (x.astype(rstd.dtype) - mean) * rstd
+        dx = (dx.astype(rstd.dtype) - rstd * wide * (of_one + xhat * of_xhat)).astype(x.dtype)
     weight_dtype = x.dtype if weight is None else weight.dtype
     dweight, dbias = dweight.astype(weight_dtype), dbias.astype(bias_dtype or weight_dtype)
     return dx, dweight if mask[1] else None, dbias if mask[2] else None
