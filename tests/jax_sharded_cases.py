@@ -107,6 +107,17 @@ def check_where_dtypes_are_not_promoted() -> None:
         assert_all_close(results, expected, 2.0**-6)
 
 
+def check_float64_that_is_enabled_for_a_while() -> None:
+    """In the thread that lowers: XLA asks for the parts in another."""
+    with jax.enable_x64(True):
+        for operation in ROWS_FIRST:
+            x, *vectors = (jnp.asarray(array, jnp.float64) for array in wide(operation))
+            for given in ((x, *vectors), (x.astype(jnp.float32), *vectors)):
+                gradient = jax.grad(loss_of(operation.function), tuple(range(len(given))))
+                results = jax.jit(gradient)(put(given[0], "data"), *map(put, vectors))
+                assert_all_close(results, gradient(*given), 1e-10 if given[0] is x else 2e-4)
+
+
 def check_other_axes() -> None:
     """An axis that is normalized over is gathered; all others may be split."""
     shape = (2 * PARTS, 4 * PARTS, 6)

@@ -41,7 +41,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *values: Any, call: Call) -> Any:
             "cunorm is called in a shard_map over some axes of the mesh, where GSPMD cannot lay out a custom call; the "
             "partitioner must be Shardy, or axis_names all axes"
         )
-    function = functools.partial(custom_call, call) if in_part else _partitioned(call)
+    function = functools.partial(custom_call, call) if in_part else _partitioned(call, _jax.config.jax_enable_x64)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
 
 
@@ -51,10 +51,11 @@ dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 @functools.lru_cache(maxsize=4096)
-def _partitioned(call: Call) -> Any:
+def _partitioned(call: Call, x64: bool) -> Any:
+    """What is lowered. ``x64`` says whether there are 64-bit types where that is done."""
     function = _partitioning.custom_partitioning(functools.partial(custom_call, call))
     function.def_partition(
-        functools.partial(_partition, call),
+        functools.partial(_partition, call, x64),
         infer_sharding_from_operands=functools.partial(_result_shardings, call),
         sharding_rule=functools.partial(_rule, call),
     )
@@ -114,7 +115,7 @@ def _result_shardings(call: Call, mesh: Any, operands: Sequence[Any], results: A
     return _shardings(call, mesh, _split(call, mesh, operands))[1]
 
 
-def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
+def _partition(call: Call, x64: bool, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
     split = _split(call, mesh, operands)
     of_operands, of_results = _shardings(call, mesh, split)
     (_, roles), vector = call.roles, axes_of(call.op, operands[0].shape).vector
@@ -122,7 +123,8 @@ def _partition(call: Call, mesh: Any, operands: Sequence[Any], results: Any) -> 
 
     def of_part(*given: Any) -> tuple[Any, ...]:
         if isinstance(call.op, ChannelNorm) and call.op.over_samples and call.op.training and summed:
-            computed = _of_part_of_batch(call, summed, given)
+            with jax.enable_x64(x64):  # XLA asks in a thread of its own, where such a context of another is not known
+                computed = _of_part_of_batch(call, summed, given)
         else:
             computed = bind(call, given)
         add = call.direction == "backward" and summed
