@@ -212,7 +212,12 @@ def _make(
     )
 
 
-_op_of, _name_of = op_names.interned(_make, "channel_norm")
+def _arguments_of(op: ChannelNorm) -> tuple[Any, ...]:
+    share, convention = (op.taken, "torch") if op.unbiased else (op.kept, "keras")
+    return op.name, op.data_format, op.eps, op.activation, op.num_groups, op.training, share, convention
+
+
+_op_of, _name_of = op_names.interned(_make, "channel_norm", _arguments_of)
 
 
 @dataclass(frozen=True)

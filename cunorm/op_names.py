@@ -58,11 +58,14 @@ def made_of(recipe: Sequence[Any]) -> Op:
     return op
 
 
-def interned(make: Callable[..., Op], kind: str) -> tuple[Any, Callable[..., str | None]]:
+def interned(
+    make: Callable[..., Any], kind: str, arguments_of: Callable[[Any], tuple[Any, ...]]
+) -> tuple[Any, Callable[..., str | None]]:
     """What finds the op that ``make`` makes of a user's arguments, one op for equal ones; and what finds its name.
 
     The first keeps what it found, as functools.lru_cache does. The name is among `OPS`, and is None where ``make``
-    raises a TypeError or a ValueError. ``kind`` names ``make`` in recipes.
+    raises a TypeError or a ValueError. ``kind`` names ``make`` in recipes, and ``arguments_of`` gives the arguments of
+    which it makes an op as text and numbers, whatever types the user's had.
     """
     names: dict[tuple[Any, ...], str] = {}
 
@@ -71,7 +74,7 @@ def interned(make: Callable[..., Op], kind: str) -> tuple[Any, Callable[..., str
         attributes = tuple(vars(op).values())
         if attributes not in names:
             name = f"op_{next(_op_numbers)}"
-            _recipes[name] = (kind, *arguments)
+            _recipes[name] = (kind, *arguments_of(op))
             name_op(op, name)
             names.setdefault(attributes, name)
         return names[attributes]

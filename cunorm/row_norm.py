@@ -181,4 +181,8 @@ def _make(axis: Any, eps: Any, activation: Any, centered: bool, weight_offset: A
     return RowNorm(check_axis(axis), check_eps(eps), norm)
 
 
-_op_of, _name_of = op_names.interned(_make, "row_norm")
+def _arguments_of(op: RowNorm) -> tuple[Any, ...]:
+    return op.axis, op.eps, op.norm.activation, op.norm.centered, op.norm.weight_offset
+
+
+_op_of, _name_of = op_names.interned(_make, "row_norm", _arguments_of)

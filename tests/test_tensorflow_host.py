@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,18 @@ def test_work_is_the_same_from_its_text() -> None:
             found, given, computed = work.from_text(work.to_text(task, inputs, outputs))
             assert found == task and found.op is op and type(found) is type(task)
             assert work.place([1] * 9, given) == inputs and computed == [False, True, False, True]
+
+
+def test_numbers_may_be_of_any_type() -> None:
+    """Calls that mean the same share an op, and it is stored with the numbers of the first."""
+    x, eps = random(2, 4, 6), Fraction(3, 1024)
+    axes: list[Any] = [range(1, 3), [np.int64(1), tf.constant(2)], (1, 2)]
+    expected = cunorm.layer_norm(x.numpy(), axis=(1, 2), eps=0.0029296875, activation="relu")
+    for axis in axes:
+        assert np.array_equal(cunorm.layer_norm(x, axis=axis, eps=eps, activation="relu"), expected)
+    for groups in (tf.constant(2), np.int8(2), 2):
+        y = cunorm.group_norm(x, groups, eps=np.float32(eps))
+        assert np.array_equal(y, cunorm.group_norm(x.numpy(), 2, eps=float(eps)))
 
 
 # ---- Building.

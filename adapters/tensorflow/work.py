@@ -111,7 +111,7 @@ def to_text(work: Work, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
 def _text_of(work: Work, inputs: tuple[bool, ...], outputs: tuple[bool, ...]) -> str:
     gradients = [work.output_mask, work.bias_dtype] if isinstance(work, Backward) else None
     parts = [op_names.recipe_of(work.op), gradients, inputs, outputs]
-    return json.dumps(parts, default=lambda number: number.item())  # of NumPy
+    return json.dumps(parts)
 
 
 @functools.lru_cache(maxsize=4096)
