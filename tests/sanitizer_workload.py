@@ -164,6 +164,7 @@ CHANNEL_PROBLEMS = [
     (Shape("batch_norm", (2, 4, 1500, 1502), "NCHW"), "float32"),  # the same backward, along points of two dimensions
     (Shape("group_norm", (3, 40, 9, 9), "NCHW", 4, "strided"), "float16"),  # groups that no slab holds: chunks
     (Shape("group_norm", (3, 9, 9, 40), "NHWC", 4), "bfloat16"),
+    (Shape("group_norm", (2, 64, 64, 512), "NHWC", 32), "float16"),  # slabs, by clusters
     (Shape("group_norm", (2, 64, 16, 16), "NCHW", 8), "float32"),
     (Shape("group_norm", (40, 512, 7, 7), "NCHW", 32), "float16"),  # channels that begin within vectors, ahead
     (Shape("group_norm", (3, 256, 14, 14), "NCHW", 32), "bfloat16"),  # directly
