@@ -632,6 +632,7 @@ def touches_memory(line: str) -> bool:
 
 
 LET_GO, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
+ARRIVE = "barrier.cluster.arrive.relaxed.aligned;"
 
 
 def launches_at(places: slice, dtype: str) -> list[Launch]:
@@ -694,6 +695,19 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     }  # fmt: skip
     for item in earlier:
         assert not [line for line in before(LET_GO, ptx_of(item)) if touches_memory(line) or "bra" in line], item.kernel
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_clusters_wait_for_no_numbers_before_the_first_sums(dtype: str) -> None:
+    """A barrier with release would wait for all that is on its way; and weights behind all numbers come last."""
+    for problem in plain_channel_norm((2, 512, 4096), dtype, 16, last=True):
+        item = plan(problem, GPUS["sm_90"]).launches[0]
+        assert item.kernel.startswith("channel_slab") and item.cluster > 1
+        ptx = ptx_of(item)
+        assert [line for line in ptx if "barrier.cluster.arrive" in line] == [ARRIVE]
+        first_copy = next(place for place, line in enumerate(ptx) if re.search(r"\bcp\.async\.c[ag]", line))
+        assert any(line.startswith("ld.global") for line in ptx[:first_copy])
+        assert ptx.index(ARRIVE) < first_copy
 
 
 @pytest.mark.parametrize(
