@@ -11,6 +11,10 @@ bench/results/h100/channel-ways.json), with the rate of an H200 7 %; of 140 othe
 132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much longer
 vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of which
 most are odd.
+
+All that was before slabs of several blocks summed what had arrived meanwhile. What they have taken since, and grids
+backward under an activation, was set to times on an H100 of 76 problems with the channels last, by up to 12 ways each:
+the ways that come out first take 2.7 % more than the best of them, and took 3.3 %.
 """
 
 from __future__ import annotations
