@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
-from cunorm.plan import Device, Plan, channel_grid, channel_pipeline, channel_slab
+from cunorm.plan import Device, Plan, channel_grid, channel_pipeline, channel_slab, rows_of_channels
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
@@ -333,3 +333,15 @@ def channel_problems(draw: st.DrawFn) -> ChannelProblem:
 
 devices = st.sampled_from(list(DEVICES.values()))
 many = settings(max_examples=400, deadline=None)
+
+
+def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
+    """By the kernels of rows, whatever else is faster; None where they cannot."""
+    way = rows_of_channels.way_of(problem, device)
+    return None if way is None else rows_of_channels.plan_with(problem, device, way)
+
+
+def plan_batch(problem: ChannelProblem, device: Device) -> Plan | None:
+    """By the pipeline of rows for those of a batch norm; None where they cannot be held so."""
+    found = rows_of_channels.pipeline_of_batch(problem, device)
+    return None if found is None else rows_of_channels.plan_with(problem, device, found[1])

@@ -37,12 +37,12 @@ from cases import (
     poisoned,
 )
 from channel_cases import Shape
+from plan_cases import plan_rows
 from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_of
 
 import cunorm
 from cunorm import launch
 from cunorm.plan import Device, Plan, RowBlock, plan_with
-from cunorm.plan.rows_of_channels import plan_rows
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [

@@ -14,7 +14,7 @@ from typing import Any
 import plan_rules
 import pytest
 from hypothesis import example, given
-from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_of
+from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_batch, plan_of, plan_rows
 from plan_rules import (
     Constants,
     assert_access_to_weights,
@@ -32,7 +32,7 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_tiles import Direction, along_planes
-from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
+from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, ChannelForward, ChannelProblem, ChannelTensor, Vector
 
 TILES_PER_CHUNK = 64  # kernels/channel_split_statistics.cu relies on it
@@ -487,8 +487,7 @@ def test_every_plan_by_rows_keeps_the_rules_of_rows(
 ) -> None:
     chosen = plan(problem, device)
     if chosen.strategy.startswith("row_"):
-        in_blocks, of_batch = plan_rows(problem, device), plan_batch(problem, device)
-        assert chosen == (of_batch[1] if in_blocks is None and of_batch is not None else in_blocks)
+        assert chosen == (plan_rows(problem, device) or plan_batch(problem, device))
         rule(as_rows(problem), device, chosen)
 
 

@@ -42,13 +42,15 @@ from plan_cases import (
     plain_channel_forward,
     plain_channel_norm,
     plain_forward,
+    plan_batch,
     plan_of,
+    plan_rows,
 )
 
 from cunorm import kernels, launch, resources
 from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.plan.channel_cost import cost
-from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows
+from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -274,7 +276,7 @@ def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
                 running = RunningStatistics(Vector(kind), Vector(kind), False, 0.9, 0.1)
                 problem = dataclasses.replace(problem, running=running)
             batch = plan_batch(problem, GPUS[arch])
-            yield from () if batch is None else batch[1].launches
+            yield from () if batch is None else batch.launches
 
 
 # Of a batch norm that blocks hold: samples, channels and points.

@@ -17,6 +17,7 @@ from plan_cases import (
     plain_channel_backward,
     plain_channel_forward,
     plain_forward,
+    plan_rows,
     problems,
 )
 from plan_rules import RULES, launches_may_overlap, rows_and_columns_are_covered, within_the_limits_of_cuda
@@ -24,7 +25,7 @@ from plan_rules import RULES, launches_may_overlap, rows_and_columns_are_covered
 from cunorm import kernels
 from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry, rows
 from cunorm.plan.launches import Builder
-from cunorm.plan.rows_of_channels import as_rows, plan_rows
+from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, BackwardProblem, ChannelProblem, ForwardProblem, Matrix, Vector
 
 
@@ -69,11 +70,10 @@ def test_rows_that_all_blocks_share_keep_the_same_rules(device: str) -> None:
     """Drawn problems seldom have rows so long."""
     kinds = set()
     for problem in itertools.chain(*map(_long_rows, DTYPES)):
-        builder = Builder()
-        forward = isinstance(problem, ForwardProblem)
-        strategy = (rows.plan_forward if forward else rows.plan_backward)(problem, DEVICES[device], None, builder)
-        if strategy is None:
+        way, builder = rows.way_of(problem, DEVICES[device]), Builder()
+        if way is None:
             continue
+        strategy = rows.plan_with(problem, DEVICES[device], way, builder)
         chosen = builder.finished(strategy)
         for rule in RULES:
             rule(problem, DEVICES[device], chosen)

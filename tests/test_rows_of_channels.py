@@ -23,7 +23,7 @@ from cases import (
     relative_error,
     view_of,
 )
-from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels
+from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels, plan_rows
 from plan_rules import rows_and_columns_are_covered
 
 from cunorm import reference, tuning_file
@@ -31,7 +31,7 @@ from cunorm.plan import Plan, RowBlock, row_block, row_grid, row_pipeline, rows_
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
-from cunorm.plan.rows_of_channels import as_rows, plan_rows
+from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,

@@ -15,13 +15,20 @@ import pytest
 from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
 from emulator_cases import NEEDS_COMPILER
-from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channel_norm
+from plan_cases import (
+    GPUS,
+    plain_channel_backward,
+    plain_channel_forward,
+    plain_channel_norm,
+    plan_batch,
+    plan_rows,
+)
 
 from cunorm.plan import Device, Plan, RowBlock, plan, row_pipeline
 from cunorm.plan.constants import lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
-from cunorm.plan.rows_of_channels import as_rows, plan_batch, plan_rows, plan_with
+from cunorm.plan.rows_of_channels import as_rows, plan_with
 from cunorm.problem import (
     DTYPES,
     ChannelForward,
@@ -385,7 +392,7 @@ def test_one_sample_is_a_run_and_moves_running_statistics() -> None:
     for problem in (forward, as_run):
         assert plan_rows(problem, H200) is None
         batch = plan_batch(problem, H200)
-        assert batch is not None and batch[1].strategy == "row_pipeline"
+        assert batch is not None and batch.strategy == "row_pipeline"
     assert plan_batch(replace(as_run, running=None), H200) is None, "rows like those of instance norm"
     assert plan_batch(backward, H200) is not None
 
@@ -397,8 +404,8 @@ def test_they_keep_the_rules_of_rows(device: str) -> None:
     shapes += [(2, 8, 2**18), (3, 5, 400_000), (130, 33, 8 * 131), (7, 600, 50_000), (64, 512, 196), (256, 256, 13**2)]
     for shape, dtype in itertools.product(shapes, ("float16", "float32")):
         for problem in batch_norm(shape, dtype):
-            batch, rows = plan_batch(problem, GPUS[device]), as_rows(problem)
-            for chosen in (plan_rows(problem, GPUS[device]), None if batch is None else batch[1]):
+            rows = as_rows(problem)
+            for chosen in (plan_rows(problem, GPUS[device]), plan_batch(problem, GPUS[device])):
                 if chosen is not None:
                     planned[chosen.strategy] += 1
                     for rule in plan_rules.RULES:

@@ -106,8 +106,10 @@ def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way |
 
 
 def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
-    strategy = rows.plan_forward(problem, device, geometry, builder)
-    return row_split.plan_forward(problem, device, builder) if strategy is None else strategy
+    way = geometry or rows.way_of(problem, device)
+    if way is None:
+        return row_split.plan_forward(problem, device, builder)
+    return rows.plan_with(problem, device, way, builder)
 
 
 def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
@@ -117,5 +119,7 @@ def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock 
         targets, _ = column_sum_targets(builder, problem, 0)
         launch_column_sums(builder, problem, targets, 0)
         return "empty"
-    strategy = rows.plan_backward(problem, device, geometry, builder)
-    return row_split.plan_backward(problem, device, builder) if strategy is None else strategy
+    way = geometry or rows.way_of(problem, device)
+    if way is None:
+        return row_split.plan_backward(problem, device, builder)
+    return rows.plan_with(problem, device, way, builder)

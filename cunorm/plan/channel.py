@@ -11,8 +11,10 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
-from cunorm.plan.launches import Builder, Device, Launch, Plan
+from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.rows import RowWay
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
@@ -51,9 +53,7 @@ def plan_with(problem: ChannelProblem, device: Device, way: Way | None) -> Plan:
     if is_empty(problem):
         return builder.finished("empty")
     chosen = way or (_on_chip(problem, device) if moves_once(problem) else Split())
-    if isinstance(chosen, Plan):
-        return chosen
-    if isinstance(chosen, RowBlock):
+    if isinstance(chosen, RowWay):
         return rows_of_channels.plan_with(problem, device, chosen)
     if isinstance(problem, ChannelForward):
         return builder.finished(_plan_forward(problem, chosen, device, builder))
@@ -80,27 +80,27 @@ def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, b
     return channel_split.plan_backward(problem, device, builder)
 
 
-def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
-    """The best way to move every number once: a plan by rows, or slabs; two passes where these take less time.
+def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
+    """The best way to move every number once: rows, or slabs; two passes where these take less time.
 
     Rows are best where they are possible, but for those whose blocks all wait for each other (row_grid), or that take
     clusters of 16 blocks, which leave many idle: 2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on
     an H200, by slabs 1.26, and take 1.17 by row_pipeline; 262,144 backward 1.53 by clusters, 1.34 by slabs.
     """
-    rows, slab = rows_of_channels.plan_rows(problem, device), None
+    rows, slab = rows_of_channels.way_of(problem, device), None
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     if most_blocks != 0:
         slab = _least(channel_slab.candidates(problem, device), problem, device)
     if slab is not None and most_blocks is not None and _is_better_slab(slab, most_blocks, problem):
         return slab
-    if rows is not None and rows.strategy != "row_grid" and not any(map(_leaves_many_idle, rows.launches)):
+    if rows is not None and not isinstance(rows, RowGrid) and not _leaves_many_idle(rows):
         return rows
     grid = _least(channel_grid.candidates(problem, device), problem, device)
     if grid is not None and not grid.is_worth_its_words(problem):
         grid = None
     pipeline = _least(channel_pipeline.candidates(problem, device), problem, device)
-    ways: list[tuple[float, Plan | Way]] = [(cost(Split(), problem, device), rows or Split())]
-    batch = rows_of_channels.plan_batch(problem, device)
+    ways: list[tuple[float, _OfChannels | RowWay]] = [(cost(Split(), problem, device), rows or Split())]
+    batch = rows_of_channels.pipeline_of_batch(problem, device)
     if batch is not None:
         ways.append(batch)
     held = (pipeline, grid, slab if rows is None else None)
@@ -109,10 +109,9 @@ def _on_chip(problem: ChannelProblem, device: Device) -> Plan | Way:
     return best
 
 
-def _leaves_many_idle(launch: Launch) -> bool:
+def _leaves_many_idle(rows: RowWay) -> bool:
     """Whether it takes clusters of 16 blocks; of rows that begin anywhere, read directly, nothing else is faster."""
-    constants = dict(launch.constants)
-    return launch.cluster == 16 and not (constants.get("PEELED") and constants.get("STAGE") == "direct")
+    return isinstance(rows, RowBlock) and rows.blocks_per_row == 16 and not (rows.peeled and rows.stage == "direct")
 
 
 def _is_better_slab(slab: Slab, most_blocks: int, problem: ChannelProblem) -> bool:
@@ -125,7 +124,7 @@ def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) 
     return min(candidates, key=lambda way: cost(way, problem, device), default=None)
 
 
-def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: Device) -> int:
+def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> int:
     """Of how many blocks slabs may be that take less time than the rows; 0 where none do.
 
     They do in five cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
@@ -137,7 +136,7 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
     a channel of 16-bit numbers whose samples are whole lines of memory: batch norm of 16 x 1024 x 32^2 takes 1.19
     there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
-    one, clusters = problem.channels_per_set == 1, rows.strategy == "row_cluster"
+    one, clusters = problem.channels_per_set == 1, isinstance(rows, RowBlock) and rows.blocks_per_row > 1
     if isinstance(problem, ChannelForward):
         return 16 if one and clusters and problem.itemsize == 2 else 0
     if problem.activation is None:
@@ -145,12 +144,18 @@ def _most_blocks_of_better_slabs(rows: Plan, problem: ChannelProblem, device: De
         return 1 if one and problem.itemsize == 2 and len(problem.point_sizes) > 1 and run % _LINE_BYTES == 0 else 0
     if one:
         return 8 if clusters else 0
-    if rows.strategy == "row_pipeline":  # sets without weights, of which no slabs were measured
+    if not isinstance(rows, RowBlock):  # a pipeline: sets without weights, of which no slabs were measured
         return 0
-    constants = dict(rows.launches[0].constants)
-    has_no_room = (constants["WEIGHTS_OF"], constants["WEIGHTS"], constants["STAGE"]) == ("crossing", "late", "ahead")
-    if clusters and has_no_room and problem.itemsize == 4 and (problem.weight or problem.bias):
+    if clusters and problem.itemsize == 4 and _has_no_room_for_weights(rows, problem):
         return 16  # slabs of sixteen-bit numbers that begin so go one by one
     small = problem.channels_per_set * problem.points * problem.itemsize <= _SMALL_SET_BYTES
-    narrow = int(constants["VECTOR"]) * problem.itemsize < 16
+    narrow = rows.width * problem.itemsize < 16
     return 1 if small and narrow and problem.sets > 2 * device.multiprocessors else 0
+
+
+def _has_no_room_for_weights(rows: RowBlock, problem: ChannelProblem) -> bool:
+    """Whether channels begin within vectors of rows that come ahead, and weights come late for want of room."""
+    as_row_problem = rows_of_channels.as_rows(problem)
+    if as_row_problem is None or not (problem.weight or problem.bias):
+        return False
+    return (rows.weights_of(as_row_problem), rows.weights, rows.stage) == ("crossing", "late", "ahead")

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cunorm.plan import row_block, row_geometry, row_grid, row_pipeline, row_split, weight_gradients
 from cunorm.plan.launches import Builder, Device
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["plan_backward", "plan_forward"]
+__all__ = ["Apart", "RowWay", "plan_with", "way_of"]
 
 
-def plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str | None:
-    """Which strategy was planned, with the geometry or the built-in choice; None where rows are to be read twice."""
-    if geometry is None and row_split.is_better_forward(problem, device):
+@dataclass(frozen=True)
+class Apart:
+    """Gradients of few rows: dx, if it is wanted, and then dweight and dbias from what was read."""
+
+    of_dx: RowBlock | None
+
+
+RowWay = RowBlock | RowPipeline | RowGrid | Apart
+
+
+def way_of(problem: Problem, device: Device) -> RowWay | None:
+    """The built-in choice; None where rows are to be read twice."""
+    return _forward_way(problem, device) if isinstance(problem, ForwardProblem) else _backward_way(problem, device)
+
+
+def _forward_way(problem: ForwardProblem, device: Device) -> RowWay | None:
+    if row_split.is_better_forward(problem, device):
         return None
-    if geometry is None:
-        geometry = row_geometry.forward_geometry(problem, device)
-        pipeline = _pipeline(problem, device, geometry)
-        if pipeline is not None:
-            return row_pipeline.plan_forward(problem, pipeline, builder)
-    if geometry is not None:
-        return row_block.plan_forward(problem, geometry, device, builder)
-    grid = row_grid.forward_geometry(problem, device)
-    return None if grid is None else row_grid.plan_forward(problem, grid, builder)
+    geometry = row_geometry.forward_geometry(problem, device)
+    return _pipeline(problem, device, geometry) or geometry or row_grid.forward_geometry(problem, device)
 
 
-def plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str | None:
-    """As `plan_forward`."""
-    if geometry is None and row_split.is_better_backward(problem, device):
+def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
+    if row_split.is_better_backward(problem, device):
         return None
-    if geometry is None:
-        geometry = row_geometry.backward_geometry(problem, device)
-        pipeline = _pipeline(problem, device, geometry)
-        if pipeline is not None:
-            return row_pipeline.plan_backward(problem, pipeline, builder)
-        several = geometry is not None and geometry.partial_sums(problem, device) > 1
-        if several and weight_gradients.are_better_apart(problem, device):
-            return _plan_apart(problem, device, builder)
-    return None if geometry is None else row_block.plan_backward(problem, geometry, device, builder)
+    geometry = row_geometry.backward_geometry(problem, device)
+    pipeline = _pipeline(problem, device, geometry)
+    if pipeline is not None:
+        return pipeline
+    several = geometry is not None and geometry.partial_sums(problem, device) > 1
+    if several and weight_gradients.are_better_apart(problem, device):
+        alone = _without_sums(problem)
+        return Apart(None if problem.dx is None else row_geometry.backward_geometry(alone, device))
+    return geometry
 
 
 def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> RowPipeline | None:
@@ -51,12 +58,31 @@ def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> Ro
     return row_pipeline.geometry(problem, device)
 
 
-def _plan_apart(problem: BackwardProblem, device: Device, builder: Builder) -> str:
-    """dx, if it is wanted, and then dweight and dbias from what was read."""
-    rows, strategy = replace(problem, dweight=None, dbias=None), "row_weight_gradients"
+def _without_sums(problem: BackwardProblem) -> BackwardProblem:
+    return replace(problem, dweight=None, dbias=None)
+
+
+def plan_with(problem: Problem, device: Device, way: RowWay, builder: Builder) -> str:
+    """Which strategy was planned."""
+    if isinstance(problem, ForwardProblem):
+        if isinstance(way, RowPipeline):
+            return row_pipeline.plan_forward(problem, way, builder)
+        if isinstance(way, RowGrid):
+            return row_grid.plan_forward(problem, way, builder)
+        assert isinstance(way, RowBlock)
+        return row_block.plan_forward(problem, way, device, builder)
+    if isinstance(way, RowPipeline):
+        return row_pipeline.plan_backward(problem, way, builder)
+    if isinstance(way, Apart):
+        return _plan_apart(problem, way, device, builder)
+    assert isinstance(way, RowBlock)
+    return row_block.plan_backward(problem, way, device, builder)
+
+
+def _plan_apart(problem: BackwardProblem, way: Apart, device: Device, builder: Builder) -> str:
+    strategy = "row_weight_gradients"
     if problem.dx is not None:
-        geometry = row_geometry.backward_geometry(rows, device)
-        assert geometry is not None, "without sums there are registers where there are with them"
-        strategy = row_block.plan_backward(rows, geometry, device, builder)
+        assert way.of_dx is not None, "without sums there are registers where there are with them"
+        strategy = row_block.plan_backward(_without_sums(problem), way.of_dx, device, builder)
     weight_gradients.launch_weight_gradients(builder, problem, device)
     return strategy

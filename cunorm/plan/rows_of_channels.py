@@ -11,6 +11,8 @@ from cunorm.plan.constants import can_be_shared
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, has_several_channels
+from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.rows import RowWay
 from cunorm.problem import (
     BackwardProblem,
     ChannelForward,
@@ -23,21 +25,32 @@ from cunorm.problem import (
     Problem,
 )
 
-__all__ = ["as_rows", "candidates", "plan_batch", "plan_rows", "plan_with"]
+__all__ = ["as_rows", "candidates", "pipeline_of_batch", "plan_with", "way_of"]
 
 # Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
 _TOO_MANY = 2**31
 
 
-def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
-    """The plan that moves every number once, by the kernels of rows; None where they cannot."""
+def way_of(problem: ChannelProblem, device: Device) -> RowWay | None:
+    """The built-in way to move every number once, by the kernels of rows; None where they cannot."""
     as_row_problem = as_rows(problem)
     if as_row_problem is None:
         return None
     if _is_of_a_batch(as_row_problem):
-        geometry = row_segments.geometry(as_row_problem, device)
-        return None if geometry is None else _plan(as_row_problem, device, geometry)
-    return _plan(as_row_problem, device, None)
+        return row_segments.geometry(as_row_problem, device)
+    return rows.way_of(as_row_problem, device)
+
+
+def pipeline_of_batch(problem: ChannelProblem, device: Device) -> tuple[float, RowPipeline] | None:
+    """The pipeline of rows for those of a batch norm, and its expected microseconds.
+
+    That are rows in segments, and such that move running statistics. None where they cannot be held so.
+    """
+    as_row_problem = as_rows(problem)
+    if as_row_problem is None or not _is_of_a_batch(as_row_problem):
+        return None
+    way = row_pipeline.geometry(as_row_problem, device)
+    return None if way is None else (row_pipeline.cost(way, as_row_problem, device), way)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
@@ -58,40 +71,12 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
             yield found
 
 
-def plan_with(problem: ChannelProblem, device: Device, geometry: RowBlock) -> Plan:
-    """The plan with a geometry that is one of the candidates."""
-    as_row_problem = as_rows(problem)
-    assert as_row_problem is not None
-    found = _plan(as_row_problem, device, geometry)
-    assert found is not None
-    return found
-
-
-def _plan(problem: Problem, device: Device, geometry: RowBlock | None) -> Plan | None:
-    builder = Builder()
-    if isinstance(problem, ForwardProblem):
-        strategy = rows.plan_forward(problem, device, geometry, builder)
-    else:
-        strategy = rows.plan_backward(problem, device, geometry, builder)
-    return None if strategy is None else builder.finished(strategy)
-
-
-def plan_batch(problem: ChannelProblem, device: Device) -> tuple[float, Plan] | None:
-    """The plan by the pipeline of rows for those of a batch norm, and its expected microseconds.
-
-    That are rows in segments, and such that move running statistics. None where they cannot be held so.
-    """
+def plan_with(problem: ChannelProblem, device: Device, way: RowWay) -> Plan:
+    """The plan with a way that is one of these."""
     as_row_problem, builder = as_rows(problem), Builder()
-    if as_row_problem is None or not _is_of_a_batch(as_row_problem):
-        return None
-    way = row_pipeline.geometry(as_row_problem, device)
-    if way is None:
-        return None
-    if isinstance(as_row_problem, ForwardProblem):
-        strategy = row_pipeline.plan_forward(as_row_problem, way, builder)
-    else:
-        strategy = row_pipeline.plan_backward(as_row_problem, way, builder)
-    return row_pipeline.cost(way, as_row_problem, device), builder.finished(strategy)
+    assert as_row_problem is not None
+    strategy = rows.plan_with(as_row_problem, device, way, builder)
+    return builder.finished(strategy)
 
 
 def _is_of_a_batch(problem: Problem) -> bool:
