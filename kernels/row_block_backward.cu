@@ -139,7 +139,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   };
   begin_share(first_share, 0);
   start_mbarriers(exchange);
-  cluster_arrive();
+  constexpr bool EXCHANGES = BLOCKS_PER_ROW > 1 && WANTS_DX;
+  if constexpr (EXCHANGES) cluster_arrive();
 
   // Of weights by channel: what a channel of the block's part of a row has of dweight and dbias, and how it is written.
   constexpr bool CROSSES = weights_of == WeightsOf::crossing;
@@ -231,7 +232,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       if (first_row < part.rows) return true;
     }
   };
-  for (int turn = 0; first_row < part.rows || (CLASSES > 1 && begin_next_share(turn));
+  int turn = 0;
+  for (; first_row < part.rows || (CLASSES > 1 && begin_next_share(turn));
        first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
     affine.go_to(place);
@@ -375,7 +377,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
       sums[0] *= factor;
       sums[1] *= factor;
     }
-    if constexpr (BLOCKS_PER_ROW > 1) {
+    if constexpr (EXCHANGES) {
       if (turn == 0) cluster_wait();  // another block of the row may not have started
       const Compute(&everyones)[BLOCKS_PER_ROW][2] = exchange_in_row(exchange, turn, sums);
       sums[0] = sums[1] = 0;
@@ -449,5 +451,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (SUMS_CHANNELS) write_channels(place, turn);
   }
 
+  if (EXCHANGES && turn == 0) cluster_wait();  // without a row too
   write_share();
 }
