@@ -326,7 +326,7 @@ _GPU_CHANNELS = [
     ("instance_norm", (2, 2, 1_500_001), "NC...", None),
     ("instance_norm", (2, 3, 1_000_000), "NC...", None),
     ("instance_norm", (1, 1_000_003, 3), "N...C", None),
-    ("group_norm", (8, 64, 64, 640), "N...C", 32),
+    ("group_norm", (8, 64, 64, 512), "N...C", 32),
     ("group_norm", (16, 64, 64, 320), "N...C", 32),
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
     ("batch_norm", (4, 16, 301, 301), "NC...", None),

@@ -37,9 +37,9 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
-# Of the time of slabs of so many blocks, what they have taken since they sum what has arrived meanwhile.
-_WITHOUT_WAITING_FORWARD = {1: 1.0, 2: 0.96, 4: 0.93, 8: 0.88, 16: 0.94}
-_WITHOUT_WAITING_BACKWARD = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.97, 16: 0.95}
+# Of the time of slabs of so many blocks, all at once, what they take since they sum what has arrived meanwhile.
+_WITHOUT_WAITING_FORWARD = {1: 0.86, 2: 0.8, 4: 0.85, 8: 0.83, 16: 0.91}
+_WITHOUT_WAITING_BACKWARD = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.97, 16: 0.94}
 
 
 def cost(way: Slab | Grid | ChannelPipeline | Split, problem: ChannelProblem, device: Device) -> float:
@@ -169,9 +169,10 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     if slab.blocks_per_slab > 1:
         sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab  # by a block to the others
         latency += 0.5 + 0.18 * math.log2(slab.blocks_per_slab) + 1.4e-4 * sent * per_multiprocessor
-    cost = (6.3 if forward else 5.4) + memory + latency * (1 + (waves - 1) / float(resident**0.6))
-    cost *= (_WITHOUT_WAITING_FORWARD if forward else _WITHOUT_WAITING_BACKWARD)[slab.blocks_per_slab]
-    return cost * _activation(problem, device, 1.1, 1.35)
+    time = memory + latency * (1 + (waves - 1) / float(resident**0.6))
+    if waves == 1:
+        time *= (_WITHOUT_WAITING_FORWARD if forward else _WITHOUT_WAITING_BACKWARD)[slab.blocks_per_slab]
+    return ((6.3 if forward else 5.4) + time) * _activation(problem, device, 1.1, 1.35)
 
 
 def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
