@@ -37,7 +37,8 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
-# Of the time of slabs of so many blocks, all at once, what they take since they sum what has arrived meanwhile.
+# Of the time of slabs of so many blocks, all at once, what they take, for they sum what has arrived meanwhile (for one
+# block forward also: what the rest of the formula expects too much).
 _WITHOUT_WAITING_FORWARD = {1: 0.86, 2: 0.8, 4: 0.85, 8: 0.83, 16: 0.91}
 _WITHOUT_WAITING_BACKWARD = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.97, 16: 0.94}
 
