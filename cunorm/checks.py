@@ -300,6 +300,6 @@ def _is_contiguous(view: View) -> bool:
 
 def _has_strides(view: View, strides: Sequence[int]) -> bool:
     """Whether an element lies where it would with these strides."""
-    return 0 in view.shape or all(
-        size == 1 or ours == theirs for size, ours, theirs in zip(view.shape, view.strides, strides)
-    )
+    # The strides first: nothing can be asked of a size that is not counted yet, as torch.compile has them.
+    same = all(ours == theirs or size == 1 for size, ours, theirs in zip(view.shape, view.strides, strides))
+    return same or 0 in view.shape

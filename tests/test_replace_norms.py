@@ -8,6 +8,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from diffusers.models import normalization as diffusers_norms
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch_cases import DEVICES, graphs_of
+from torch_cases import DEVICES, graphs_of, run
 from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
@@ -430,6 +431,24 @@ def test_what_frameworks_set_leaves_the_formula(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(layer(x), F.rms_norm(x, (16,), layer.weight, 1e-6))
 
 
+def test_tensors_in_the_place_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FullyShardedDataParallel(use_orig_params=True) sets and deletes them, anew for every call."""
+    layer, x = LlamaRMSNorm(16), torch.randn(4, 16)
+    replace_norms(layer)
+    with monkeypatch.context() as patched:
+        patched.delattr(LlamaRMSNorm, "forward")
+        for _ in range(2):
+            del layer.weight
+            for weight in (torch.randn(16), torch.randn(16)):
+                layer.weight = weight
+                torch.testing.assert_close(layer(x), F.rms_norm(x, (16,), weight, 1e-6))
+    layer.weight = 2.0  # type: ignore[assignment]
+    torch.testing.assert_close(layer(x), 2 * F.rms_norm(x, (16,), eps=1e-6))
+    del layer.weight
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        layer(x)
+
+
 def test_a_width_that_a_layer_refuses_is_refused() -> None:
     layer = OlmoLayerNorm(32)
     assert replace_norms(layer).replaced
@@ -447,6 +466,15 @@ def test_tensors_that_are_more_than_memory_go_to_the_layers_own_forward(compiled
     replace_norms(model, compiled=compiled)
     for nested in (jagged, strided):
         torch.testing.assert_close(torch.cat(list(model(nested).unbind())), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dtypes_and_layouts_that_ours_refuse_go_to_the_layers_own_forward(compiled: bool) -> None:
+    norm, gelu, x = nn.RMSNorm(8), nn.GELU(), torch.randn(3, 8)
+    expected = norm(x + 0j)
+    replace_norms(nn.Sequential(norm, gelu), compiled=compiled)
+    assert torch.equal(norm(x + 0j), expected)
+    torch.testing.assert_close(gelu(x.to_mkldnn()).to_dense(), F.gelu(x))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -525,6 +553,68 @@ class DroppingNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(hidden_states), 0.1, self.training)
+
+
+class ModalNorm(LlamaRMSNorm):
+    """In evaluation its results have another dtype than in training, or lie otherwise in memory."""
+
+    def __init__(self, channels: int, way: str) -> None:
+        super().__init__(channels)
+        self.way = way
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(hidden_states)
+        if self.training:
+            return y
+        return y.float() if self.way == "dtype" else y.contiguous()
+
+
+@pytest.mark.parametrize("way", ["dtype", "memory"])
+@pytest.mark.parametrize("training", [True, False])
+def test_dtypes_and_orders_are_those_of_training_and_of_evaluation(way: str, training: bool) -> None:
+    layer = ModalNorm(8, way).bfloat16().train(training)
+    theirs = copy.deepcopy(layer)
+    assert replace_norms(layer).replaced
+    x = torch.randn(5, 8, 3).bfloat16()
+    for module in (layer, theirs):
+        module.train(not training)
+    for given in (x.mT, x.mT.contiguous()):
+        y, expected = layer(given), theirs(given)
+        assert y.dtype == expected.dtype and y.stride() == expected.stride()
+
+
+PARALLEL = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.distributed.nn.functional import all_reduce
+from cunorm.adapters.torch import replace_norms
+
+class ParallelNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        variance = all_reduce(x.square().mean(-1, keepdim=True)) / torch.distributed.get_world_size()
+        return x * torch.rsqrt(variance + 1e-6) * self.weight
+
+torch.set_num_threads(1)
+folder, rank = Path(sys.argv[1]), int(os.fork() > 0)
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+report = replace_norms(ParallelNorm())
+(folder / str(rank)).write_text(str(report))
+# Each goes when the other is done, and without an end of Python, where Gloo's threads may abort the process.
+while not (folder / str(1 - rank)).exists():
+    time.sleep(0.01)
+os._exit(0)
+"""
+
+
+def test_layers_that_sum_over_processes_are_left(tmp_path: Path) -> None:
+    run(PARALLEL, tmp_path)
+    for rank in range(2):
+        assert "left: no function of cunorm computes the same" in (tmp_path / str(rank)).read_text()
 
 
 class ClampingNorm(LlamaRMSNorm):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import cunorm
 from cunorm.adapters.torch import adapter
@@ -372,12 +373,32 @@ def test_writing_out_is_seen_by_autograd(device: str) -> None:
 
 
 def test_forward_mode_is_refused() -> None:
-    from torch.autograd import forward_ad
-
     with forward_ad.dual_level():
         x = forward_ad.make_dual(torch.randn(2, 8), torch.randn(2, 8))
         with pytest.raises(RuntimeError, match="forward mode AD"):
             cunorm.layer_norm(x)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "group_norm", "gelu"])
+def test_forward_mode_through_a_gradient_is_refused(op: str) -> None:
+    """Of a result from before, which knew nothing of forward mode."""
+    x, dy = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    for _ in range(2):  # the second time the call is known, and so is its gradient
+        y = getattr(cunorm, op)(x, **({"num_groups": 2} if op == "group_norm" else {}))
+        (expected,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="forward mode AD"):
+            torch.autograd.grad(y, x, forward_ad.make_dual(dy, dy), retain_graph=True)
+        assert torch.equal(torch.autograd.grad(y, x, dy)[0], expected)
+
+
+def test_forward_mode_through_a_backward_function_is_refused() -> None:
+    x = torch.randn(3, 8)
+    _, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+    with forward_ad.dual_level():
+        dy = forward_ad.make_dual(torch.randn(3, 8), torch.randn(3, 8))
+        with pytest.raises(RuntimeError, match="forward mode AD"):
+            cunorm.layer_norm_backward(dy, x, None, mean, rstd)
 
 
 @pytest.mark.gpu

@@ -284,6 +284,23 @@ def test_rows_that_are_not_counted_yet() -> None:
         assert_same(torch.compile(some, backend="aot_eager", fullgraph=True)(x, mask), some(x, mask))
 
 
+UNCOUNTED: dict[str, Any] = {
+    "rows": lambda x, mask: cunorm.layer_norm(x[mask], x.new_ones(5)),
+    "rows of rows": lambda x, mask: cunorm.layer_norm(x[:, mask], residual=x[:, mask]),
+    "samples": lambda x, mask: cunorm.group_norm(x[mask], 1),
+    "positions": lambda x, mask: cunorm.instance_norm(x[:, :, mask]),
+}
+
+
+@pytest.mark.parametrize("kind", UNCOUNTED)
+def test_gradients_where_a_size_is_not_counted_yet(kind: str) -> None:
+    function, mask = UNCOUNTED[kind], torch.tensor([True, False, True, True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(lambda x: function(x, mask), backend="aot_eager", fullgraph=True)
+        found = gradients(compiled, [data(5, 5, 5).requires_grad_()])
+    assert_same(found, gradients(lambda x: function(x, mask), [data(5, 5, 5).requires_grad_()]))
+
+
 def test_compiled_autograd() -> None:
     tensors = CASES["layer_norm"].fresh(grad=True)
     expected = gradients(CASES["layer_norm"], tensors)

@@ -296,7 +296,7 @@ class TorchAdapter(Adapter):
     ) -> Gradients:
         if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
             mean = mean.contiguous()
-        if not (_is_compiling() or _number_of_modes() or _is_transformed()):
+        if not (_is_compiling() or _number_of_modes() or _is_transformed() or forward_ad._current_level >= 0):
             tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
             native, known = host.native, False
             if native is not None:

@@ -17,6 +17,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -76,6 +77,9 @@ void forget() {
 enum Statistics : int { NONE, APART, PAIRED };
 
 using Tensors = std::array<at::Tensor, 7>;
+
+// Whether a tensor carries a derivative of forward mode.
+bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
 // Adds a tensor. False for one that is not just memory, or whose sizes cannot be asked for.
 bool add_to(Kind& kind, const at::Tensor& tensor) {
@@ -285,8 +289,10 @@ struct CunormBackward : torch::autograd::Node {
       }
       const pybind11::gil_scoped_acquire acquire;
       Found of_kind = {};
-      // Only Python can record, or refuse, what is computed of gradients.
-      if (!at::GradMode::is_enabled()) of_kind = find(kind_of(op, backward_options(mask, bias_dtype, paired), tensors));
+      // Only Python can record, or refuse, what is computed of gradients, and refuse forward mode.
+      if (!at::GradMode::is_enabled() && std::none_of(tensors.begin(), tensors.end(), has_tangent)) {
+        of_kind = find(kind_of(op, backward_options(mask, bias_dtype, paired), tensors));
+      }
       found = of_kind.ready ? run_backward(*of_kind.ready, tensors) : ask_python(op, tensors, mask, bias_dtype, paired);
     }
     const auto& [dx, dweight, dbias] = found;

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import autograd_function
+from torch._prims_common import make_contiguous_strides_for
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cunorm import execute, op_names
 from cunorm.adapters.torch import batching
@@ -451,4 +453,10 @@ def _foreseen(adapter: Any, x: Any, tensor: Any, name: str) -> View:
     if tensor.device != x.device:
         raise RuntimeError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
     view: View = adapter.layout(tensor, name)._replace(device=("cpu", 0))
+    if any(isinstance(size, torch.SymInt) for size in view.shape):
+        # PyTorch's strides have max(1, size) where ours have the size: of one that is not counted yet, nobody could say
+        # that this is the same.
+        theirs = make_contiguous_strides_for(view.shape)
+        if all(statically_known_true(stride == other) for stride, other in zip(view.strides, theirs)):
+            view = view._replace(strides=contiguous_strides(view.shape))
     return view

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -78,8 +79,11 @@ class Formula:
         for name, value in module._parameters.items():
             if (value is None) is (name in (self.weight, self.bias)):
                 return None
-        parameters = self.parameters(module)
-        dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
+        try:
+            parameters = self.parameters(module)
+            dtype = self.dtypes.get((x.dtype, *[parameter.dtype for parameter in parameters.values()]))
+        except AttributeError:  # one is gone, or is no tensor: the layer says what it makes of that
+            return None
         if dtype is None or memory_order(x) not in self.orders or self.width not in (None, x.shape[-1]):
             return None
         last = self.place == "last" and self.op != "group_norm"
@@ -131,8 +135,7 @@ def prove(module: nn.Module) -> Formula | str:
         torch.autocast("cpu", enabled=False),
     ):
         shapes = list(_shapes(module, weight))
-        trials = (_Trial(module, shape, training) for shape in shapes for training in (True, False))
-        tried = [trial for trial in trials if trial.results]
+        tried = [trial for trial in (_Trial(module, shape) for shape in shapes) if trial.results]
         if not tried:
             return "its forward takes no floating-point tensor alone"
         if any(trial.has_written for trial in tried):
@@ -146,13 +149,13 @@ def prove(module: nn.Module) -> Formula | str:
         shape = tried[0].x.shape
         dtypes = {}
         for x_dtype, other in itertools.product(_DTYPES, _DTYPES if names else _DTYPES[:1]):
-            trial = _Trial(module, shape, module.training, x_dtype, other)
+            trial = _Trial(module, shape, x_dtype, other)
             if trial.results:
-                key, found = (x_dtype, *[other] * len(names)), trial.results[0].dtype
+                key, found = (x_dtype, *[other] * len(names)), trial.results[0][0].dtype
                 if trial.agrees(dataclasses.replace(formula, orders={trial.order}, dtypes={key: found})):
                     dtypes[key] = found
         width = None
-        if not names and not _Trial(module, (*shape[:-1], shape[-1] + 8), module.training).results:
+        if not names and len(_Trial(module, (*shape[:-1], shape[-1] + 8)).results) < 2:
             width = shape[-1]
         formula = _with_orders(module, formula, shapes)
     orders = formula.orders | {trial.order for trial in tried}
@@ -169,7 +172,7 @@ def _with_orders(module: nn.Module, formula: Formula, shapes: Iterable[tuple[int
     for shape in shapes:
         # An axis of one number may lie anywhere.
         for order in _orders(len(shape)) if 1 not in shape else ():
-            trial = _Trial(module, shape, module.training, order=order)
+            trial = _Trial(module, shape, order=order)
             if trial.results:
                 taken.add(order)
                 for one, others in zip(formulas, wrong):
@@ -229,7 +232,9 @@ def _orders(dimensions: int) -> set[tuple[int, ...]]:
 
 
 class _Trial:
-    """A layer run on random numbers of a shape: outputs, and the gradients of the first; nothing if it raises.
+    """A layer run on random numbers of a shape: outputs, and the gradients of the first.
+
+    ``results`` has a list of them for training and one for evaluation, but none of what raises.
 
     The samples are of several sizes: small ones, where eps counts, or for GELU large ones. Of float32 numbers there are
     outputs besides of what a layer may treat in a way of its own: zeros, very small and very large numbers, one that is
@@ -240,12 +245,13 @@ class _Trial:
         self,
         module: nn.Module,
         shape: tuple[int, ...],
-        training: bool,
         dtype: torch.dtype = torch.float32,
         parameter_dtype: torch.dtype = torch.float32,
         order: tuple[int, ...] | None = None,
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
+        # Every process has numbers of its own: a layer that sums over all would else seem to do without the others.
+        is_one_of_several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank() if is_one_of_several else 0)
 
         def random(shape: tuple[int, ...]) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float32)
@@ -271,17 +277,20 @@ class _Trial:
         # The layer itself is not touched: another object of its class, with parameters and containers of its own.
         trial = self.copy = object.__new__(type(module))
         shared = {id(item): item for item in _held(_attributes(module)) if not _is_copied(item)}
-        trial.__dict__ = copy.deepcopy(_attributes(module), shared) | {"training": training, "_parameters": {}}
+        trial.__dict__ = copy.deepcopy(_attributes(module), shared) | {"_parameters": {}}
         for name, parameter in module._parameters.items():
             value = None if parameter is None else nn.Parameter((random(parameter.shape) / 2 + 1).to(parameter_dtype))
             trial._parameters[name] = value
         self.leaves = [self.x, *(parameter for parameter in trial._parameters.values() if parameter is not None)]
-        before = _held(vars(trial))
-        self.results: list[Tensor] = []
-        with contextlib.suppress(Exception):  # of any kind: it may have been made for other tensors
-            self.results = self._run(trial.forward)
-        after = _held(vars(trial))
-        self.has_written = len(after) != len(before) or any(one is not other for one, other in zip(after, before))
+        self.results: list[list[Tensor]] = []
+        self.has_written = False
+        for training in (True, False):
+            vars(trial)["training"] = training
+            before = _held(vars(trial))
+            with contextlib.suppress(Exception):  # of any kind: it may have been made for other tensors
+                self.results.append(self._run(trial.forward))
+            after = _held(vars(trial))
+            self.has_written |= len(after) != len(before) or any(map(operator.is_not, after, before))
 
     def _run(self, function: Any) -> list[Tensor]:
         y = function(self.x)
@@ -291,7 +300,9 @@ class _Trial:
         return [y.detach(), *gradients, *(function(other).detach() for other in self.others)]
 
     def agrees(self, formula: Formula) -> bool:
-        """Whether the formula gives the layer's results: in dtype, strides and, within the tolerance, numbers."""
+        """Whether the formula gives the layer's results, in training and in evaluation."""
+        if len(self.results) < 2:
+            return False
         try:
             if formula.dtypes:
                 ours = self._run(lambda x: formula(self.copy, x))
@@ -299,10 +310,14 @@ class _Trial:
                 ours = self._run(lambda x: formula.compute(x, formula.parameters(self.copy)))
         except (ValueError, TypeError, RuntimeError):
             return False  # it takes no such shape
+        return all(self._are_same(ours, theirs) for theirs in self.results)
+
+    def _are_same(self, ours: list[Tensor], theirs: list[Tensor]) -> bool:
+        """Whether results are the same in dtype, strides and, within the tolerance, numbers."""
         epsilon = max(_SINGLE, *(torch.finfo(leaf.dtype).eps for leaf in self.leaves))
-        if ours[0].stride() != self.results[0].stride():
+        if ours[0].stride() != theirs[0].stride():
             return False
-        for i, (one, other) in enumerate(zip(ours, self.results)):
+        for i, (one, other) in enumerate(zip(ours, theirs)):
             tolerance = _GRADIENT_TOLERANCE if 0 < i <= len(self.leaves) else _OUTPUT_TOLERANCE
             if one.shape != other.shape or one.dtype != other.dtype:
                 return False

@@ -44,7 +44,7 @@ _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
 _KINDS = ("norms", "gelus")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
 def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> Any:
     """Our forward; but the layer's own for what our functions would refuse, and unless ``compiled`` in what is traced.
 
-    They refuse tensors that are not just memory, and those of other devices.
+    They refuse tensors that are not just memory, and those of other dtypes and devices.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -412,13 +412,20 @@ def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
         if _is_compiling() or is_tracing():
             is_ours = compiled
         else:
-            is_ours = type(x) in _PLAIN and not x.is_nested and (x.is_cuda or x.is_cpu or x.is_meta)
+            is_ours = (
+                type(x) in _PLAIN
+                and x.dtype in _DTYPES
+                and x.layout is _STRIDED
+                and not x.is_nested
+                and (x.is_cuda or x.is_cpu or x.is_meta)
+            )
         return (ours if is_ours else original).forward(self, *args, **kwargs)
 
     return forward
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -438,11 +445,18 @@ class _Proved(nn.Module):
         return super().forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_parameter = isinstance(value, Tensor) and self._parameters.get(name) is not None
-        if not is_parameter and name not in _OF_EVERY_MODULE and hasattr(self, name):
-            vars(self).pop(_FORMULA, None)
+        if name not in _OF_EVERY_MODULE and hasattr(self, name):
+            _forget_formula(self, name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        vars(self).pop(_FORMULA, None)
+        _forget_formula(self, name)
         super().__delattr__(name)
+
+
+def _forget_formula(module: nn.Module, name: str) -> None:
+    formula = vars(module).get(_FORMULA)
+    # Its parameters are none of what made the formula, which looks for them at each call: FSDP deletes them, and sets
+    # tensors in their place.
+    if formula is not None and name not in (formula.weight, formula.bias):
+        del vars(module)[_FORMULA]
