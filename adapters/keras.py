@@ -69,6 +69,7 @@ class LayerNormalization(_Computed, keras.layers.LayerNormalization):  # type: i
     """
 
     def call(self, inputs: Any) -> Any:
+        inputs = _tensor(inputs)
         # Keras sorts axes as they are written: counted from both ends, they are in another order than those of x.
         from_both_ends = min(self.axis) < 0 <= max(self.axis)
         if from_both_ends or self.rms_scaling or not _is_supported(inputs):
@@ -105,6 +106,7 @@ class RMSNormalization(_Computed, keras.layers.RMSNormalization):  # type: ignor
     """
 
     def call(self, x: Any) -> Any:
+        x = _tensor(x)
         dimensions, count = len(x.shape), len(self.axis)
         last = [axis % dimensions for axis in self.axis] == [*range(dimensions - count, dimensions)]
         if not last or not _is_supported(x):
@@ -140,6 +142,7 @@ class GroupNormalization(_Computed, keras.layers.GroupNormalization):  # type: i
     """
 
     def call(self, inputs: Any) -> Any:
+        inputs = _tensor(inputs)
         data_format = _data_format(inputs, self.axis)
         if data_format is None or not _is_supported(inputs):
             return super().call(inputs)
@@ -191,8 +194,9 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
     ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(var + epsilon)`` by channel (Ioffe, Szegedy 2015,
     arXiv:1502.03167): of the batch in training, and of the moving statistics in inference and where the layer is not
     trainable. Training moves them: ``moving = momentum * moving + (1 - momentum) * new``, with the biased variance.
-    With a mask, ``synchronized``, ``renorm``, an ``axis`` that is neither the second nor the last, or an empty batch,
-    it is Keras's own computation.
+    With a mask, ``synchronized``, ``renorm``, an ``axis`` that is neither the second nor the last, or an empty batch
+    where its size is known, it is Keras's own computation. In a TensorFlow graph whose batch size is None an empty
+    batch is an error in training; a data set that is batched with ``drop_remainder=True`` has a known size.
 
     Parameters
     ----------
@@ -217,6 +221,7 @@ class BatchNormalization(_Computed, keras.layers.BatchNormalization):  # type: i
     """
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        inputs = _tensor(inputs)
         data_format = _data_format(inputs, self.axis)
         # Older Keras has no renorm.
         others = mask is not None or self.synchronized or getattr(self, "renorm", False)
@@ -312,9 +317,12 @@ def to_keras(layer: Any) -> Any:
     return _KERAS.get(type(layer), type(layer)).from_config(layer.get_config())  # type: ignore[attr-defined]
 
 
-def _tensor(variable: Any) -> Any:
-    """A variable as the backend's tensor."""
-    return None if variable is None else ops.convert_to_tensor(variable)
+def _tensor(given: Any) -> Any:
+    """A variable as the backend's tensor; or inputs, which are NumPy's where ``call`` is not called by the layer.
+
+    A tensor stays as it is: with the NumPy backend Keras would make float32 of float64.
+    """
+    return given if given is None or ops.is_tensor(given) else ops.convert_to_tensor(given)
 
 
 def _is_supported(inputs: Any) -> bool:

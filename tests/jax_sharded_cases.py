@@ -276,6 +276,50 @@ def check_vmap_on_explicit_axes() -> None:
                 assert moved or set(needed) <= {"all-reduce"}, (function, spec, needed)
 
 
+def check_vmap_of_split_weights_on_explicit_axes() -> None:
+    """Of row norms, which jax.numpy computes: results are split as x is, and gradients as what they belong to."""
+    mesh = mesh_of(AxisType.Explicit)
+
+    def with_residual(x: Any, weight: Any, residual: Any) -> Any:
+        return sum(cunorm.rms_norm(x, weight, residual=residual))
+
+    x, residual = (data(seed, (2, 2 * PARTS, 8), outliers=False) for seed in (1, 2))
+    weight, bias = (data(seed, (2, 8), outliers=False) for seed in (3, 4))
+    # The function, its arrays, and how each is split.
+    cases: list[tuple[Any, list[Any], list[tuple[Any, ...]]]] = [
+        (cunorm.rms_norm, [x, weight], [(), (None, "model")]),
+        (cunorm.layer_norm, [x, weight, bias], [(None, "data"), (None, "data"), ()]),
+        (lambda x, bias: cunorm.gelu(x, bias=bias), [x, bias], [(None, None, "model"), (None, "data")]),
+        (with_residual, [x, weight, residual], [(None, "data"), (None, "model"), (None, "model")]),
+    ]
+    for function, arrays, specs in cases:
+        given = [put(array, *spec, mesh=mesh) for array, spec in zip(arrays, specs)]
+        gradient = jax.grad(loss_of(function), tuple(range(len(arrays))))
+        for transformed in (function, gradient):
+            results = jax.jit(jax.vmap(transformed))(*given)
+            assert_all_close(results, jax.vmap(transformed)(*map(jnp.asarray, arrays)), 2e-4)
+            for result, array in zip(jax.tree.leaves(results), given):
+                assert jax.typeof(result).sharding == jax.typeof(array).sharding, specs
+
+
+def check_arrays_beside_those_of_a_mesh_with_explicit_axes() -> None:
+    """Of one array alone the type may say how it is split; the other's is on no mesh."""
+    mesh = mesh_of(AxisType.Explicit)
+
+    def with_residual(x: Any, residual: Any) -> Any:
+        return sum(cunorm.rms_norm(x, residual=residual))
+
+    x, residual = (data(seed, (2, 2 * PARTS, 8), outliers=False) for seed in (1, 2))
+    weight = data(3, (2, 8), outliers=False)
+    gradient = jax.grad(loss_of(with_residual), (0, 1))
+    results = jax.jit(gradient)(put(x[0], "data", mesh=mesh), residual[0])
+    assert_all_close(results, gradient(*map(jnp.asarray, (x[0], residual[0]))), 2e-4)
+    gradient = jax.vmap(jax.grad(loss_of(cunorm.rms_norm), (0, 1)))
+    expected = gradient(*map(jnp.asarray, (x, weight)))
+    for given in ((put(x, None, "data", mesh=mesh), weight), (x, put(weight, None, "model", mesh=mesh))):
+        assert_all_close(jax.jit(gradient)(*given), expected, 2e-4)
+
+
 def check_shard_map() -> None:
     for operation in (operation for operation in ROWS_FIRST if "batch" not in operation.name):
         x, *vectors = map(jnp.asarray, wide(operation))

@@ -161,6 +161,17 @@ def test_values(name: str, arguments: dict[str, Any], shape: tuple[int, ...], po
     assert_same(ours.get_weights(), theirs.get_weights())
 
 
+@pytest.mark.parametrize(("name", "arguments", "shape"), [*FIRST, LEFT[0]], ids=str)
+def test_arrays_of_numpy(name: str, arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """`call` and `stateless_call` get them as they are, and not as tensors, as a layer that is called makes of them."""
+    ours, theirs = pair(name, arguments, shape)
+    x, options = values(shape), {"training": True} if name == "BatchNormalization" else {}
+    y, moved = ours.stateless_call(ours.trainable_variables, ours.non_trainable_variables, x, **options)
+    assert_same(ours.call(x, **options), theirs(x, **options))
+    assert_same(y, theirs(x, **options))
+    assert_same([*map(array, moved)], [array(weight) for weight in ours.non_trainable_variables])
+
+
 def test_layer_normalization_of_one_axis_in_the_middle() -> None:
     """Which Keras's own layer cannot on PyTorch."""
     layer = layers.LayerNormalization(axis=1)

@@ -558,6 +558,23 @@ def test_running_statistics_cannot_be_updated(jit: bool) -> None:
         cunorm.batch_norm(x, running_mean=mean, running_var=jnp.ones(5), training=False)
 
 
+_ENDS_AT_ONCE = """
+import atexit, jax, jax.numpy as jnp, cunorm
+
+atexit.register(lambda: print(dx.is_ready()))  # handlers run from the last one on: after those of the first call
+step = jax.jit(jax.grad(lambda x: (cunorm.layer_norm(x) ** 2).sum()))
+dx = step(jnp.ones((2000, 4096)))
+print(dx.is_ready())
+"""
+
+
+def test_a_program_that_ends_waits_for_its_calls() -> None:
+    """A call that still ran would ask for the interpreter's lock, and sometimes abort the process."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run([sys.executable, "-c", _ENDS_AT_ONCE], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout.split()) == (0, ["False", "True"]), result.stderr
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_merged_statistics(jit: bool) -> None:
     x = jnp.asarray(data(1, (6, 4, 5)))

@@ -195,6 +195,51 @@ def test_running_statistics_are_constants(rows: int) -> None:
     np.testing.assert_array_equal(jax.grad(moved)(x), jnp.zeros_like(x))
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "x_dtype"),
+    [
+        (None, "float32", "float64"),
+        ("float32", "float32", "float64"),
+        ("bfloat16", "float32", "float64"),
+        (None, "float64", "float16"),
+        (None, "float64", "float32"),
+        (None, "float64", "int32"),
+        ("float64", "float32", "float32"),
+    ],
+)
+def test_dtypes_of_running_statistics(dtype: Any, param_dtype: str, x_dtype: str, rows: int) -> None:
+    """Where there is float64, those of Flax, so that a step has the type that `jax.lax.scan` wants."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(10 * data(1, (rows, 8), outliers=False), x_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "use_fast_variance": False}
+        ours, theirs = (of.BatchNorm(use_running_average=False, **options) for of in (linen, flax.linen))
+        variables = values_like(theirs.init(jax.random.key(0), x))
+        y, new = ours.apply(variables, x, mutable=["batch_stats"])
+        their_y, their_new = theirs.apply(variables, x, mutable=["batch_stats"])
+        narrowest = str(min((their_y.dtype, jnp.dtype("float32")), key=lambda item: item.itemsize))
+        assert_same(new, their_new, "float32")
+        assert_same(y, their_y, narrowest)
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "x_dtype"),
+    [(None, "bfloat16", "bfloat16"), (None, "float64", "float32"), ("float32", "float32", "float64")],
+)
+def test_batch_norm_with_another_promote_dtype(dtype: Any, param_dtype: str, x_dtype: str, average: bool) -> None:
+    """Such as one that leaves all as it is, mean and var in float32: Flax's result has the dtype of the others."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(data(1, (6, 8), outliers=False), x_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": lambda arrays, dtype: arrays}
+        ours, theirs = (
+            of.BatchNorm(8, use_running_average=average, **options, rngs=flax.nnx.Rngs(0)) for of in (nnx, flax.nnx)
+        )
+        y, their_y = ours(x), theirs(x)
+        assert_same(y, their_y, narrowest_of(y, x, "float32"))
+        assert_same(flax.nnx.state(ours), flax.nnx.state(theirs), "float32")
+
+
 def test_variables_stand_for_their_arrays() -> None:
     x, weight = jnp.arange(24.0).reshape(3, 8) ** 2, jnp.arange(8.0)
     of_x, of_weight = flax.nnx.Param(x), flax.nnx.Param(weight)
@@ -228,6 +273,15 @@ def test_what_is_refused(of: Any, name: str) -> None:
     if of is linen:
         with pytest.raises(ValueError, match=f"force_float32_reductions of {name} is False; it must be True"):
             run(force_float32_reductions=False)
+
+
+def test_complex_numbers_are_refused() -> None:
+    """Also where there is one value a channel, and nothing to call."""
+    for rows in (1, 4):
+        x = jnp.ones((rows, 8), jnp.complex64)
+        for layer in (linen.LayerNorm(), linen.BatchNorm(use_running_average=False)):
+            with pytest.raises(TypeError, match="x has dtype complex64; it must be one of float16"):
+                layer.init(jax.random.key(0), x)
 
 
 def test_axes_that_are_refused() -> None:

@@ -131,6 +131,16 @@ def test_what_is_left_to_xla_is_rounded_once(dtype: str) -> None:
         np.testing.assert_allclose(result, value, rtol=unit, atol=1e-3 * unit * np.abs(value).max())
 
 
+@pytest.mark.parametrize("operation", ROWS, ids=lambda operation: operation.name)
+def test_what_is_left_to_xla_where_dtypes_are_not_promoted(operation: Operation) -> None:
+    """In sixteen bits beside what is float32: as ``jax_numpy_dtype_promotion`` may forbid jax.numpy to mix them."""
+    arrays = [jnp.asarray(array) for array in operation.arrays("bfloat16", (2,) * (1 + operation.vectors))]
+    gradient = jax.vmap(jax.grad(loss_of(operation), tuple(range(len(arrays)))))
+    with jax.numpy_dtype_promotion("strict"):
+        results = gradient(*arrays)
+    assert_all_close(results, gradient(*arrays))
+
+
 def test_what_is_left_to_xla_is_accurate() -> None:
     """Far from zero, and in the tails and at the limits of gelu, as the kernels are."""
     x, ones = data(1, (4, 4096), outliers=False) + np.float32(1e4), jnp.ones((4, 4096))

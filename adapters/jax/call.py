@@ -10,7 +10,9 @@ No result lies in an operand's memory, donated or not: XLA would copy each x tha
 
 from __future__ import annotations
 
+import atexit
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -178,6 +180,14 @@ def _register() -> None:
     for platform in ("cpu", "gpu"):
         arguments = ["attrs.call", "attrs.shapes", "attrs.generation", "args", "rets", "ctx.stream"]
         jax_tvm_ffi.register_ffi_target(_TARGET, _run, arguments, platform=platform, allow_cuda_graph=True)
+    atexit.register(_wait_for_results)
+
+
+def _wait_for_results() -> None:
+    """A call that still ran in a thread of XLA's when the interpreter ends would ask for its lock, and abort."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # of what was computed: nobody asked for it
+            array.block_until_ready()
 
 
 # A function that was compiled before would go on with the kernels that it has.

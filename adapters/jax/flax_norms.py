@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 import cunorm
+from cunorm.adapters.jax.axes import view_of
 from cunorm.adapters.jax.synchronized import synchronized_batch_norm
 from cunorm.channel_norm import ChannelNorm
+from cunorm.checks import check_dtype
 
-__all__ = ["batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "row_norm"]
+__all__ = ["batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "moved", "row_norm"]
 
 _MUST = "it must be None: the layer of flax has it"
 
@@ -96,6 +98,7 @@ def batch_norm(
         options: dict[str, Any] = {"data_format": data_format, "eps": epsilon, "training": False}
         return restored(cunorm.batch_norm(channels, scale, bias, **running, **options)).astype(dtype), *given
     if axis_name is None and x.size == math.prod(shape):
+        check_dtype(view_of(channels.shape, channels.dtype.name), "x")
         # One value a channel: that is the mean, and what differs from it is zero, but NaN of what is not finite.
         wide = _wide(x, jnp.promote_types(dtype, jnp.float32))
         mean = jax.lax.stop_gradient(x.astype(jnp.promote_types(x.dtype, jnp.float32))).reshape(shape)
@@ -109,6 +112,16 @@ def batch_norm(
         op = ChannelNorm.of("batch_norm", data_format, epsilon)
         y, mean, var = synchronized_batch_norm(op, names, channels, scale, bias)
     return restored(y).astype(dtype), mean.reshape(shape), var.reshape(shape)
+
+
+def moved(layer: Any, x: Any, running: Any, new: Any) -> Any:
+    """A running statistic of a layer, moved by the new one of x.
+
+    The new one is taken in Flax's dtype. Its own may be wider, that of the parameters say, and the running one would
+    have it from then on.
+    """
+    dtype = jnp.promote_types(x.dtype if layer.dtype is None else layer.dtype, jnp.float32)
+    return layer.momentum * running + (1 - layer.momentum) * new.astype(dtype)
 
 
 def _wide(x: Any, dtype: Any) -> Any:

@@ -128,5 +128,5 @@ class BatchNorm(linen.BatchNorm):
         y, new_mean, new_var = flax_norms.batch_norm(x, scale, bias, None, *options, axis_name)
         if not self.is_initializing():
             for running, new in ((mean, new_mean), (var, new_var)):
-                running.value = self.momentum * running.value + (1 - self.momentum) * new
+                running.value = flax_norms.moved(self, x, running.value, new)
         return y

@@ -98,11 +98,13 @@ class BatchNorm(nnx.BatchNorm):
             use_running_average = self.use_running_average
         if use_running_average is None:
             raise ValueError("use_running_average is None here and in the constructor; it must be given in one of them")
-        x, mean, var, scale, bias, dtype = _promoted(self, x, self.mean, self.var, self.scale, self.bias)
+        x, mean, var, scale, bias, _ = _promoted(self, x, self.mean, self.var, self.scale, self.bias)
+        # Without mean and var, which a promote_dtype of the user's may leave in float32.
+        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         options = (dtype, self.epsilon, self.axis)
         if use_running_average:
             return flax_norms.batch_norm(x, scale, bias, (mean, var), *options)[0]
         y, mean, var = flax_norms.batch_norm(x, scale, bias, None, *options, self.axis_name)
         for running, new in ((self.mean, mean), (self.var, var)):
-            running[...] = jax.lax.stop_gradient(self.momentum * running[...] + (1 - self.momentum) * new)
+            running[...] = jax.lax.stop_gradient(flax_norms.moved(self, x, running[...], new))
         return y

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from cunorm.problem import DTYPES, Norm
 from cunorm.row_norm import RowNorm
 
 __all__ = ["plain_call"]
+
+_sharding: Any = jax.sharding  # much of it has no types
 
 # Where the gelus are 0 or the identity in any dtype.
 _FAR = 40
@@ -45,11 +48,29 @@ _ACTIVATIONS: dict[str, Any] = {
 
 def plain_call(call: Call, *given: Any) -> tuple[Any, ...]:
     """The results that there are."""
+    given = _split_as_x(call, given)
     results = (_forward if call.direction == "forward" else _backward)(call.op, *call.operands(given))
     outputs = call.outputs(given)
     return tuple(
         result.astype(output.dtype) for result, output in zip(itertools.compress(results, call.results), outputs)
     )
+
+
+def _split_as_x(call: Call, given: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands that there are, on a mesh with explicit axes all split as x is, so that the results are.
+
+    The types that the primitive gives its results, which `jit` may have taken before `vmap`, say so.
+    """
+    x = jax.typeof(call.x_of(given))
+    axes = axes_of(call.op, x.shape)
+
+    def split(array: Any, role: str) -> Any:
+        found, spec = jax.typeof(array).sharding, _sharding.PartitionSpec(*axes.split(role, x.sharding.spec))
+        if found.mesh.empty or found.spec == spec:
+            return array
+        return _sharding.reshard(array, _sharding.NamedSharding(found.mesh, spec))
+
+    return tuple(map(split, given, call.roles[0]))
 
 
 def _forward(op: Any, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
@@ -80,7 +101,7 @@ def _backward(op: Any, dy: Any, added: Any, x: Any, weight: Any, bias: Any, mean
     if isinstance(op, RowNorm):
         centre = dx.mean(columns, keepdims=True) if op.norm.centered else 0
         dx = rstd * (dx - centre - z * (dx * z).mean(columns, keepdims=True))
-    return dx if added is None else dx + added, dweight, dbias
+    return dx if added is None else dx + _wide(added), dweight, dbias
 
 
 def _finish(op: Any, columns: tuple[int, ...], z: Any, weight: Any, bias: Any) -> Any:

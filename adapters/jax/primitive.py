@@ -138,8 +138,8 @@ class _Wanted:
     sharding: Any
 
     def split(self, gradient: Any) -> Any:
-        """The gradient, or None for zero, split so."""
-        if gradient is None or jax.typeof(gradient).sharding.spec == self.sharding.spec:
+        """The gradient, or None for zero, split so; as it is where that is of something on no mesh."""
+        if gradient is None or self.sharding.mesh.empty or jax.typeof(gradient).sharding.spec == self.sharding.spec:
             return gradient
         return _sharding.reshard(gradient, self.sharding)
 
