@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -46,6 +47,19 @@ def test_every_plan_of_channels_as_rows_keeps(
     if chosen is not None:
         assert rows is not None
         rule(rows, device, chosen)
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_odd_rows_with_one_vector_of_sixteen_bits_have_columns(dtype: str, device: str) -> None:
+    """What threads keep of such a vector is less than a register for each of their numbers, but is not nothing."""
+    for columns, kept in itertools.product((20_001, 66_001, 140_001, 300_001, 500_001), ("weight", "bias")):
+        forward, backward = plain_forward(64, columns, dtype), plain_backward(64, columns, dtype)
+        vectors: dict[str, Vector | None] = {"weight": None, "bias": None, kept: Vector("bfloat16")}
+        only_dx = {"weight": Vector("bfloat16"), "dweight": None, "dbias": None}
+        for problem in (dataclasses.replace(forward, **vectors), dataclasses.replace(backward, **only_dx)):
+            for rule in RULES:
+                rule(problem, DEVICES[device], plan(problem, DEVICES[device]))
 
 
 def _long_rows(dtype: str) -> Iterator[Problem]:

@@ -131,7 +131,7 @@ def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) 
     points = math.prod(_places(problem, way.width)) if peeled else problem.points
     of, lanes = _spread(problem, _pass(problem, device, passes[way.along_channels], way, peeled), way, peeled, points)
     tiles = Tiles(way, lanes, of.threads, 1 if problem.itemsize == 8 else of.min_blocks)
-    if not peeled or len(problem.point_sizes) == 1:
+    if not peeled or not points or len(problem.point_sizes) == 1:
         return _cut(problem, device, of, tiles, peeled, points)
     # The last chunk of a few runs may be as good as empty, and its blocks take as long as others to wait for memory.
     unrolls = range(of.unroll, of.unroll // 2, -1)

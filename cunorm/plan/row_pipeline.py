@@ -296,13 +296,13 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
 
 
 def _registers(problem: Problem) -> int:
-    """Those that a thread keeps for each of its vectors: weights as in memory, and sums."""
+    """Those that a thread keeps for each of its vectors, at least a part of one: weights as in memory, and sums."""
     if problem.channels is not None:
         return 0
     width, kept = vector_width(problem), sum(DTYPES[item.dtype].itemsize for item in problem.parameters)
     if isinstance(problem, BackwardProblem):
         kept += compute_itemsize(problem) * ((problem.dweight is not None) + (problem.dbias is not None))
-    return kept * width // 4
+    return -(-kept * width // 4)
 
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
