@@ -4,7 +4,8 @@ struct OwnAffine {
   Vector<WEIGHT_TYPE, CHANNEL_VECTOR> weights;
   Vector<BIAS_TYPE, CHANNEL_VECTOR> biases;
 
-  // Starts to load them: whoever uses them waits.
+  // Starts to load them: whoever uses them waits. Who has no channel loads those of the first: with a branch ptxas would
+  // wait for them at once, to put them and what is there otherwise into the same registers.
   __device__ __forceinline__ void fetch(const Chunk& chunk, const WEIGHT_TYPE* all_weights,
                                         const BIAS_TYPE* all_biases) {
     if constexpr (HAS_WEIGHT) fetch_of<WEIGHT_ACCESS>(chunk, all_weights, weights);
@@ -20,10 +21,12 @@ struct OwnAffine {
   template <int ACCESS_BYTES, typename T>
   __device__ __forceinline__ static void fetch_of(const Chunk& chunk, const T* all, Vector<T, CHANNEL_VECTOR>& own) {
     if constexpr (PLANE == 1) {
-      own = load_in_pieces<CHANNEL_VECTOR, ACCESS_BYTES>(all + chunk.channel);
+      own = load_in_pieces<CHANNEL_VECTOR, ACCESS_BYTES>(all + (chunk.there ? chunk.channel : 0));
     } else {
 #pragma unroll
-      for (int j = 0; j < CHANNEL_VECTOR; ++j) own.lane[j] = all[chunk.first_channel + channel_in_tile(j)];
+      for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+        own.lane[j] = all[chunk.there ? chunk.first_channel + channel_in_tile(j) : 0];
+      }
     }
   }
 };

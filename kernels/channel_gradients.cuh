@@ -10,15 +10,14 @@ struct Fetched {
   Compute mean[CHANNEL_VECTOR];
   Compute rstd[CHANNEL_VECTOR];
 
-  // Starts to load it: whoever uses it waits.
+  // Starts to load it, as OwnAffine does: whoever uses it waits.
   __device__ __forceinline__ void fetch(const Chunk& part, long long channels, const WEIGHT_TYPE* weights,
                                         const BIAS_TYPE* biases, const Compute* means, const Compute* rstds) {
-    if (!part.there) return;
     affine.fetch(part, weights, biases);
     const long long first_set = (part.sample * channels + part.first_channel) / CHANNELS_PER_SET;
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long set = first_set + set_in_tile(j);
+      const long long set = part.there ? first_set + set_in_tile(j) : 0;
       mean[j] = means[set];
       rstd[j] = rstds[set];
     }

@@ -9,7 +9,7 @@
 // rest pass through the STREAMED other slots: up for the sums, and down again from the last that are still there. So
 // what comes again is what was read last, which the L2 cache has longest.
 constexpr int STREAMED = SLOTS - HELD;
-static_assert(STREAMED == 0 || STREAMED >= AT_A_TIME, "what is taken at a time must be there");
+static_assert(STREAMED == 0 || STREAMED >= FEW, "what is taken at a time must be there");
 
 // The slot of a thread's i-th vector. From one slab to the next the order of the slots is MIRRORED: so those that
 // become free first are those that are filled first.

@@ -109,8 +109,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
       residents.for_each([&](int i) { use(residents.values[0][i], residents.values[1][i]); });
     };
     Compute sums[NUMBERS * CHANNEL_VECTOR];
-    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, for_residents, scratch, sums);
-    tell_sums(sums, own);
+    sum_part(dy_slots, x_slots, thread, vectors, arriving.count, slot_of, release, for_residents, sums);
+    tell_sums_over_points(sums, scratch, [&](int i, Compute dz, Compute product) {
+      own[channel_in_tile(i)] = dz;
+      own[TILE_CHANNELS + channel_in_tile(i)] = product;
+    });
+    __syncthreads();
     if constexpr (CHANNELS_PER_SET > 1) {
       for (int i = thread_in_block(); i < NUMBERS * TILE_CHANNELS; i += THREADS) {
         const long long channel = part.first_channel + i % TILE_CHANNELS;

@@ -50,8 +50,8 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_forward(const Arguments arguments) {
-  __shared__ Compute scratch[2 * SUM_SCRATCH];
-  __shared__ Compute own[NUMBERS * TILE_CHANNELS];
+  __shared__ Compute scratch[2 * SUM_SCRATCH / SUMMED];
+  __shared__ Compute own[NUMBERS * TILE_UNITS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];
   __shared__ SetStatistics sets[TILE_SETS];
   __shared__ Compute affine[2 * TILE_CHANNELS];  // weight and bias
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
       weight[j] = affine[channel_in_tile(j)];
       bias[j] = affine[TILE_CHANNELS + channel_in_tile(j)];
     }
-    // Statistics of the part, by channels, then by sets.
+    // Statistics of the part, by units, then by sets.
     const auto slot_of = [&](int i) { return slot_of_vector(i, arriving.mirrored); };
     const auto release = [&](int i) { intake.release(arriving, i); };
     const auto for_residents = [&](const auto& use) {
@@ -107,17 +107,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     sum_part(part, slots, vectors, pivot, arriving.count, slot_of, release, for_residents, scratch,
              [&](auto... numbers) { write_numbers(own, numbers...); });
     const Compute* of_part = own;
-    if constexpr (CHANNELS_PER_SET > 1) {
+    if constexpr (SET_UNITS > 1) {
 #pragma unroll
       for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
         const int set = first + thread_in_block() / SET_LANES;
         const bool there = set < TILE_SETS;
-        const int channel = there ? set * CHANNELS_PER_SET : 0;
+        const int first_unit = there ? set * SET_UNITS : 0;
         const double part_count = static_cast<double>(part.points() * CHANNELS_PER_SET);
-        const Moments moments = merged<SET_LANES>(1 / part_count, own[channel], nullptr, [&](auto use) {
-          for (int i = channel + lane; i < channel + CHANNELS_PER_SET; i += SET_LANES) {
-            use(static_cast<double>(part.points()), static_cast<double>(own[i]) + own[TILE_CHANNELS + i],
-                static_cast<double>(own[2 * TILE_CHANNELS + i]));
+        const Moments moments = merged<SET_LANES>(1 / part_count, own[first_unit], nullptr, [&](auto use) {
+          for (int i = first_unit + lane; i < first_unit + SET_UNITS; i += SET_LANES) {
+            use(static_cast<double>(part.points() * SUMMED), static_cast<double>(own[i]) + own[TILE_UNITS + i],
+                static_cast<double>(own[2 * TILE_UNITS + i]));
           }
         });
         if (!there || lane > 0) continue;

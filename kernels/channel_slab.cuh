@@ -2,8 +2,9 @@
 // blocks may have a part each.
 //
 // A thread's vectors lie in shared memory, in slots that no other thread looks at: a slot is filled by cp.async, read
-// where it is summed, and read again where it is finished. Of channel_slab_* each of VECTORS vectors has its own;
-// channel_grid.cuh says which slots vectors have there, and which lie in registers.
+// where it is summed, and read again where it is finished. Of channel_slab_* each of VECTORS vectors has its own, and
+// IN_FLIGHT are on their way before the first is summed; channel_grid.cuh says which slots vectors have there, and which
+// lie in registers.
 struct Slots {
   X_TYPE* memory;
 
@@ -26,9 +27,9 @@ struct Slots {
 // a few at a time, so that the reads of the next need not wait for the work on the last. Then release(i), which must
 // commit a group of copies, be it an empty one: every slot was filled in a group of its own, and BEHIND - 1 groups are
 // to be behind that of a vector when it is used.
-constexpr int AT_A_TIME = 4;
+constexpr int FEW = IN_FLIGHT < SLOTS || SLOTS < 4 ? 2 : 4;
 
-template <int BEHIND, typename Use, typename Release>
+template <int BEHIND, int AT_A_TIME = FEW, typename Use, typename Release>
 __device__ __forceinline__ void as_they_arrive(int first, int last, int count, const Use& use, const Release& release) {
 #pragma unroll 1
   for (; first < last; first += AT_A_TIME) {
@@ -48,6 +49,6 @@ __device__ __forceinline__ void as_they_arrive(int first, int last, int count, c
 // rest pass through the others.
 template <typename Use, typename Release>
 __device__ __forceinline__ void take_part(int first, int vectors, int count, const Use& use, const Release& release) {
-  as_they_arrive<SLOTS>(first, min(vectors, SLOTS), count, use, release);
+  as_they_arrive<IN_FLIGHT>(first, min(vectors, SLOTS), count, use, release);
   if constexpr (HELD < SLOTS) as_they_arrive<SLOTS - HELD>(SLOTS, vectors, count, use, release);
 }

@@ -44,17 +44,11 @@ struct Arguments {
   double taken_variance;
 };
 
-// Whether what a thread needs of its channels is fetched ahead of its numbers. Behind many of these it comes last, and
-// all wait for it: with the cluster's barrier ahead too, group norm of 2 x 512 x 64^2 float16 numbers, channels last,
-// takes 13.9 us on an H100, else 15.8. But few numbers would only come later: 2 x 1280 x 16^2 takes 8.3 either way, and
-// backward 11.4 so, else 11.0.
-constexpr bool FETCHES_CHANNELS_FIRST = BLOCKS_PER_ROW > 1 || VECTORS > 8;
-
 extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
-  __shared__ Compute scratch[2 * SUM_SCRATCH];
-  __shared__ Compute own[NUMBERS * TILE_CHANNELS];
-  __shared__ Exchange<NUMBERS * TILE_CHANNELS, 1> exchange;
+  __shared__ Compute scratch[2 * SUM_SCRATCH / SUMMED];
+  __shared__ Compute own[NUMBERS * TILE_UNITS];
+  __shared__ Exchange<NUMBERS * TILE_UNITS, 1> exchange;
   __shared__ SetStatistics sets[TILE_SETS];
   __shared__ Compute variances[UPDATES_RUNNING ? TILE_SETS : 1];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];
@@ -63,22 +57,20 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const Chunk part = chunk_at(blockIdx.x / BLOCKS_PER_ROW, rank_in_row(), arguments.channels, arguments.points,
                               arguments.points_per_block);
+  // Ahead of the numbers: behind them it would come last, and all wait for it.
   OwnAffine affine = {};
-  const auto fetch_affine = [&] {
-    if (part.there) affine.fetch(part, arguments.weight, arguments.bias);
-  };
-  if constexpr (FETCHES_CHANNELS_FIRST) fetch_affine();
+  affine.fetch(part, arguments.weight, arguments.bias);
   const Walk begin = walk_over(part, arguments.point_sizes);
   const int count = begin.left;
   const Slots slots = {staged};
   Path x = path_of(begin, part, arguments.x_sample_stride, arguments.x_channel_stride, arguments.x_point_strides);
-#pragma unroll 4
-  for (int i = 0; i < VECTORS; ++i) {
+  const auto fill = [&](int i) {
     if (i < count) slots.fill(i, arguments.x + x.offset(arguments.x_point_strides));
     copy_async_commit();
     x.advance(arguments.point_sizes);
-  }
-  if constexpr (!FETCHES_CHANNELS_FIRST) fetch_affine();
+  };
+#pragma unroll 4
+  for (int i = 0; i < IN_FLIGHT; ++i) fill(i);
   // The sets whose statistics this thread stores; running ones are on their way early.
   constexpr int OWNED_SETS = (TILE_SETS + THREADS - 1) / THREADS;
   const auto owns = [&](int set) {
@@ -103,42 +95,40 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   pin(y.place);  // before the numbers arrive
 
   // Statistics of the part, then of the sets: they are the same where a part is all of a set.
-  constexpr bool ALONE = BLOCKS_PER_ROW * CHANNELS_PER_SET == 1;
-  constexpr int PIVOT = (VECTORS + 3) / 4;
-  const auto tell = [&](int channel, Compute pivot, Compute shift, Compute deviation) {
-    if constexpr (ALONE) {
+  constexpr bool ALONE = BLOCKS_PER_ROW * SET_UNITS == 1;
+  const auto tell = [&](int unit, Compute pivot, Compute shift, Compute deviation) {
+    if constexpr (ALONE) {  // so every unit is a set
       const Compute variance = deviation * static_cast<Compute>(arguments.set_share);
       Compute mean, remainder;
       add_apart(pivot, shift, mean, remainder);
-      sets[channel] = {mean, remainder, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
-      if constexpr (UPDATES_RUNNING) variances[channel] = variance;
+      sets[unit] = {mean, remainder, reciprocal_sqrt(variance + static_cast<Compute>(arguments.eps))};
+      if constexpr (UPDATES_RUNNING) variances[unit] = variance;
     } else {
-      write_numbers(own, channel, pivot, shift, deviation);
+      write_numbers(own, unit, pivot, shift, deviation);
     }
   };
   const auto slot_of = [](int i) { return i; };
-  const auto release = [](int) { copy_async_commit(); };
+  const auto release = [&](int i) { fill(i + IN_FLIGHT); };
   const auto no_others = [](const auto&) {};
-  sum_part(part, slots, VECTORS, PIVOT, count, slot_of, release, no_others, scratch, tell);
+  sum_part(part, slots, VECTORS, 1, count, slot_of, release, no_others, scratch, tell);
   if constexpr (!ALONE) {
     cluster_wait();  // another block may not have started
-    const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_CHANNELS] =
+    const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_UNITS] =
         exchange_shared<THREADS>(exchange, own, thread_in_block());
     const int lane = thread_in_block() % SET_LANES;
 #pragma unroll
     for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
       const int set = first + thread_in_block() / SET_LANES;
       const bool there = set < TILE_SETS;
-      const int first_channel = there ? set * CHANNELS_PER_SET : 0;
+      const int first_unit = there ? set * SET_UNITS : 0;
       const Moments of_set =
-          merged<SET_LANES>(arguments.set_share, everyones[0][first_channel], nullptr, [&](auto use) {
-            for (int i = lane; i < BLOCKS_PER_ROW * CHANNELS_PER_SET; i += SET_LANES) {
-              const int block = i / CHANNELS_PER_SET;
+          merged<SET_LANES>(arguments.set_share, everyones[0][first_unit], nullptr, [&](auto use) {
+            for (int i = lane; i < BLOCKS_PER_ROW * SET_UNITS; i += SET_LANES) {
+              const int block = i / SET_UNITS;
               const long long left = arguments.points - block * arguments.points_per_block;
-              const Compute* numbers = everyones[block] + first_channel + i % CHANNELS_PER_SET;
-              use(static_cast<double>(min(left, arguments.points_per_block)),
-                  static_cast<double>(numbers[0]) + numbers[TILE_CHANNELS],
-                  static_cast<double>(numbers[2 * TILE_CHANNELS]));
+              const Compute* numbers = everyones[block] + first_unit + i % SET_UNITS;
+              use(static_cast<double>(min(left, arguments.points_per_block) * SUMMED),
+                  static_cast<double>(numbers[0]) + numbers[TILE_UNITS], static_cast<double>(numbers[2 * TILE_UNITS]));
             }
           });
       if (!there || lane > 0) continue;

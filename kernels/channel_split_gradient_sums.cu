@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (!there[i]) continue;
-      add_vector(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
+      add_vector<PER_CHANNEL>(sums, [&](int j, Compute (&parts)[2 * CHANNEL_VECTOR]) {
         add(widen(x_values[i], j), widen(dy_values[i], j), channel_of(j), parts);
       });
     }

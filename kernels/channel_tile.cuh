@@ -9,6 +9,7 @@
 // may lie along all planes of the tile, from one into the next: for planes too short or odd for vectors of their own. A
 // thread then goes on by whole planes. As few sizes of planes make lanes that fill warps, some threads hold nothing.
 constexpr int CHANNEL_VECTOR = ALONG_CHANNELS ? VECTOR : 1;  // channels that a thread's numbers may belong to
+constexpr int PER_CHANNEL = VECTOR / CHANNEL_VECTOR;         // numbers of a vector that surely belong to one
 constexpr int POINT_VECTOR = ALONG_CHANNELS ? PLANE : VECTOR;
 constexpr int POINT_LANES = THREADS / CHANNEL_LANES;
 constexpr int HOLDERS = POINT_LANES * CHANNEL_LANES;  // threads that hold something
@@ -94,37 +95,88 @@ __device__ __forceinline__ void warp_sum_apart(Compute (&values)[COUNT]) {
   }
 }
 
+// Rows of sums along the channels, of COUNT numbers for each channel lane, in shared memory.
+template <int COUNT>
+struct RowsOfSums {
+  static constexpr int NUMBERS = COUNT * CHANNEL_LANES;
+  Compute* scratch;
+
+  // All threads see them after a barrier.
+  __device__ __forceinline__ void put(Compute (&values)[COUNT]) const {
+    if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(values);
+    const int row = SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane();
+    if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
+    }
+  }
+  __device__ __forceinline__ Compute total(int number) const {
+    Compute sum = scratch[number];
+#pragma unroll
+    for (int row = 1; row < SUM_ROWS; ++row) sum += scratch[row * NUMBERS + number];
+    return sum;
+  }
+};
+
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
   if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
   if constexpr (PLANE > 1) return sum_over_planes(values, scratch);
-  constexpr int NUMBERS = COUNT * CHANNEL_LANES;
-  if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(values);
-  const int row = SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane();
-  if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
-  }
+  const RowsOfSums<COUNT> rows = {scratch};
+  rows.put(values);
   __syncthreads();
 #pragma unroll
-  for (int first = 0; first < NUMBERS; first += THREADS) {
+  for (int first = 0; first < rows.NUMBERS; first += THREADS) {
     const int number = first + threadIdx.x;
-    if (number >= NUMBERS) break;
-    Compute sum = scratch[number];
-#pragma unroll
-    for (int other = 1; other < SUM_ROWS; ++other) sum += scratch[other * NUMBERS + number];
-    scratch[number] = sum;
+    if (number >= rows.NUMBERS) break;
+    scratch[number] = rows.total(number);
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) values[i] = scratch[i * CHANNEL_LANES + channel_lane()];
 }
 
-// Adds what one vector has to a thread's sums: add(j, sums) does so for its j-th element. Along the points, a vector is
-// summed by itself first: less rounding, shorter chains.
-template <int COUNT, typename Add>
+// The same for who needs two sums of each of a thread's COUNT / 2 units (see channel_sets.cuh) only once: calls
+// tell(i, first, second) for the i-th of them, in one of the threads that hold its channels.
+template <int COUNT, typename Tell>
+__device__ __forceinline__ void tell_sums_over_points(Compute (&values)[COUNT], Compute* scratch, const Tell& tell) {
+  constexpr int OWN = COUNT / 2;
+  static_assert(!ALONG_CHANNELS || PLANE > 1 || THREADS % CHANNEL_LANES == 0, "a thread tells of its own lane");
+  if constexpr (!ALONG_CHANNELS || PLANE > 1) {
+    sum_over_points(values, scratch);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      if (tells_of(i * (CHANNEL_VECTOR / OWN))) tell(i, values[i], values[OWN + i]);
+    }
+  } else {
+    const RowsOfSums<COUNT> rows = {scratch};
+    rows.put(values);
+    __syncthreads();
+#pragma unroll
+    for (int first = 0; first < OWN * CHANNEL_LANES; first += THREADS) {
+      const int number = first + threadIdx.x;
+      if (number >= OWN * CHANNEL_LANES) break;
+      tell(number / CHANNEL_LANES, rows.total(number), rows.total(OWN * CHANNEL_LANES + number));
+    }
+  }
+}
+
+// The i-th of a thread's numbers, which lie in registers.
+template <int COUNT>
+__device__ __forceinline__ Compute chosen(const Compute (&numbers)[COUNT], int i) {
+  Compute number = numbers[0];
+#pragma unroll
+  for (int j = 1; j < COUNT; ++j) {
+    if (i == j) number = numbers[j];
+  }
+  return number;
+}
+
+// Adds what one vector has to a thread's sums: add(j, sums) does so for its j-th element. Where PER_SUM > 1 elements go
+// to a sum, a vector is summed by itself first: less rounding, shorter chains.
+template <int PER_SUM, int COUNT, typename Add>
 __device__ __forceinline__ void add_vector(Compute (&sums)[COUNT], const Add& add) {
-  if constexpr (ALONG_CHANNELS) {
+  if constexpr (PER_SUM == 1) {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) add(j, sums);
   } else {

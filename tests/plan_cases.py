@@ -6,16 +6,14 @@ They have no memory behind them, so sizes go up to what no machine holds.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from hypothesis import assume, event, settings
 from hypothesis import strategies as st
 
-from cunorm.plan import Device, Plan, channel_grid, channel_pipeline, channel_slab, rows_of_channels
+from cunorm.plan import Device, Plan, channel, rows_of_channels
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
-from cunorm.plan.launches import Builder
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -135,13 +133,9 @@ def plain_channel_norm(
     ]
 
 
-def plan_of(geometry: Slab | Grid | ChannelPipeline, problem: ChannelProblem) -> Plan:
+def plan_of(geometry: Slab | Grid | ChannelPipeline, problem: ChannelProblem, device: Device = GPUS["sm_90"]) -> Plan:
     """The plan of a channel norm with slabs that lie so, whatever would be chosen."""
-    families: dict[type, Any] = {Slab: channel_slab, Grid: channel_grid, ChannelPipeline: channel_pipeline}
-    family = families[type(geometry)]
-    builder = Builder()
-    plan = family.plan_forward if isinstance(problem, ChannelForward) else family.plan_backward
-    return builder.finished(plan(problem, geometry, builder))
+    return channel.plan_with(problem, device, geometry)
 
 
 # ---- Those of every kind.

@@ -10,7 +10,8 @@ by the tool.
 
 Where racecheck reports a race with an mbarrier's start by a thread that starts none, or synccheck ends with
 CUDA_ERROR_ILLEGAL_ADDRESS and no report, look at the machine code: version 2025.3.1 does both where ptxas made a loop
-(R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see start_mbarriers).
+(R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see start_mbarriers). Synccheck ends so, too, in
+clusters of 16 blocks of which several share a multiprocessor, whatever the kernel's text; the other tools do not.
 """
 
 from __future__ import annotations
@@ -186,6 +187,8 @@ CHANNEL_PROBLEMS = [
     (Shape("batch_norm", (3, 4, 6, 8), "NCHW", layout="strided"), "float32"),  # points that do not merge
     (Shape("group_norm", (5, 250, 240, 64), "NHWC", 8), "bfloat16"),  # slabs in a pipeline, of whole samples
     (Shape("group_norm", (4, 200, 200, 192), "NHWC", 32), "float16"),  # of half of a sample's channels
+    (Shape("group_norm", (2, 64, 128, 128), "NCHW", 4), "float16"),  # slabs of clusters, along the points
+    (Shape("group_norm", (8, 16, 16, 1280), "NHWC", 32), "float16"),  # of one block, whose sets have several units
 ]
 
 

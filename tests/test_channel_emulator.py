@@ -34,13 +34,19 @@ def by_passes(problem: ChannelProblem, device: Device) -> Plan:
     return builder.finished(channel_split.plan_backward(problem, device, builder))
 
 
-def by_slabs(blocks: int, lanes: int | None) -> Choose:
-    """The plan with slabs of so many blocks, which have so many lanes of channels, or as many as there can be."""
+def by_slabs(blocks: int, lanes: int | None, in_flight: int | None = None) -> Choose:
+    """The plan with slabs of so many blocks, which have so many lanes of channels, or as many as there can be.
+
+    Of a thread's vectors so many are on their way before it sums the first, or as many as the plan has it.
+    """
 
     def choose(problem: ChannelProblem, device: Device) -> Plan:
         slabs = [slab for slab in channel_slab.candidates(problem, device) if slab.blocks_per_slab == blocks]
         most = lanes or max(slab.tiles.channel_lanes for slab in slabs)
-        return plan_of(next(slab for slab in slabs if slab.tiles.channel_lanes == most), problem)
+        chosen = plan_of(next(slab for slab in slabs if slab.tiles.channel_lanes == most), problem, device)
+        constants = dict(chosen.launches[0].constants)
+        assert in_flight is None or constants["IN_FLIGHT"] == in_flight < int(constants["VECTORS"])
+        return chosen
 
     return choose
 
@@ -80,6 +86,12 @@ PASSES, OLD_PASSES = EmulatorRunner(choose=by_passes), EmulatorRunner(OLD_DEVICE
 
 def slabs(blocks: int, lanes: int | None = None) -> EmulatorRunner:
     return EmulatorRunner(SMALL_DEVICE, by_slabs(blocks, lanes))
+
+
+def slabs_in_flight(blocks: int, lanes: int, in_flight: int) -> EmulatorRunner:
+    """Slabs that run all at once, on a GPU of so little memory rate that a multiprocessor asks for few vectors."""
+    device = Device("sm_90", 64, 512, clusters=(32, 16, 8, 4), memory_rate=1024 * in_flight)
+    return EmulatorRunner(device, by_slabs(blocks, lanes, in_flight))
 
 
 def grids(
@@ -200,6 +212,17 @@ ASKED: list[Asked] = [
             "all blocks": grids(3, 2, ahead=1),
             "all blocks, registers": grids(3, 2, ahead=0, resident=2),
         },
+    ),
+    # Slabs of which not all is on its way at once.
+    (
+        Shape("group_norm", (2, 9, 21, 64), "NHWC", 8),
+        {"dtype": "float16", "activation": "silu"},
+        {"1 block, 4 in flight": slabs_in_flight(1, 8, 4), "2 blocks, 4 in flight": slabs_in_flight(2, 8, 4)},
+    ),
+    (
+        Shape("instance_norm", (3, 4, 21, 76), "NCHW"),
+        {"affine": "weight"},
+        {"1 block, 4 in flight": slabs_in_flight(1, 4, 4), "2 blocks, 4 in flight": slabs_in_flight(2, 4, 4)},
     ),
     # Slabs that pass through slots: of points in two dimensions, in one turn and in several.
     (
@@ -496,7 +519,7 @@ def test_one_position_one_channel_one_sample(shape: Shape, way: str) -> None:
     check({"own": OWN, "passes": PASSES}[way], shape.case())
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 0, 4), (0, 2, 17, 17)], ids=str)
 @pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
 def test_empty(name: str, shape: tuple[int, ...]) -> None:
     case = Case(name, np.ones(shape, np.float32), data(2, shape[1:2]), None)

@@ -11,6 +11,7 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
+from cunorm.plan.channel_tiles import direction
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
@@ -23,6 +24,7 @@ _OfChannels = Slab | Grid | ChannelPipeline | Split
 Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
+_LEAST_BYTES_OF_BETTER_SLABS = 256 << 10
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -62,7 +64,7 @@ def plan_with(problem: ChannelProblem, device: Device, way: Way | None) -> Plan:
 
 def _plan_forward(problem: ChannelForward, way: _OfChannels, device: Device, builder: Builder) -> str:
     if isinstance(way, Slab):
-        return channel_slab.plan_forward(problem, way, builder)
+        return channel_slab.plan_forward(problem, device, way, builder)
     if isinstance(way, Grid):
         return channel_grid.plan_forward(problem, way, builder)
     if isinstance(way, ChannelPipeline):
@@ -72,7 +74,7 @@ def _plan_forward(problem: ChannelForward, way: _OfChannels, device: Device, bui
 
 def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, builder: Builder) -> str:
     if isinstance(way, Slab):
-        return channel_slab.plan_backward(problem, way, builder)
+        return channel_slab.plan_backward(problem, device, way, builder)
     if isinstance(way, Grid):
         return channel_grid.plan_backward(problem, way, builder)
     if isinstance(way, ChannelPipeline):
@@ -83,11 +85,14 @@ def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, b
 def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     """The best way to move every number once: rows, or slabs; two passes where these take less time.
 
-    Rows are best where they are possible, but for those whose blocks all wait for each other (row_grid), or that take
-    clusters of 16 blocks, which leave many idle: 2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on
-    an H200, by slabs 1.26, and take 1.17 by row_pipeline; 262,144 backward 1.53 by clusters, 1.34 by slabs.
+    Rows are best where they are possible, but for long ones that blocks share (see _is_better_as_slab): 2,097,152
+    numbers of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline.
     """
     rows, slab = rows_of_channels.way_of(problem, device), None
+    if rows is not None and _is_better_as_slab(rows, problem):
+        slab = _least(channel_slab.candidates(problem, device), problem, device)
+        if slab is not None:
+            return slab
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     if most_blocks != 0:
         slab = _least(channel_slab.candidates(problem, device), problem, device)
@@ -107,6 +112,20 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     ways += [(cost(way, problem, device), way) for way in held if way is not None]
     _, best = min(ways, key=lambda way: way[0])
     return best
+
+
+def _is_better_as_slab(rows: RowWay, problem: ChannelProblem) -> bool:
+    """Whether rows that blocks share, and wait for each other, take longer than slabs of whole vectors do.
+
+    These have more, smaller blocks, which wait while others work. On an H100 all 40 such groups and channels of 0.25 MB
+    and more take less, forward and backward, with and without silu: group norm of 4 x 512 x 128^2 float16 numbers 0.82
+    to 0.96 of the time, of 1 x 256 x 256^2 0.81 to 0.91. Of 128 KB, 4 x 512 x 64^2, they take 0.98 to 1.09.
+    """
+    shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
+    nbytes = problem.channels_per_set * problem.points * problem.itemsize
+    along_channels, width, _ = direction(problem)
+    whole = not along_channels and width * problem.itemsize == 16 and problem.itemsize <= 4
+    return shared and whole and len(problem.point_sizes) == 1 and nbytes >= _LEAST_BYTES_OF_BETTER_SLABS
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:

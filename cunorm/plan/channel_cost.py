@@ -6,15 +6,16 @@ that were timed, those that come out first took 1 % more than the best on averag
 along the channels; 8 % of the other slabs. Those of pipelines are of ten problems forward, and sixteen backward.
 
 With the rate of its memory the same constants fit an H100, but for those of what moves numbers and computes at the same
-time. Of 90 problems the ways that come out first take 2.7 % more than the best there (bench/ways.py, and its times in
-bench/results/h100/channel-ways.json), with the rate of an H200 7 %; of 140 others with the channels last 1.7 %, and of
+time. Of 92 problems the ways that come out first take 3 % more than the best there (bench/ways.py, and its times in
+bench/results/h100/channel-ways.json); of 140 others with the channels last 1.7 %, and of
 132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much longer
 vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of which
 most are odd.
 
-All that was before slabs of several blocks summed what had arrived meanwhile. What they have taken since, and grids
-backward under an activation, was set to times on an H100 of 76 problems with the channels last, by up to 12 ways each:
-the ways that come out first take 2.0 % more than the best of them, and took 3.3 %.
+Slabs along the channels have become faster since, and what they take was fitted anew, to times on an H100 of 170
+problems with the channels last, by up to 13 ways each: it is off by 5 % on average, before that by 9 %, and the ways
+that come out first take 2.5 % more than the best. So were those along the points in whole vectors, to times of 50
+problems: 5 % and 3 %.
 """
 
 from __future__ import annotations
@@ -37,10 +38,6 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
-# Of the time of slabs of so many blocks, all at once, what they take, for they sum what has arrived meanwhile (for one
-# block forward also: what the rest of the formula expects too much).
-_WITHOUT_WAITING_FORWARD = {1: 0.86, 2: 0.8, 4: 0.85, 8: 0.83, 16: 0.91}
-_WITHOUT_WAITING_BACKWARD = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.97, 16: 0.94}
 
 
 def cost(way: Slab | Grid | ChannelPipeline | Split, problem: ChannelProblem, device: Device) -> float:
@@ -116,6 +113,8 @@ def _activation(problem: ChannelProblem, device: Device, forward: float, backwar
 def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     if slab.tiles.along_channels and slab.tiles.direction.plane == 1:
         return _cost_along_channels(slab, problem, device)
+    if not slab.tiles.along_channels and slab.tiles.width * problem.itemsize == 16 and len(problem.point_sizes) == 1:
+        return _cost_along_points(slab, problem, device)
     resident = max(1, slab.resident(problem, device))
     at_once = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab * resident
     grid = slab.grid(problem)
@@ -137,8 +136,8 @@ def _by_blocks(problem: ChannelProblem, slab: Slab, device: Device) -> float:
     """How much less slabs of one block take, and more those of 16: of 132 batch norms, on an H100."""
     if slab.blocks_per_slab > 1:
         return 1.05 if slab.blocks_per_slab == 16 and slab.tiles.along_channels else 1.0
-    if slab.tiles.along_channels:
-        return 0.9 if isinstance(problem, ChannelForward) else 0.82
+    if slab.tiles.along_channels:  # along planes
+        return 0.9
     return 0.94 if slab.grid(problem) >= device.multiprocessors else 1.0
 
 
@@ -152,28 +151,63 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     waves = -(-grid // at_once)
     per_multiprocessor = -(-min(grid, at_once) // side_by_side)
 
-    # Of small tensors the cache puts together what blocks have of a line.
-    waste = _waste(problem, slab.tiles)
-    stream = _time_to_move(problem.bytes_moved, device)
-    stream *= 1 + (waste - 1) * min(1.0, problem.bytes_moved / 95e6)
+    waste = _waste_of_slabs(problem, slab)
+    stream = _time_to_move(problem.bytes_moved, device) * waste
     # What the busiest multiprocessor moves.
-    own = waves * per_multiprocessor * slab.shared_bytes(problem) * (2 if forward else 1.5)
+    own = waves * per_multiprocessor * slab.shared_bytes(problem) * (2.75 if forward else 2.1)
     own *= math.sqrt(waste) / _ALONE_BYTES
     memory = math.sqrt(math.hypot(stream**2, own**2))
     if waves > 1:
         memory *= 1 + 0.54 * (waves * at_once / grid - 1)
+        # Not timed on an H200 since slabs take less: there, what was timed beside other ways is chosen as it was.
+        memory *= 1.35 if device.has_fast_memory else 1.0
 
     elements = slab.vectors * 16 // problem.itemsize
-    busy = slab.tiles.threads * per_multiprocessor / 512
-    latency = elements * 0.03 * max(0.6, busy) * (1 if forward else 1.48)
-    latency += 0.18 * busy * (2 + max(0, math.ceil(math.log2(32 / slab.tiles.channel_lanes))))
+    busy = max(0.6, slab.tiles.threads * per_multiprocessor / 512)
+    latency = elements * busy * (0.006 if forward else 0.032)
+    if problem.activation is not None:
+        latency += elements * busy * (0.014 if forward else 0.026)
+    summed = slab.tiles.summed(problem)
+    if forward:
+        halvings = max(0, math.ceil(math.log2(32 / slab.tiles.channel_lanes)))
+        latency += 0.09 * busy * (2 + halvings) / summed
     if slab.blocks_per_slab > 1:
-        sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab  # by a block to the others
-        latency += 0.5 + 0.18 * math.log2(slab.blocks_per_slab) + 1.4e-4 * sent * per_multiprocessor
-    time = memory + latency * (1 + (waves - 1) / float(resident**0.6))
-    if waves == 1:
-        time *= (_WITHOUT_WAITING_FORWARD if forward else _WITHOUT_WAITING_BACKWARD)[slab.blocks_per_slab]
-    return ((6.3 if forward else 5.4) + time) * _activation(problem, device, 1.1, 1.35)
+        sent = (3 if forward else 2) * slab.tiles.channels // summed * slab.blocks_per_slab  # by a block to the others
+        latency += 0.5 + 2.2e-4 * sent * per_multiprocessor
+    return (5.7 if forward else 6.8) + memory + latency * (1 + (waves - 1) / resident)
+
+
+def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> float:
+    """Of a slab along the points of one dimension in whole vectors, of the same age."""
+    forward = isinstance(problem, ChannelForward)
+    resident = max(1, slab.resident(problem, device))
+    side_by_side = device.groups(slab.blocks_per_slab) * slab.blocks_per_slab
+    at_once = side_by_side * resident
+    waves = -(-slab.grid(problem) // at_once)
+    per_multiprocessor = -(-min(slab.grid(problem), at_once) // side_by_side)
+
+    own = waves * per_multiprocessor * slab.shared_bytes(problem) * (4.5 if forward else 3.4) / _ALONE_BYTES
+    memory = math.sqrt(math.hypot(_time_to_move(problem.bytes_moved, device) ** 2, own**2))
+    elements = slab.vectors * 16 // problem.itemsize
+    work = 0.007 if forward else 0.011
+    if problem.activation is not None:
+        work += 0.009 if forward else 0.018
+    latency = elements * work * max(0.84, slab.tiles.threads * per_multiprocessor / 512)
+    if slab.blocks_per_slab > 1:
+        sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab
+        latency += 0.25 + 3e-4 * sent * per_multiprocessor
+    return (5.1 if forward else 7.2) + memory + latency * (1 + (waves - 1) / resident**2)
+
+
+def _waste_of_slabs(problem: ChannelProblem, slab: Slab) -> float:
+    """As _waste, of channels that are contiguous: of few bytes the cache puts together what blocks have of a line."""
+    run = slab.tiles.channels * problem.itemsize
+    if slab.tiles.channels >= problem.channels:
+        return 1.0
+    waste = 1.0 if run % 64 == 0 else 1.5 if run % 32 == 0 else 3.1
+    if run < 128:
+        waste *= 1.5 if run >= 64 else 96 / run
+    return 1 + (waste - 1) * min(1.0, 0.05 + problem.bytes_moved / 380e6)
 
 
 def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:

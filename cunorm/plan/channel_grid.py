@@ -62,8 +62,8 @@ class Grid:
 
     @property
     def pivot(self) -> int:
-        """Vectors that give the pivot, forward."""
-        return min(self.held, -(-self.vectors // 4))
+        """Vectors that give the pivot, forward: few, so that it is there before the others are."""
+        return -(-self.vectors // _VECTORS_PER_PIVOT)
 
     def numbers(self, problem: ChannelProblem) -> int:
         """Numbers that a block has for each set of channels."""
@@ -95,16 +95,18 @@ class Grid:
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
-        numbers = self.numbers(problem)
-        of_channels = numbers + (2 if isinstance(problem, ChannelForward) else 4)
-        return static_bytes(problem, self.tiles, of_channels * self.tiles.channels + 2 * numbers * self.sets(problem))
+        numbers, channels = self.numbers(problem), self.tiles.channels
+        of_units = numbers * (channels // self.tiles.summed(problem))
+        of_channels = (2 if isinstance(problem, ChannelForward) else 4) * channels
+        return static_bytes(problem, self.tiles, of_units + of_channels + 2 * numbers * self.sets(problem))
 
     def constants(self, problem: ChannelProblem) -> Constants:
-        parts = max(self.blocks_per_slab, problem.channels_per_set)
+        parts = max(self.blocks_per_slab, problem.channels_per_set // self.tiles.summed(problem))
         own: Constants = {
             "RESIDENT": self.resident,
             "SLOTS": self.slots,
             "HELD": self.held,
+            "IN_FLIGHT": self.slots,
             "CHANNELS_PER_SET": problem.channels_per_set,
             "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
         }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
-from cunorm.problem import ChannelProblem, ChannelTensor, Vector
+from cunorm.problem import ChannelBackward, ChannelProblem, ChannelTensor, Vector
 
 __all__ = [
     "Direction",
@@ -74,6 +74,11 @@ class Tiles:
     @property
     def block(self) -> tuple[int, int]:
         return (self.threads, 1) if self.along_channels else (self.point_lanes, self.channel_lanes)
+
+    def summed(self, problem: ChannelProblem) -> int:
+        """Of how many channels slabs and grids take the statistics together (see channel_slab_statistics.cuh)."""
+        apart = isinstance(problem, ChannelBackward) or self.direction.plane > 1
+        return 1 if apart else math.gcd(self.channel_vector, problem.channels_per_set)
 
     def count(self, problem: ChannelProblem) -> int:
         """Tiles of channels, of all samples."""
@@ -161,7 +166,8 @@ def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
     """Shared memory that a kernel declares: for sums over the points of a tile, and so many numbers."""
     lanes, plane = tiles.channel_lanes, tiles.direction.plane
     rows = tiles.threads // 32 if lanes < 32 else tiles.point_lanes
-    scratch = lanes * (rows * tiles.width if tiles.along_channels else -(-tiles.point_lanes // 32))
+    sums = tiles.width // tiles.summed(problem)  # of a vector along the channels
+    scratch = lanes * (rows * sums if tiles.along_channels else -(-tiles.point_lanes // 32))
     if plane > 1:
         scratch = ((tiles.width - 2) // plane + 2) * tiles.holders + tiles.channels
     total = (2 * scratch + numbers) * compute_itemsize(problem) + 64
