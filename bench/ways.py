@@ -116,7 +116,7 @@ def measure(path: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, most: int
 
 
 def _microseconds(machine: Any, what: Plan | str) -> float:
-    return round(float(np.median(machine.samples(what, 11))) * 1e6, 2)
+    return round(float(np.median(machine.samples(what, 21))) * 1e6, 2)
 
 
 def regrets(path: Path) -> list[tuple[dict[str, Any], float]]:
