@@ -34,6 +34,7 @@ _TARGET = "cunorm"
 _DLPACK_CPU = 1
 
 _shape_dtype: Any = jax.ShapeDtypeStruct
+_live_arrays: Any = jax.live_arrays
 
 Inputs = tuple[tuple[tuple[int, ...], str] | None, ...]
 
@@ -185,7 +186,7 @@ def _register() -> None:
 
 def _wait_for_results() -> None:
     """A call that still ran in a thread of XLA's when the interpreter ends would ask for its lock, and abort."""
-    for array in jax.live_arrays():
+    for array in _live_arrays():
         with contextlib.suppress(Exception):  # of what was computed: nobody asked for it
             array.block_until_ready()
 
