@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cunorm.plan.channel_tiles import (
     Tiles,
@@ -36,6 +37,15 @@ _LEAST_IN_FLIGHT = 4
 _REGISTERS = 96
 
 
+class Waves(NamedTuple):
+    """How blocks come to run on a device: as many at a time as it has room for."""
+
+    count: int
+    room: int  # blocks that run at the same time
+    resident: int  # of them, on a multiprocessor
+    busiest: int  # those that there are at a time on the multiprocessor that has the most
+
+
 @dataclass(frozen=True)
 class Slab:
     """How slabs lie over blocks (see kernels/channel_slab.cuh)."""
@@ -65,13 +75,18 @@ class Slab:
             numbers = (of_blocks + 2 + 2) * channels
         return static_bytes(problem, self.tiles, numbers)
 
+    def waves(self, problem: ChannelProblem, device: Device) -> Waves:
+        grid, resident = self.grid(problem), max(1, self.resident(problem, device))
+        side_by_side = device.groups(self.blocks_per_slab) * self.blocks_per_slab  # each on a multiprocessor
+        room = side_by_side * resident
+        return Waves(-(-grid // room), room, resident, -(-min(grid, room) // side_by_side))
+
     def in_flight(self, problem: ChannelProblem, device: Device) -> int:
         """Vectors of a thread that are on their way before it sums the first."""
-        side_by_side = device.groups(self.blocks_per_slab) * self.blocks_per_slab
-        blocks = -(-self.grid(problem) // side_by_side)  # of a multiprocessor
-        if device.capability < 80 or blocks > max(1, self.resident(problem, device)):
+        waves = self.waves(problem, device)
+        if device.capability < 80 or waves.count > 1:
             return self.vectors
-        step_bytes = blocks * self.shared_bytes(problem) // self.vectors
+        step_bytes = waves.busiest * self.shared_bytes(problem) // self.vectors
         some = round(_MICROSECONDS_IN_FLIGHT * device.memory_rate / step_bytes)
         return min(self.vectors, max(_LEAST_IN_FLIGHT, some))
 
