@@ -118,12 +118,12 @@ def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     waves, grid = slab.waves(problem, device), slab.grid(problem)
     stream = _time_to_move(problem.bytes_moved, device) * _waste(problem, slab.tiles)
     stream /= min(1.0, 2.2 * grid / device.multiprocessors)
-    if waves.count > 1:
-        stream *= 1 + 0.6 * (waves.count * waves.room / grid - 1)
+    if waves.number > 1:
+        stream *= 1 + 0.6 * (waves.number * waves.room / grid - 1)
     work = _work(problem, slab.vectors, slab.tiles, 0.02, 0.04)
     latency = 1.8 + (0.95 + 0.06 * math.log2(slab.blocks_per_slab)) * (slab.blocks_per_slab > 1)
     latency += work * max(0.66, slab.tiles.threads * waves.resident / 512)
-    cost = 4.2 + stream + latency * (1 + (waves.count - 1) / float(waves.resident**0.6))
+    cost = 4.2 + stream + latency * (1 + (waves.number - 1) / float(waves.resident**0.6))
     if not slab.tiles.along_channels:
         cost *= _narrow_slab(problem, slab)
     return cost * _by_blocks(problem, slab, device) * _activation(problem, device, 1.05, 1.15)
@@ -144,11 +144,11 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     waste = _waste_of_slabs(problem, slab)
     stream = _time_to_move(problem.bytes_moved, device) * waste
     # What the busiest multiprocessor moves.
-    own = waves.count * waves.busiest * slab.shared_bytes(problem) * (2.75 if forward else 2.1)
+    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (2.75 if forward else 2.1)
     own *= math.sqrt(waste) / _ALONE_BYTES
     memory = math.sqrt(math.hypot(stream**2, own**2))
-    if waves.count > 1:
-        memory *= 1 + 0.54 * (waves.count * waves.room / slab.grid(problem) - 1)
+    if waves.number > 1:
+        memory *= 1 + 0.54 * (waves.number * waves.room / slab.grid(problem) - 1)
         # Not timed on an H200 since slabs take less: there, what was timed beside other ways is chosen as it was.
         memory *= 1.35 if device.has_fast_memory else 1.0
 
@@ -164,13 +164,13 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     if slab.blocks_per_slab > 1:
         sent = (3 if forward else 2) * slab.tiles.channels // summed * slab.blocks_per_slab  # by a block to the others
         latency += 0.5 + 2.2e-4 * sent * waves.busiest
-    return (5.7 if forward else 6.8) + memory + latency * (1 + (waves.count - 1) / waves.resident)
+    return (5.7 if forward else 6.8) + memory + latency * (1 + (waves.number - 1) / waves.resident)
 
 
 def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     """Of a slab along the points of one dimension in whole vectors, of the same age."""
     forward, waves = isinstance(problem, ChannelForward), slab.waves(problem, device)
-    own = waves.count * waves.busiest * slab.shared_bytes(problem) * (4.5 if forward else 3.4) / _ALONE_BYTES
+    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (4.5 if forward else 3.4) / _ALONE_BYTES
     memory = math.sqrt(math.hypot(_time_to_move(problem.bytes_moved, device) ** 2, own**2))
     elements = slab.vectors * 16 // problem.itemsize
     work = 0.007 if forward else 0.011
@@ -180,7 +180,7 @@ def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> f
     if slab.blocks_per_slab > 1:
         sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab
         latency += 0.25 + 3e-4 * sent * waves.busiest
-    return (5.1 if forward else 7.2) + memory + latency * (1 + (waves.count - 1) / waves.resident**2)
+    return (5.1 if forward else 7.2) + memory + latency * (1 + (waves.number - 1) / waves.resident**2)
 
 
 def _waste_of_slabs(problem: ChannelProblem, slab: Slab) -> float:

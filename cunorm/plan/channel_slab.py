@@ -40,7 +40,7 @@ _REGISTERS = 96
 class Waves(NamedTuple):
     """How blocks come to run on a device: as many at a time as it has room for."""
 
-    count: int
+    number: int
     room: int  # blocks that run at the same time
     resident: int  # of them, on a multiprocessor
     busiest: int  # those that there are at a time on the multiprocessor that has the most
@@ -84,7 +84,7 @@ class Slab:
     def in_flight(self, problem: ChannelProblem, device: Device) -> int:
         """Vectors of a thread that are on their way before it sums the first."""
         waves = self.waves(problem, device)
-        if device.capability < 80 or waves.count > 1:
+        if device.capability < 80 or waves.number > 1:
             return self.vectors
         step_bytes = waves.busiest * self.shared_bytes(problem) // self.vectors
         some = round(_MICROSECONDS_IN_FLIGHT * device.memory_rate / step_bytes)
