@@ -4,8 +4,8 @@ struct OwnAffine {
   Vector<WEIGHT_TYPE, CHANNEL_VECTOR> weights;
   Vector<BIAS_TYPE, CHANNEL_VECTOR> biases;
 
-  // Starts to load them: whoever uses them waits. Who has no channel loads those of the first: with a branch ptxas would
-  // wait for them at once, to put them and what is there otherwise into the same registers.
+  // Starts to load them: whoever uses them waits. Who has no channel loads those of the first: with a branch ptxas
+  // would wait for them at once, to put them and what is there otherwise into the same registers.
   __device__ __forceinline__ void fetch(const Chunk& chunk, const WEIGHT_TYPE* all_weights,
                                         const BIAS_TYPE* all_biases) {
     if constexpr (HAS_WEIGHT) fetch_of<WEIGHT_ACCESS>(chunk, all_weights, weights);

@@ -3,8 +3,8 @@
 //
 // A thread's vectors lie in shared memory, in slots that no other thread looks at: a slot is filled by cp.async, read
 // where it is summed, and read again where it is finished. Of channel_slab_* each of VECTORS vectors has its own, and
-// IN_FLIGHT are on their way before the first is summed; channel_grid.cuh says which slots vectors have there, and which
-// lie in registers.
+// IN_FLIGHT are on their way before the first is summed; channel_grid.cuh says which slots vectors have there, and
+// which lie in registers.
 struct Slots {
   X_TYPE* memory;
 

@@ -4,8 +4,8 @@
 // `pivot` of `vectors` vectors a thread, no small share of them, so little cancels in the squared deviations whatever
 // the data are. They are among the HELD ones.
 
-// Statistics are of sets, so those of a unit (see channel_sets.cuh) are taken together, where its numbers are channels of
-// one point. Units of several channels spare most of the work on sums.
+// Statistics are of sets, so those of a unit (see channel_sets.cuh) are taken together, where its numbers are channels
+// of one point. Units of several channels spare most of the work on sums.
 constexpr int SUMMED = PLANE == 1 ? UNIT : 1;  // channels of a unit
 constexpr int SUMS = CHANNEL_VECTOR / SUMMED;  // units of a thread
 constexpr int TILE_UNITS = TILE_CHANNELS / SUMMED;

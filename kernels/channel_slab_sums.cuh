@@ -2,8 +2,8 @@
 // channel_grid_backward.
 
 // What the thread has of its channels, NUMBERS rows of CHANNEL_VECTOR. Of its `vectors` in slots there are `count`, the
-// i-th in slot_of(i); release(i) says that it was summed. for_the_others(use) calls use(dy, x) for those that are not in
-// slots.
+// i-th in slot_of(i); release(i) says that it was summed. for_the_others(use) calls use(dy, x) for those that are not
+// in slots.
 template <typename SlotOf, typename Release, typename ForTheOthers>
 __device__ __forceinline__ void sum_part(const Slots& dy_slots, const Slots& x_slots, const Own& thread, int vectors,
                                          int count, const SlotOf& slot_of, const Release& release,

@@ -91,7 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
     for (int i = 0; i < UNROLL; ++i) {
       forget_widened(values[i]);
       if (!there[i]) continue;
-      add_vector<PER_CHANNEL>(sums, [&](int j, Compute (&parts)[SUMS]) { add(widen(values[i], j), channel_of(j), parts); });
+      add_vector<PER_CHANNEL>(sums, [&](int j, Compute (&parts)[SUMS]) {
+        add(widen(values[i], j), channel_of(j), parts);
+      });
     }
   };
   add_tile();
