@@ -85,8 +85,10 @@ def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, b
 def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     """The best way to move every number once: rows, or slabs; two passes where these take less time.
 
-    Rows are best where they are possible, but for long ones that blocks share (see _is_better_as_slab): 2,097,152
-    numbers of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline.
+    Rows are best where they are possible, but for long ones that blocks share (see _is_better_as_slab), those whose
+    blocks all wait for each other (row_grid), and such that take clusters of 16 blocks, which leave many idle:
+    2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline;
+    262,144 backward 1.53 by clusters, 1.34 by slabs.
     """
     rows, slab = rows_of_channels.way_of(problem, device), None
     if rows is not None and _is_better_as_slab(rows, problem):
@@ -117,9 +119,10 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
 def _is_better_as_slab(rows: RowWay, problem: ChannelProblem) -> bool:
     """Whether rows that blocks share, and wait for each other, take longer than slabs of whole vectors do.
 
-    These have more, smaller blocks, which wait while others work. On an H100 all 40 such groups and channels of 0.25 MB
+    These have more, smaller blocks, which wait while others work. On an H100 nearly all groups and channels of 256 KB
     and more take less, forward and backward, with and without silu: group norm of 4 x 512 x 128^2 float16 numbers 0.82
-    to 0.96 of the time, of 1 x 256 x 256^2 0.81 to 0.91. Of 128 KB, 4 x 512 x 64^2, they take 0.98 to 1.09.
+    to 0.96 of the time, of 1 x 256 x 256^2 0.81 to 0.91; but under silu 2 x 256 x 128^2 1.04 and 1.05, and backward 8 x
+    128 x 256^2 1.03 to 1.05. Of 128 KB, 4 x 512 x 64^2, they take 0.98 to 1.09.
     """
     shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
     nbytes = problem.channels_per_set * problem.points * problem.itemsize

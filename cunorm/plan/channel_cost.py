@@ -7,7 +7,7 @@ along the channels; 8 % of the other slabs. Those of pipelines are of ten proble
 
 With the rate of its memory the same constants fit an H100, but for those of what moves numbers and computes at the same
 time. Of 92 problems the ways that come out first take 3 % more than the best there (bench/ways.py, and its times in
-bench/results/h100/channel-ways.json); of 140 others with the channels last 1.7 %, and of
+bench/results/h100/channel-ways.json); of 140 others with the channels last, before slabs became faster, 1.7 %, and of
 132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much longer
 vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of which
 most are odd.
