@@ -1,8 +1,8 @@
 // The statistics of a block's part of a slab, as it arrives, for channel_slab_forward and channel_grid_forward.
 //
 // The sums are taken of x - pivot, where the pivot is the mean of the first part of what a block has of a channel:
-// `pivot` of `vectors` vectors a thread, one of 64 or more, which bounds what cancels in the squared deviations whatever
-// the data are; and few, so that it is there before the others have come. They are among the HELD ones.
+// `pivot` of `vectors` vectors a thread, at least one of 64, which bounds what cancels in the squared deviations
+// whatever the data are; and few, so that it is there before the others have come. They are among the HELD ones.
 
 // Statistics are of sets, so those of a unit (see channel_sets.cuh) are taken together, where its numbers are channels
 // of one point. Units of several channels spare most of the work on sums.
