@@ -133,7 +133,8 @@ def host(measurements: Sequence[Measurement]) -> str:
 
 def models(measurements: Sequence[Measurement]) -> str:
     """A line a model; for eager and compiled steps milliseconds without and with cunorm, and the ratio."""
-    names = {OURS: "with cunorm ms", COMPILED: "with its calls compiled ms"}
+    names = {OURS: "", COMPILED: ", after build-torch"}
+    of_step = {"step": "eager", "compiled step": "torch.compile"}
     shown = {(entry.direction, entry.provider) for entry in measurements}
     steps = [name for name in STEPS if any(direction == name for direction, _ in shown)]
     wanted = {step: [name for name in names if (step, name) in shown] for step in steps}
@@ -146,8 +147,9 @@ def models(measurements: Sequence[Measurement]) -> str:
             line += [_ms(entry), _ratio(entry, peer)]
     headings = ["model", "input"]
     for step in steps:
-        headings.append(f"{step}: PyTorch ms")
-        headings += [f"{step}: {text}" for name in wanted[step] for text in (names[name], "ratio")]
+        headings.append(f"{of_step[step]}: PyTorch ms")
+        titles = [of_step[step] + names[name] for name in wanted[step]]
+        headings += [f"{title}: {text}" for title in titles for text in ("cunorm ms", "ratio")]
     return _markdown(headings, list(lines.values()))
 
 

@@ -205,7 +205,9 @@ def load(path: str | Path) -> Results:
             for name, found in providers.items():
                 measurements.append(dataclasses.replace(Measurement.of(row, name, copy_seconds), **found))
         return Results(**data, measurements=measurements)
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except KeyError as error:
+        raise ValueError(f"{path} has no results of a benchmark: there is no {error}") from error
+    except (AttributeError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} has no results of a benchmark: {error}") from error
 
 

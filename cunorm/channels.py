@@ -32,8 +32,8 @@ def instance_norm(
     """Instance normalization: ``y = (x - mean) * rstd * weight + bias``, with statistics by sample and channel.
 
     ``rstd = 1 / sqrt(var + eps)`` with the biased variance over the spatial dimensions (Ulyanov, Vedaldi, Lempitsky
-    2016, arXiv:1607.08022; the same as ``torch.nn.functional.instance_norm``). Statistics and sums are float32 whatever
-    the data, float64 for float64 data.
+    2016, arXiv:1607.08022; the same as ``torch.nn.functional.instance_norm``, which refuses a single position, whose
+    variance is 0). Statistics and sums are float32 whatever the data, float64 for float64 data.
 
     Parameters
     ----------

@@ -109,7 +109,8 @@ def rms_norm(
     """RMS normalization: ``y = x * rstd * (weight_offset + weight) + bias``, with statistics over ``axis``.
 
     ``rstd = 1 / sqrt(mean(x^2) + eps)`` (Zhang, Sennrich 2019, arXiv:1910.07467; the same as
-    ``torch.nn.functional.rms_norm``). Statistics and sums are float32 whatever the data, float64 for float64 data.
+    ``torch.nn.functional.rms_norm``, whose default eps is another). Statistics and sums are float32 whatever the data,
+    float64 for float64 data.
 
     Parameters
     ----------

@@ -142,7 +142,7 @@ def synthetic() -> Results:
 
 def test_table() -> None:
     filled = report.fill("<!-- bench: models models -->\n<!-- bench end -->", synthetic())
-    assert "| model | input | step: PyTorch ms | step: with cunorm ms | step: ratio | compiled step: " in filled
+    assert "| model | input | eager: PyTorch ms | eager: cunorm ms | eager: ratio | torch.compile: PyTorch" in filled
     assert "| ResNet-50 | 128 × 3 × 224² | 50.0 | 40.0 | 0.80 | 50.0 | – | – |" in filled
     assert filled.count("\n") == 3 + len(MODELS)
 
@@ -154,7 +154,7 @@ def test_table_with_compiled_calls() -> None:
         entry = Measurement.of(row, "cunorm-compiled", None)
         results.measurements.append(Measurement(**vars(entry) | {"seconds": 0.03}))
     filled = report.fill("<!-- bench: models models -->\n<!-- bench end -->", results)
-    assert "| step: with its calls compiled ms | step: ratio |" in filled
+    assert "| eager, after build-torch: cunorm ms | eager, after build-torch: ratio |" in filled
     assert "| ResNet-50 | 128 × 3 × 224² | 50.0 | 40.0 | 0.80 | 30.0 | 0.60 |" in filled
 
 

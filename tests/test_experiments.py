@@ -161,7 +161,7 @@ def test_resources_of_the_shipped_text() -> None:
     assert set(report.frame["text"]) == {"shipped"} and "on sm_90" in report.headline
     with pytest.raises(ValueError, match="arch is 'hopper'"):
         cunorm.experiment(ROWS).resources("hopper")
-    with pytest.raises(ValueError, match="arch is 90; it must be like 'sm_90'"):
+    with pytest.raises(ValueError, match="arch is 90; it must be one of sm_75, sm_80"):
         cunorm.experiment(ROWS).resources(90)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shape is \(4, 8\): no call of it launches row_grid_forward on sm_90"):
         cunorm.experiment("row_grid_forward").resources(shape=(4, 8))

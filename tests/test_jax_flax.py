@@ -263,7 +263,7 @@ def test_what_is_refused(of: Any, name: str) -> None:
         return getattr(of, name)(**always, **options).init_with_output(jax.random.key(0), x, mask=mask)[0]
 
     assert run().shape == x.shape
-    with pytest.raises(ValueError, match=f"mask is given to {name}; it must be None"):
+    with pytest.raises(ValueError, match=f"mask is given to cunorm's {name}; it must be None"):
         run(jnp.ones((4, 3, 8), bool))
     with pytest.raises(ValueError, match=f"axis_index_groups of {name} is .*0.*; it must be None"):
         run(axis_index_groups=[[0]])

@@ -22,14 +22,14 @@ from cunorm.checks import check_dtype
 
 __all__ = ["batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "moved", "row_norm"]
 
-_MUST = "it must be None: the layer of flax has it"
+_MUST = "it must be None: cunorm's layers have none, Flax's own have"
 
 
 def check_layer(layer: Any, mask: Any, axis_name: bool = False) -> None:
     """Refuse what Flax's layer has and cunorm has not. ``axis_name`` says whether that may be given."""
     name = type(layer).__name__
     if mask is not None:
-        raise ValueError(f"mask is given to {name}; {_MUST}")
+        raise ValueError(f"mask is given to cunorm's {name}; {_MUST}")
     if layer.axis_name is not None and not axis_name:
         raise ValueError(f"axis_name of {name} is {layer.axis_name!r}; {_MUST}")
     if layer.axis_index_groups is not None:

@@ -224,7 +224,7 @@ def _gradients_of_op(op: Any, *cotangents: Any) -> list[Any]:
 def _gradients(work: Work, inputs: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
     """Those of ``inputs``, from those of ``results``."""
     if isinstance(work, Backward):
-        raise NotImplementedError("cunorm has no second derivatives")
+        raise NotImplementedError("cunorm has no second derivatives and no forward mode (ForwardAccumulator)")
     x, residual, weight, bias, *running = inputs
     _, residual_out, mean, rstd = results
     kept = (x if residual is None else residual_out, weight, bias if work.op.keeps_bias else None, mean, rstd)

@@ -372,8 +372,8 @@ def _record(
     return y, residual_out, mean[0] if mean else None, rstd
 
 
-class _Recorded(torch.autograd.Function):
-    """Any op of ``cunorm.execute.Op``: y, or a tuple of y[, residual_out][[, mean], rstd].
+class Cunorm(torch.autograd.Function):
+    """Any op of ``cunorm.execute.Op``: y, or a tuple of y[, residual_out][[, mean], rstd]. Nodes are named for it.
 
     The statistics are kept for the gradient, and are not differentiable where they are results too. Results that a call
     does not have, or that nobody asked for, are left out, since autograd takes time for each.
@@ -419,4 +419,4 @@ class _Recorded(torch.autograd.Function):
 
 
 # What `torch.autograd.Function.apply` comes to where no transformation of functions is at work.
-_apply_recorded: Any = super(torch.autograd.Function, _Recorded).apply
+_apply_recorded: Any = super(torch.autograd.Function, Cunorm).apply

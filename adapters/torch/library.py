@@ -337,8 +337,8 @@ def _as_at_the_next_level() -> Iterator[None]:
         yield
 
 
-class _Recorded(_SingleLevelFunction):
-    """The node of any operator in PyTorch's graph of derivatives."""
+class Cunorm(_SingleLevelFunction):
+    """The node of any operator in PyTorch's graph of derivatives, which is named for it."""
 
     @staticmethod
     def forward(ctx: Any, operator: _Operator, keyset: Any, *arguments: Any) -> Any:
@@ -356,7 +356,7 @@ class _Recorded(_SingleLevelFunction):
         return (*results, *[None] * (ctx.count - len(results)))
 
 
-_node: Any = _Recorded.apply  # type: ignore[attr-defined]
+_node: Any = Cunorm.apply  # type: ignore[attr-defined]
 
 
 class _Forward(_Operator):

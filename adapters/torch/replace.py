@@ -117,7 +117,7 @@ def replace_norms(
     *,
     include: Choice | Sequence[Choice] | None = None,
     exclude: Choice | Sequence[Choice] = (),
-    kinds: Sequence[str] = _KINDS,
+    kinds: str | Sequence[str] = _KINDS,
     compiled: bool = False,
 ) -> Report:
     """Let cunorm compute the norm layers of a model, and its GELUs. The model is changed in place.
@@ -141,7 +141,7 @@ def replace_norms(
         several times goes by any of its names.
     exclude : str, class, or sequence of them
         Not these layers, likewise.
-    kinds : sequence of {"norms", "gelus"}
+    kinds : {"norms", "gelus"}, or sequence of them
         What to replace.
     compiled : bool
         Whether cunorm computes the layers also where ``torch.compile`` or ``torch.export`` traces them. Else they go on
@@ -185,9 +185,9 @@ def replace_norms(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__qualname__}; it must be a torch.nn.Module")
-    kinds = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else kinds
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, Iterable) else kinds
     if not isinstance(kinds, list) or not set(kinds) <= set(_KINDS):
-        raise ValueError(f"kinds is {kinds!r}; it must be a sequence of {' and '.join(map(repr, _KINDS))}")
+        raise ValueError(f"kinds is {kinds!r}; it must be {' or '.join(map(repr, _KINDS))}, or a sequence of them")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)

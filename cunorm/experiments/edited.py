@@ -274,11 +274,10 @@ def _device_of(arch: str | None) -> Device:
     index = _gpu()
     if index is not None and arch in (None, launch.device(index).arch):
         return launch.device(index)
-    arch = arch or "sm_90"
-    if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+", arch):
-        raise ValueError(f"arch is {arch!r}; it must be like 'sm_90'")
-    known = KNOWN_GPUS.get(arch)
-    return Device(arch) if known is None else known.device
+    known = KNOWN_GPUS.get(arch or "sm_90")
+    if known is None:
+        raise ValueError(f"arch is {arch!r}; it must be one of {', '.join(KNOWN_GPUS)}, or that of this machine's GPU")
+    return known.device
 
 
 def _put_in_place() -> None:
