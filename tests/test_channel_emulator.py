@@ -18,7 +18,8 @@ from channel_cases import Case, EmulatorRunner, Shape, assert_forward, check
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import plan_of
 
-from cunorm.plan import Device, Plan, channel_grid, channel_slab, channel_split
+from cunorm.plan import Device, Plan, channel_grid, channel_slab
+from cunorm.plan.channel_split import Split
 from cunorm.plan.launches import Builder
 from cunorm.problem import ChannelForward, ChannelProblem
 
@@ -29,9 +30,7 @@ Choose = Callable[[ChannelProblem, Device], Plan]
 
 def by_passes(problem: ChannelProblem, device: Device) -> Plan:
     builder = Builder()
-    if isinstance(problem, ChannelForward):
-        return builder.finished(channel_split.plan_forward(problem, device, builder))
-    return builder.finished(channel_split.plan_backward(problem, device, builder))
+    return builder.finished(Split().plan(problem, device, builder))
 
 
 def by_slabs(blocks: int, lanes: int | None, in_flight: int | None = None) -> Choose:

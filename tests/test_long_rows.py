@@ -24,8 +24,7 @@ from cases import (
     far_data,
 )
 
-from cunorm.plan import Device, Plan, row_grid, row_pipeline
-from cunorm.plan.launches import Builder
+from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.problem import DTYPES, ForwardProblem, Norm
@@ -44,7 +43,6 @@ class Family:
     layouts have dtypes, and each is ``normed`` in these ways, of so many more columns.
     """
 
-    plan: Callable[[Any, Any, Builder], Any]
     small: Any
     layouts: dict[str, dict[str, Any]]
     in_every_dtype: str
@@ -73,7 +71,6 @@ class Family:
 
 
 GRID = Family(
-    plan=row_grid.plan_forward,
     small=RowGrid(4, resident=3, blocks_per_row=4, groups=1, threads=64),
     layouts={
         "resident": {},
@@ -105,7 +102,6 @@ GRID = Family(
     in_any_order=("two rows ahead", "five groups of three blocks", "registers and the rest"),
 )
 PIPELINE = Family(
-    plan=row_pipeline.plan_forward,
     small=RowPipeline(4, resident=3, blocks_per_row=4, groups=1, rows_ahead=2, lag=1, threads=64),
     layouts={
         "a turn later": {},
@@ -150,22 +146,19 @@ def each(names: str, values: Callable[[Family], Iterable[Any]]) -> Any:
 both = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-def run(
-    family: Family, case: Case, geometry: Any, stats: bool = True, out: Array | None = None, seed: int = 0
-) -> Results:
+def run(case: Case, geometry: Any, stats: bool = True, out: Array | None = None, seed: int = 0) -> Results:
     """What the kernel leaves, in ``out`` if that is given."""
 
     def choose(problem: ForwardProblem, device: Device) -> Plan:
-        builder = Builder()
-        return builder.finished(family.plan(problem, geometry, builder))
+        return rows.plan_with(problem, device, geometry)
 
     return EmulatorRunner(DEVICE, choose, seed).forward(case, stats, out)
 
 
-def check(family: Family, case: Case, geometry: Any) -> None:
+def check(case: Case, geometry: Any) -> None:
     """Against float64, with the tolerances of every other kernel; its statistics are a little better."""
     before = case.x.copy()
-    assert_forward(case, run(family, case, geometry), float32_statistics=2e-7)
+    assert_forward(case, run(case, geometry), float32_statistics=2e-7)
     assert case.x.tobytes() == before.tobytes(), "x was modified"
 
 
@@ -178,27 +171,27 @@ def test_layouts(family: Family, layout: str, dtype: str) -> None:
     """Five rows of 2.6 vectors a thread: the last block has less, and the rows are several turns."""
     columns = 16 // DTYPES[dtype].itemsize * 663
     case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
-    check(family, case, family.geometry(dtype, columns, **family.layouts[layout]))
+    check(case, family.geometry(dtype, columns, **family.layouts[layout]))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), GRID.layouts_and_dtypes)
 def test_rows_that_begin_anywhere(layout: str, dtype: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + 1
     case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
-    check(GRID, case, GRID.geometry(dtype, columns, **GRID.layouts[layout]))
+    check(case, GRID.geometry(dtype, columns, **GRID.layouts[layout]))
 
 
 @each("columns", lambda family: family.last_blocks)
 def test_last_blocks_of_every_length(family: Family, columns: int) -> None:
     case = Case(data(0, (3, columns)), *affine(columns, "float32"))
-    check(family, case, family.geometry("float32", columns))
+    check(case, family.geometry("float32", columns))
 
 
 @pytest.mark.parametrize("norm", [RMS_NORM, Norm(False, 1.0, "silu"), *ACTIVATED_NORMS[:3]], ids=str)
 @each("columns", lambda family: family.columns)
 def test_norms(family: Family, columns: int, norm: Norm) -> None:
     case = Case(data(0, (3, columns)), *affine(columns, "float32"), norm=norm)
-    check(family, case, family.geometry("float32", columns, **family.few))
+    check(case, family.geometry("float32", columns, **family.few))
 
 
 @each(
@@ -209,7 +202,7 @@ def test_residual(family: Family, layout: str, dtype: str, odd: int, norm: Norm)
     columns = 16 // DTYPES[dtype].itemsize * 663 + odd
     x, residual = data(0, (5, columns), dtype), data(5, (5, columns), dtype, shift=-2.0)
     case = Case(x, *affine(columns, dtype), norm=norm, residual=residual)
-    check(family, case, family.geometry(dtype, columns, **family.layouts[layout]))
+    check(case, family.geometry(dtype, columns, **family.layouts[layout]))
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False), (False, True)])
@@ -217,7 +210,7 @@ def test_residual(family: Family, layout: str, dtype: str, odd: int, norm: Norm)
 def test_weight_and_bias_are_each_optional(family: Family, columns: int, weight: bool, bias: bool) -> None:
     given = affine(columns, "float32")
     case = Case(data(0, (3, columns)), given[0] if weight else None, given[1] if bias else None)
-    check(family, case, family.geometry("float32", columns, resident=2 if family is GRID else 3))
+    check(case, family.geometry("float32", columns, resident=2 if family is GRID else 3))
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
@@ -225,7 +218,7 @@ def test_weight_and_bias_are_each_optional(family: Family, columns: int, weight:
 def test_weight_of_another_dtype(family: Family, odd: int, dtype: str, weight: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + odd
     case = Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight))
-    check(family, case, family.geometry(dtype, columns))
+    check(case, family.geometry(dtype, columns))
 
 
 @each("layout", lambda family: family.far)
@@ -233,13 +226,13 @@ def test_weight_of_another_dtype(family: Family, odd: int, dtype: str, weight: s
 def test_numbers_far_from_zero_or_from_the_pivot(family: Family, layout: str, kind: str) -> None:
     """The pivot is the mean of a block's or a warp's first vectors: data that lie far from it, and far from zero."""
     case = Case(far_data(kind, (3, 2652)), *affine(2652, "float32"))
-    check(family, case, family.geometry("float32", 2652, **family.layouts[layout]))
+    check(case, family.geometry("float32", 2652, **family.layouts[layout]))
 
 
 @both
 def test_a_constant_row_is_its_own_mean(family: Family) -> None:
     x = np.full((2, 2652), 3.7, np.float32)
-    results = run(family, Case(x), family.geometry("float32", 2652))
+    results = run(Case(x), family.geometry("float32", 2652))
     assert np.abs(results.y).max() < 1e-4
     np.testing.assert_allclose(results.rstd, EPS**-0.5, rtol=1e-5)
 
@@ -249,7 +242,7 @@ def test_a_constant_row_is_its_own_mean(family: Family) -> None:
 def test_what_is_not_finite_stays_in_its_row(family: Family, columns: int, bad: float) -> None:
     x = data(0, (4, columns))
     x[1, 5] = bad
-    results = run(family, Case(x), family.geometry("float32", columns, **family.ahead))
+    results = run(Case(x), family.geometry("float32", columns, **family.ahead))
     assert np.isnan(results.y[1]).any() and not np.isfinite(results.mean[1])
     others = [0, 2, 3]
     assert np.isfinite(results.y[others]).all() and np.isfinite(results.mean[others]).all()
@@ -259,15 +252,15 @@ def test_what_is_not_finite_stays_in_its_row(family: Family, columns: int, bad: 
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
 def test_without_statistics(family: Family, norm: Norm) -> None:
     case, geometry = Case(data(0, (3, 2652)), *affine(2652, "float32"), norm=norm), family.geometry("float32", 2652)
-    assert run(family, case, geometry, stats=False).y.tobytes() == run(family, case, geometry).y.tobytes()
+    assert run(case, geometry, stats=False).y.tobytes() == run(case, geometry).y.tobytes()
 
 
 @each("layout, columns", lambda family: itertools.product(family.in_place, family.columns))
 def test_result_in_place_of_x(family: Family, layout: str, columns: int) -> None:
     case = Case(data(0, (5, columns)), *affine(columns, "float32"))
     geometry = family.geometry("float32", columns, **family.layouts[layout])
-    expected = run(family, case, geometry).y
-    assert run(family, case, geometry, out=case.x).y.tobytes() == expected.tobytes()
+    expected = run(case, geometry).y
+    assert run(case, geometry, out=case.x).y.tobytes() == expected.tobytes()
 
 
 @each("layout", lambda family: family.in_any_order)
@@ -275,7 +268,7 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(family: Family, lay
     columns = family.columns[1]
     case = Case(data(0, (5, columns), shift=100.0), *affine(columns, "float32"))
     geometry = family.geometry("float32", columns, **family.layouts[layout])
-    results = [run(family, case, geometry, seed=seed) for seed in range(4)]
+    results = [run(case, geometry, seed=seed) for seed in range(4)]
     for result in results[1:]:
         assert result.y.tobytes() == results[0].y.tobytes()
         assert result.rstd.tobytes() == results[0].rstd.tobytes()
@@ -285,4 +278,4 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(family: Family, lay
 def test_strided_rows(family: Family) -> None:
     wide = data(3, (5, 2700))
     case = Case(wide[:, 4:2656], *affine(2652, "float32"))
-    check(family, case, family.geometry("float32", 2652, **family.ahead))
+    check(case, family.geometry("float32", 2652, **family.ahead))

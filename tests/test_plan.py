@@ -209,7 +209,7 @@ def test_long_rows_that_no_pipeline_has_are_read_twice() -> None:
 def test_groups_of_rows_are_no_more_than_run_at_once(rows: int, columns: int, dtype: str) -> None:
     """Each writes a row of partial sums, where rows are read twice."""
     builder = Builder()
-    row_split.plan_backward(plain_backward(rows, columns, dtype), DEVICES["sm_90"], builder)
+    row_split.plan(plain_backward(rows, columns, dtype), DEVICES["sm_90"], builder)
     (main,) = (item for item in builder.launches if item.kernel == "row_split_backward")
     tiles = int(dict(main.arguments)["tiles"])  # type: ignore[call-overload]
     assert main.grid == tiles or main.grid <= 4 * DEVICES["sm_90"].multiprocessors

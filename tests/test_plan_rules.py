@@ -25,7 +25,6 @@ from plan_rules import RULES, launches_may_overlap, rows_and_columns_are_covered
 
 from cunorm import kernels
 from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry, rows
-from cunorm.plan.launches import Builder
 from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, BackwardProblem, ChannelProblem, ForwardProblem, Matrix, Vector
 
@@ -84,11 +83,10 @@ def test_rows_that_all_blocks_share_keep_the_same_rules(device: str) -> None:
     """Drawn problems seldom have rows so long."""
     kinds = set()
     for problem in itertools.chain(*map(_long_rows, DTYPES)):
-        way, builder = rows.way_of(problem, DEVICES[device]), Builder()
+        way = rows.way_of(problem, DEVICES[device])
         if way is None:
             continue
-        strategy = rows.plan_with(problem, DEVICES[device], way, builder)
-        chosen = builder.finished(strategy)
+        chosen = rows.plan_with(problem, DEVICES[device], way)
         for rule in RULES:
             rule(problem, DEVICES[device], chosen)
         for item in chosen.launches:

@@ -12,9 +12,7 @@ from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_forward
 from test_rows_of_channels import check_forward, forward, norm_of
 
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_block
-from cunorm.plan.launches import Builder
-from cunorm.plan.rows_of_channels import as_rows
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, rows_of_channels
 from cunorm.problem import ChannelProblem, ForwardProblem
 
 DEVICE = Device("sm_90", multiprocessors=8, threads_per_multiprocessor=512, clusters=(3, 2, 0, 0))
@@ -87,9 +85,7 @@ def test_rows_of_a_block_and_rows_that_begin_anywhere(norm: Norm, kind: str) -> 
 
 def of_channels(geometry: RowBlock) -> Callable[[ChannelProblem], Plan]:
     def choose(problem: ChannelProblem) -> Plan:
-        rows, builder = as_rows(problem), Builder()
-        assert isinstance(rows, ForwardProblem)
-        chosen = builder.finished(row_block.plan_forward(rows, geometry, DEVICE, builder))
+        chosen = rows_of_channels.plan_with(problem, DEVICE, geometry)
         assert claims(chosen)
         return chosen
 

@@ -21,15 +21,13 @@ from cases import (
 )
 from test_long_rows import DEVICE, PIPELINE, affine
 
-from cunorm.plan import Device, Plan, row_pipeline
-from cunorm.plan.launches import Builder
+from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.problem import DTYPES, BackwardProblem, Norm
 
 
 def pipeline_plan(problem: BackwardProblem, device: Device, geometry: RowPipeline) -> Plan:
-    builder = Builder()
-    return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))
+    return rows.plan_with(problem, device, geometry)
 
 
 def run(

@@ -16,7 +16,7 @@ from emulator_cases import NEEDS_COMPILER
 
 from cunorm.plan import Device, Plan, row_split
 from cunorm.plan.launches import Builder
-from cunorm.problem import ForwardProblem, Norm
+from cunorm.problem import Norm
 
 pytestmark = NEEDS_COMPILER
 
@@ -25,8 +25,7 @@ MANY = Device("sm_90", multiprocessors=24, threads_per_multiprocessor=2048)
 
 def by_chunks(problem: Any, device: Device) -> Plan:
     builder = Builder()
-    plan = row_split.plan_forward if isinstance(problem, ForwardProblem) else row_split.plan_backward
-    return builder.finished(plan(problem, device, builder))
+    return builder.finished(row_split.plan(problem, device, builder))
 
 
 FEW, OTHERS = EmulatorRunner(MANY, by_chunks), EmulatorRunner(SMALL_DEVICE, by_chunks)

@@ -27,8 +27,7 @@ from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plai
 from plan_rules import rows_and_columns_are_covered
 
 from cunorm import reference, tuning_file
-from cunorm.plan import Plan, RowBlock, row_block, row_grid, row_pipeline, rows_of_channels
-from cunorm.plan.launches import Builder
+from cunorm.plan import Plan, RowBlock, rows_of_channels
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows
@@ -143,18 +142,7 @@ def laid_out(geometry: RowBlock | RowGrid | RowPipeline) -> Choice:
     """Plans with a geometry: what is cut into parts for many blocks, small enough for few threads."""
 
     def choose(problem: ChannelProblem) -> Plan:
-        rows, builder = as_rows(problem), Builder()
-        if isinstance(rows, BackwardProblem):
-            assert not isinstance(geometry, RowGrid)
-            if isinstance(geometry, RowPipeline):
-                return builder.finished(row_pipeline.plan_backward(rows, geometry, builder))
-            return builder.finished(row_block.plan_backward(rows, geometry, SMALL_DEVICE, builder))
-        assert isinstance(rows, ForwardProblem)
-        if isinstance(geometry, RowPipeline):
-            return builder.finished(row_pipeline.plan_forward(rows, geometry, builder))
-        if isinstance(geometry, RowGrid):
-            return builder.finished(row_grid.plan_forward(rows, geometry, builder))
-        return builder.finished(row_block.plan_forward(rows, geometry, SMALL_DEVICE, builder))
+        return rows_of_channels.plan_with(problem, SMALL_DEVICE, geometry)
 
     return choose
 

@@ -24,9 +24,8 @@ from plan_cases import (
     plan_rows,
 )
 
-from cunorm.plan import Device, Plan, RowBlock, plan, row_pipeline
+from cunorm.plan import Device, Plan, RowBlock, plan
 from cunorm.plan.constants import lie_alike, vector_width
-from cunorm.plan.launches import Builder
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_with
 from cunorm.problem import (
@@ -42,15 +41,13 @@ from cunorm.problem import (
 
 def in_a_pipeline(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:
     """The plan for a few blocks of 64 threads."""
-    rows, builder = as_rows(problem), Builder()
+    rows = as_rows(problem)
     assert rows is not None
     peeled = vector_width(rows) * rows.itemsize < 16 and lie_alike(rows)
     width = 16 // rows.itemsize if peeled else vector_width(rows)
     way = replace(RowPipeline(width, 1, 4, 1, rows_ahead=2, lag=1, threads=64, peeled=peeled), **changes)
     way = replace(way, resident=way.vectors(rows))
-    if isinstance(rows, ForwardProblem):
-        return builder.finished(row_pipeline.plan_forward(rows, way, builder))
-    return builder.finished(row_pipeline.plan_backward(rows, way, builder))
+    return plan_with(problem, device, way)
 
 
 def in_blocks(problem: ChannelProblem, device: Device, **changes: Any) -> Plan:

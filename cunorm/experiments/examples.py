@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,24 +28,15 @@ from cunorm.execute import (
     Output,
     numpy_dtype,
 )
-from cunorm.plan import (
-    Device,
-    Launch,
-    Plan,
-    channel_grid,
-    channel_pipeline,
-    channel_split,
-    plan,
-    row_grid,
-    row_pipeline,
-    row_split,
-)
+from cunorm.plan import Device, Launch, Plan, Way, channel, channel_grid, channel_pipeline, plan, row_split, rows
 from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
 from cunorm.plan.constants import are_rows, lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.rows import RowWay
 from cunorm.pointwise import Pointwise
 from cunorm.problem import (
     DTYPES,
@@ -460,36 +451,41 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
     own = plan(problem, SMALL_DEVICE)
     if any(launch.kernel == kernel for launch in own.launches):
         return own
-    of_rows = isinstance(problem, ForwardProblem | BackwardProblem)
-    of_channels = isinstance(problem, ChannelForward | ChannelBackward)
-    builder, family = Builder(), kernel.rsplit("_", kernel.count("_") - 1)[0]
-    if kernel == "zeros":  # for blocks that share slabs, or rows
-        family = "channel_grid" if of_channels else "row_grid"
-    if kernel == "split_merge":
-        family = "channel_split" if of_channels else "row_split"
-    module: Any = {"row_split": row_split, "channel_split": channel_split, "channel_grid": channel_grid}.get(family)
-    if module is not None and (of_rows if family == "row_split" else of_channels):
-        forward = isinstance(problem, ForwardProblem | ChannelForward)
-        plan_family = module.plan_forward if forward else module.plan_backward
-        if family != "channel_grid":
-            return builder.finished(plan_family(problem, SMALL_DEVICE, builder))
-        for grid in channel_grid.candidates(cast(ChannelProblem, problem), _GRID_DEVICE):
-            return builder.finished(plan_family(problem, grid, builder))
-    if family == "row_grid" and isinstance(problem, ForwardProblem) and are_rows(problem) and lie_alike(problem):
-        width = 16 // problem.itemsize
-        # Each of four blocks of 64 threads takes something of a row, and has room for all of that.
-        if 32 * width < problem.columns <= 1024 * width:
-            geometry = RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
-            return builder.finished(row_grid.plan_forward(problem, geometry, builder))
-    if family == "row_pipeline" and of_rows:
-        return _in_a_pipeline(cast(Problem, problem)) or own
-    if family == "channel_pipeline" and of_channels:
-        return _slabs_in_a_pipeline(cast(ChannelProblem, problem)) or own
+    family = kernel.rsplit("_", kernel.count("_") - 1)[0]
+    if isinstance(problem, ForwardProblem | BackwardProblem):
+        if family == "row_split" or kernel == "split_merge":
+            builder = Builder()
+            return builder.finished(row_split.plan(problem, SMALL_DEVICE, builder))
+        shared: RowWay | None = None
+        if family == "row_grid" or kernel == "zeros":  # for blocks that share rows
+            shared = _in_a_grid(problem)
+        if family == "row_pipeline":
+            shared = _in_a_pipeline(problem)
+        return own if shared is None else rows.plan_with(problem, SMALL_DEVICE, shared)
+    if isinstance(problem, ChannelForward | ChannelBackward):
+        way: Way | None = None
+        if family == "channel_split" or kernel == "split_merge":
+            way = Split()
+        if family == "channel_grid" or kernel == "zeros":
+            way = next(channel_grid.candidates(problem, _GRID_DEVICE), None)
+        if family == "channel_pipeline":
+            way = _slabs_in_a_pipeline(problem)
+        return own if way is None else channel.plan_with(problem, SMALL_DEVICE, way)
     return own
 
 
-def _in_a_pipeline(problem: Problem) -> Plan | None:
-    """The plan for four blocks of 64 threads that share rows of some vectors each; None for other rows."""
+def _in_a_grid(problem: Problem) -> RowGrid | None:
+    """Four blocks of 64 threads, each of which takes something of a row and has room for it; None for other rows."""
+    if not isinstance(problem, ForwardProblem) or not are_rows(problem) or not lie_alike(problem):
+        return None
+    width = 16 // problem.itemsize
+    if not 32 * width < problem.columns <= 1024 * width:
+        return None
+    return RowGrid(width, 4, 4, 1, threads=64, peeled=problem.columns % width > 0)
+
+
+def _in_a_pipeline(problem: Problem) -> RowPipeline | None:
+    """Four blocks of 64 threads that share rows of some vectors each; None for other rows."""
     width = vector_width(problem)
     whole = are_rows(problem) and width * problem.itemsize == 16
     if not whole or not 32 * width < problem.columns <= 2048 * width:
@@ -497,15 +493,12 @@ def _in_a_pipeline(problem: Problem) -> Plan | None:
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
     geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64)
-    geometry, builder = replace(geometry, resident=geometry.vectors(problem)), Builder()
-    if isinstance(problem, ForwardProblem):
-        return builder.finished(row_pipeline.plan_forward(problem, geometry, builder))
-    return builder.finished(row_pipeline.plan_backward(problem, geometry, builder))
+    return replace(geometry, resident=geometry.vectors(problem))
 
 
-def _slabs_in_a_pipeline(problem: ChannelProblem) -> Plan | None:
-    """The plan for blocks of 64 threads that share slabs of two lanes of channels, or more; None for other tensors."""
-    way, builder = direction(problem), Builder()
+def _slabs_in_a_pipeline(problem: ChannelProblem) -> ChannelPipeline | None:
+    """Blocks of 64 threads that share slabs of two lanes of channels, or more; None for other tensors."""
+    way = direction(problem)
     if isinstance(problem, ChannelBackward) and (problem.dx is None or problem.given):
         return None
     for lanes, threads in tile_lanes(problem, way, 64) if channel_pipeline.is_possible(problem, SMALL_DEVICE) else ():
@@ -514,8 +507,5 @@ def _slabs_in_a_pipeline(problem: ChannelProblem) -> Plan | None:
         per_block = max(1, min(problem.points // max(sets, 4), 12 * tiles.point_lanes))
         blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
         if problem.channels % tiles.channels == 0 and sets <= min(32, blocks):
-            geometry = ChannelPipeline(tiles, resident, blocks, 1, per_block, ahead=3, lag=2)
-            if isinstance(problem, ChannelForward):
-                return builder.finished(channel_pipeline.plan_forward(problem, geometry, builder))
-            return builder.finished(channel_pipeline.plan_backward(problem, geometry, builder))
+            return ChannelPipeline(tiles, resident, blocks, 1, per_block, ahead=3, lag=2)
     return None

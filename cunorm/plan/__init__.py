@@ -12,19 +12,16 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import channel, channel_candidates, pointwise, row_candidates, row_split, rows
+from cunorm.plan import channel, channel_candidates, pointwise, row_candidates, rows
 from cunorm.plan.channel import Way
-from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.launches import Builder, Device, Launch, Plan, Scratch
+from cunorm.plan.launches import Device, Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.running import with_numbers_of
 from cunorm.problem import (
     AnyProblem,
-    BackwardProblem,
     ChannelBackward,
     ChannelForward,
     ChannelProblem,
-    ForwardProblem,
     PointwiseBackward,
     PointwiseForward,
     Problem,
@@ -40,20 +37,17 @@ def plan(problem: AnyProblem, device: Device, geometry: Way | None = None) -> Pl
     Pointwise problems have one plan only. The momentum of running statistics, which may be another at every step of a
     training, is no reason to plan anew.
     """
-    running = problem.running if isinstance(problem, ChannelForward) else None
-    if running is None or running.given:
+    if not isinstance(problem, ChannelForward) or problem.running is None or problem.running.given:
         return _plan(problem, device, geometry)
-    assert isinstance(problem, ChannelForward)
+    running = problem.running
     planned = _plan(replace(problem, running=replace(running, kept=0.0, taken=0.0)), device, geometry)
     return with_numbers_of(running, problem.values_per_set, planned)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(problem: AnyProblem, device: Device, geometry: Way | None) -> Plan:
-    if isinstance(problem, PointwiseForward):
-        return pointwise.plan_forward(problem, device)
-    if isinstance(problem, PointwiseBackward):
-        return pointwise.plan_backward(problem, device)
+    if isinstance(problem, (PointwiseForward, PointwiseBackward)):
+        return pointwise.plan(problem, device)
     return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
 
 
@@ -97,29 +91,4 @@ def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way |
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return channel.plan_with(problem, device, geometry)
     assert geometry is None or isinstance(geometry, RowBlock)
-    builder = Builder()
-    if isinstance(problem, ForwardProblem):
-        strategy = _plan_forward(problem, device, geometry, builder)
-    else:
-        strategy = _plan_backward(problem, device, geometry, builder)
-    return builder.finished(strategy)
-
-
-def _plan_forward(problem: ForwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
-    way = geometry or rows.way_of(problem, device)
-    if way is None:
-        return row_split.plan_forward(problem, device, builder)
-    return rows.plan_with(problem, device, way, builder)
-
-
-def _plan_backward(problem: BackwardProblem, device: Device, geometry: RowBlock | None, builder: Builder) -> str:
-    if problem.dx is None and problem.dweight is None and problem.dbias is None:
-        return "empty"
-    if problem.rows == 0 or problem.columns == 0:
-        targets, _ = column_sum_targets(builder, problem, 0)
-        launch_column_sums(builder, problem, targets, 0)
-        return "empty"
-    way = geometry or rows.way_of(problem, device)
-    if way is None:
-        return row_split.plan_backward(problem, device, builder)
-    return rows.plan_with(problem, device, way, builder)
+    return rows.plan_with(problem, device, geometry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from cunorm.plan import channel_grid, channel_pipeline, channel_slab, channel_split, rows_of_channels
+from cunorm.plan import channel_grid, channel_pipeline, channel_slab, rows_of_channels
 from cunorm.plan.channel_cost import cost
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
@@ -16,7 +16,7 @@ from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.rows import RowWay
-from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import ChannelForward, ChannelProblem
 
 __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
@@ -57,47 +57,20 @@ def plan_with(problem: ChannelProblem, device: Device, way: Way | None) -> Plan:
     chosen = way or (_on_chip(problem, device) if moves_once(problem) else Split())
     if isinstance(chosen, RowWay):
         return rows_of_channels.plan_with(problem, device, chosen)
-    if isinstance(problem, ChannelForward):
-        return builder.finished(_plan_forward(problem, chosen, device, builder))
-    return builder.finished(_plan_backward(problem, chosen, device, builder))
-
-
-def _plan_forward(problem: ChannelForward, way: _OfChannels, device: Device, builder: Builder) -> str:
-    if isinstance(way, Slab):
-        return channel_slab.plan_forward(problem, device, way, builder)
-    if isinstance(way, Grid):
-        return channel_grid.plan_forward(problem, way, builder)
-    if isinstance(way, ChannelPipeline):
-        return channel_pipeline.plan_forward(problem, way, builder)
-    return channel_split.plan_forward(problem, device, builder)
-
-
-def _plan_backward(problem: ChannelBackward, way: _OfChannels, device: Device, builder: Builder) -> str:
-    if isinstance(way, Slab):
-        return channel_slab.plan_backward(problem, device, way, builder)
-    if isinstance(way, Grid):
-        return channel_grid.plan_backward(problem, way, builder)
-    if isinstance(way, ChannelPipeline):
-        return channel_pipeline.plan_backward(problem, way, builder)
-    return channel_split.plan_backward(problem, device, builder)
+    return builder.finished(chosen.plan(problem, device, builder))
 
 
 def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     """The best way to move every number once: rows, or slabs; two passes where these take less time.
 
-    Rows are best where they are possible, but for long ones that blocks share (see _is_better_as_slab), those whose
-    blocks all wait for each other (row_grid), and such that take clusters of 16 blocks, which leave many idle:
-    2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline;
-    262,144 backward 1.53 by clusters, 1.34 by slabs.
+    Rows are best where they are possible, but where slabs are (_most_blocks_of_better_slabs), those whose blocks all
+    wait for each other (row_grid), and such that take clusters of 16 blocks, which leave many idle: 2,097,152 numbers
+    of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline; 262,144 backward 1.53
+    by clusters, 1.34 by slabs.
     """
-    rows, slab = rows_of_channels.way_of(problem, device), None
-    if rows is not None and _is_better_as_slab(rows, problem):
-        slab = _least(channel_slab.candidates(problem, device), problem, device)
-        if slab is not None:
-            return slab
+    rows = rows_of_channels.way_of(problem, device)
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
-    if most_blocks != 0:
-        slab = _least(channel_slab.candidates(problem, device), problem, device)
+    slab = None if most_blocks == 0 else _least(channel_slab.candidates(problem, device), problem, device)
     if slab is not None and most_blocks is not None and _is_better_slab(slab, most_blocks, problem):
         return slab
     if rows is not None and not isinstance(rows, RowGrid) and not _leaves_many_idle(rows):
@@ -126,9 +99,8 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem) -> bool:
     """
     shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
     nbytes = problem.channels_per_set * problem.points * problem.itemsize
-    along_channels, width, _ = direction(problem)
-    whole = not along_channels and width * problem.itemsize == 16 and problem.itemsize <= 4
-    return shared and whole and len(problem.point_sizes) == 1 and nbytes >= _LEAST_BYTES_OF_BETTER_SLABS
+    whole = direction(problem).is_whole_along_points(problem) and problem.itemsize <= 4
+    return shared and whole and nbytes >= _LEAST_BYTES_OF_BETTER_SLABS
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:
@@ -149,15 +121,17 @@ def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) 
 def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> int:
     """Of how many blocks slabs may be that take less time than the rows; 0 where none do.
 
-    They do in five cases. Forward, for rows of clusters of a channel of 16-bit numbers: 262,144 take 1.33, as slabs
-    1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an activation, likewise for a channel: 32,768
-    float32 numbers take 1.57 under silu, as slabs 1.39. And so for many small sets of several channels, where vectors
-    are not whole: on an H100 1024 of 784 float16 numbers took 2.41 by such, as slabs 2.15; but 1024 of 6272 1.36 and
-    1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and of float32 for clusters whose channels begin within
-    vectors and leave no room for their weights: 512 of 33,800 take 1.72 under silu, as slabs 1.54. Last, backward, for
-    a channel of 16-bit numbers whose samples are whole lines of memory: batch norm of 16 x 1024 x 32^2 takes 1.19
-    there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
+    They do in six cases. For long rows that blocks share (_is_better_as_slab). Forward, for rows of clusters of a
+    channel of 16-bit numbers: 262,144 take 1.33, as slabs 1.22 of a copy's time, and under silu 1.54 and 1.29. Backward
+    under an activation, likewise for a channel: 32,768 float32 numbers take 1.57 under silu, as slabs 1.39. And so for
+    many small sets of several channels, where vectors are not whole: on an H100 1024 of 784 float16 numbers took 2.41
+    by such, as slabs 2.15; but 1024 of 6272 1.36 and 1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and of
+    float32 for clusters whose channels begin within vectors and leave no room for their weights: 512 of 33,800 take
+    1.72 under silu, as slabs 1.54. Last, backward, for a channel of 16-bit numbers whose samples are whole lines of
+    memory: batch norm of 16 x 1024 x 32^2 takes 1.19 there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
+    if _is_better_as_slab(rows, problem):
+        return 16
     one, clusters = problem.channels_per_set == 1, isinstance(rows, RowBlock) and rows.blocks_per_row > 1
     if isinstance(problem, ChannelForward):
         return 16 if one and clusters and problem.itemsize == 2 else 0
@@ -178,6 +152,6 @@ def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: 
 def _has_no_room_for_weights(rows: RowBlock, problem: ChannelProblem) -> bool:
     """Whether channels begin within vectors of rows that come ahead, and weights come late for want of room."""
     as_row_problem = rows_of_channels.as_rows(problem)
-    if as_row_problem is None or not (problem.weight or problem.bias):
-        return False
-    return (rows.weights_of(as_row_problem), rows.weights, rows.stage) == ("crossing", "late", "ahead")
+    assert as_row_problem is not None
+    by_channel = problem.weight is not None or problem.bias is not None
+    return by_channel and (rows.weights_of(as_row_problem), rows.weights, rows.stage) == ("crossing", "late", "ahead")

@@ -113,7 +113,7 @@ def _activation(problem: ChannelProblem, device: Device, forward: float, backwar
 def _slab_cost(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     if slab.tiles.along_channels and slab.tiles.direction.plane == 1:
         return _cost_along_channels(slab, problem, device)
-    if not slab.tiles.along_channels and slab.tiles.width * problem.itemsize == 16 and len(problem.point_sizes) == 1:
+    if slab.tiles.direction.is_whole_along_points(problem):
         return _cost_along_points(slab, problem, device)
     waves, grid = slab.waves(problem, device), slab.grid(problem)
     stream = _time_to_move(problem.bytes_moved, device) * _waste(problem, slab.tiles)

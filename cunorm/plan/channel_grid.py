@@ -22,7 +22,7 @@ from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["Grid", "candidates", "plan_backward", "plan_forward"]
+__all__ = ["Grid", "candidates"]
 
 _THREADS = 512
 _MOST_SLOTS = 64
@@ -121,6 +121,14 @@ class Grid:
             "vectors": self.in_slots,
         }
 
+    def plan(self, problem: ChannelProblem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ChannelForward):
+            _plan_forward(problem, self, builder)
+        else:
+            _plan_backward(problem, self, builder)
+        return "channel_grid"
+
 
 def _tiles(problem: ChannelProblem) -> Iterator[Tiles]:
     """Those of one block for each multiprocessor, and of two."""
@@ -202,7 +210,7 @@ def _has_registers(tiles: Tiles, problem: ChannelProblem) -> bool:
     return in_lanes and plain and tiles.min_blocks == 1 and problem.itemsize == 4
 
 
-def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
+def _plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> None:
     assert problem.y is not None
     words = reserve_words(builder, grid.words(problem))
     builder.launch(
@@ -222,10 +230,9 @@ def plan_forward(problem: ChannelForward, grid: Grid, builder: Builder) -> str:
         grid.shared_bytes(problem),
         cooperative=True,
     )
-    return "channel_grid"
 
 
-def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str:
+def _plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> None:
     assert problem.dx is not None
     words = reserve_words(builder, grid.words(problem))
     rows = problem.samples * (1 if problem.channels_per_set == 1 else grid.blocks_per_slab)
@@ -246,4 +253,3 @@ def plan_backward(problem: ChannelBackward, grid: Grid, builder: Builder) -> str
         cooperative=True,
     )
     launch_column_sums(builder, problem, targets, rows)
-    return "channel_grid"

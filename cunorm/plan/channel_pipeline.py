@@ -21,7 +21,7 @@ from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
-__all__ = ["ChannelPipeline", "candidates", "is_possible", "plan_backward", "plan_forward", "units"]
+__all__ = ["ChannelPipeline", "candidates", "is_possible", "units"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
@@ -140,6 +140,14 @@ class ChannelPipeline:
         }
         return self.tiles.constants(problem) | own
 
+    def plan(self, problem: ChannelProblem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ChannelForward):
+            _plan_forward(problem, self, builder)
+        else:
+            _plan_backward(problem, self, builder)
+        return "channel_pipeline"
+
 
 def _numbers(problem: ChannelProblem) -> int:
     """What blocks tell each other of a set."""
@@ -218,7 +226,7 @@ def _arguments(problem: ChannelProblem, way: ChannelPipeline, **tensors: Channel
     return arguments
 
 
-def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder) -> str:
+def _plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder) -> None:
     assert problem.y is not None
     words = reserve_words(builder, way.words(problem))
     builder.launch(
@@ -236,10 +244,9 @@ def plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builder
         way.shared_bytes(problem),
         cooperative=True,
     )
-    return "channel_pipeline"
 
 
-def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Builder) -> str:
+def _plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Builder) -> None:
     assert problem.dx is not None
     words = reserve_words(builder, way.words(problem))
     rows = way.groups * way.blocks_per_slab
@@ -259,4 +266,3 @@ def plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Build
         cooperative=True,
     )
     launch_column_sums(builder, problem, targets, rows)
-    return "channel_pipeline"

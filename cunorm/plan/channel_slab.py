@@ -21,7 +21,7 @@ from cunorm.plan.launches import MOST_STATIC_BYTES, REGISTERS, Builder, Constant
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
-__all__ = ["Slab", "candidates", "plan_backward", "plan_forward"]
+__all__ = ["Slab", "candidates"]
 
 # Vectors of a thread.
 _MOST_VECTORS = 64
@@ -111,6 +111,14 @@ class Slab:
         shared_bytes = self.shared_bytes(problem) + self.static_bytes(problem)
         return min(device.blocks_with(shared_bytes), self.tiles.min_blocks)
 
+    def plan(self, problem: ChannelProblem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ChannelForward):
+            _plan_forward(problem, self, device, builder)
+        else:
+            _plan_backward(problem, self, device, builder)
+        return "channel_slab"
+
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
     """Every way to lay the slabs of a problem over blocks."""
@@ -136,7 +144,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Slab]:
                     yield slab
 
 
-def plan_forward(problem: ChannelForward, device: Device, slab: Slab, builder: Builder) -> str:
+def _plan_forward(problem: ChannelForward, slab: Slab, device: Device, builder: Builder) -> None:
     assert problem.y is not None
     builder.launch(
         "channel_slab_forward",
@@ -154,10 +162,9 @@ def plan_forward(problem: ChannelForward, device: Device, slab: Slab, builder: B
         slab.shared_bytes(problem),
         slab.blocks_per_slab,
     )
-    return "channel_slab"
 
 
-def plan_backward(problem: ChannelBackward, device: Device, slab: Slab, builder: Builder) -> str:
+def _plan_backward(problem: ChannelBackward, slab: Slab, device: Device, builder: Builder) -> None:
     assert problem.dx is not None
     targets, constants = column_sum_targets(builder, problem, problem.samples)
     builder.launch(
@@ -176,4 +183,3 @@ def plan_backward(problem: ChannelBackward, device: Device, slab: Slab, builder:
         slab.blocks_per_slab,
     )
     launch_column_sums(builder, problem, targets, problem.samples)
-    return "channel_slab"

@@ -23,7 +23,7 @@ from cunorm.plan.running import running_pointers, running_types
 from cunorm.plan.split_merge import launch_merge, merge_block
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
-__all__ = ["Split", "direction_of_passes", "plan_backward", "plan_forward"]
+__all__ = ["Split", "direction_of_passes"]
 
 # channel_split_statistics relies on it: what cancels in a squared deviation is bounded by the chunk's number of tiles.
 _TILES_PER_CHUNK = 64
@@ -48,6 +48,14 @@ _MOST_PLANE_LANES = 512
 @dataclass(frozen=True)
 class Split:
     """That numbers are read once for the statistics, or the sums, and once to be finished."""
+
+    def plan(self, problem: ChannelProblem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ChannelForward):
+            _plan_forward(problem, device, builder)
+        else:
+            _plan_backward(problem, device, builder)
+        return "channel_split"
 
 
 @dataclass(frozen=True)
@@ -202,7 +210,7 @@ def _edges(problem: ChannelProblem, tiles: Tiles, places: int) -> int:
     return -(-runs * 2 * tiles.width // tiles.point_lanes)
 
 
-def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> str:
+def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> None:
     given = problem.running is not None and problem.running.given
     layout = _layout(problem, device, _FORWARD)
     itemsize = compute_itemsize(problem)
@@ -233,7 +241,6 @@ def plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> s
                 "eps": problem.eps,
             },
         )
-    return "channel_split"
 
 
 def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder) -> None:
@@ -267,7 +274,7 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
     launch_merge(builder, problem, chunks, statistics, splits, layout.points_per_split)
 
 
-def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -> str:
+def _plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -> None:
     layout = _layout(problem, device, _GRADIENT_SUMS)
     affine = affine_constants(problem, layout.tiles)
     splits = layout.splits if problem.points * problem.samples > 0 else 0
@@ -335,4 +342,3 @@ def plan_backward(problem: ChannelBackward, device: Device, builder: Builder) ->
                 **layout.arguments(problem, dy=problem.dy, x=problem.x, dx=problem.dx),
             },
         )
-    return "channel_split"

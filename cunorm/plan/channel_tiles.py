@@ -31,6 +31,11 @@ class Direction(NamedTuple):
     width: int  # elements of a vector
     plane: int = 1  # where they lie along planes: points of one
 
+    def is_whole_along_points(self, problem: ChannelProblem) -> bool:
+        """Whether they are 16 bytes each of the points of a channel, which are one run of memory."""
+        whole = self.width * problem.itemsize == 16
+        return not self.along_channels and whole and len(problem.point_sizes) == 1
+
 
 @dataclass(frozen=True)
 class Tiles:

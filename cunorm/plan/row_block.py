@@ -26,7 +26,7 @@ from cunorm.plan.running import running_numbers, running_pointers, running_types
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["RowBlock", "plan_backward", "plan_forward"]
+__all__ = ["RowBlock"]
 
 # Rows for each group of blocks that takes turns, from which on they are claimed. 528 rows of 65,536 bfloat16 numbers, 8
 # for each cluster, take 1.12 either way, the clearing of the counter included; 1024 1.11, with fixed shares 1.19.
@@ -288,8 +288,16 @@ class RowBlock:
         parts = max(1, self.blocks_per_row // channels.channels_per_row)
         return problem.rows // channels.rows_per_sample * parts
 
+    def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ForwardProblem):
+            _plan_forward(problem, self, device, builder)
+        else:
+            _plan_backward(problem, self, device, builder)
+        return "row_block" if self.blocks_per_row == 1 else "row_cluster"
 
-def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
+
+def _plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> None:
     counters = geometry.period(problem) if geometry.claims_rows(problem, device) else 0
     claimed: Value = reserve_words(builder, -(-counters // 2)) if counters else 0  # a word is two of them
     running = running_numbers(problem.running, problem.columns)
@@ -319,10 +327,9 @@ def plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, bu
         geometry.shared_bytes(problem),
         geometry.blocks_per_row,
     )
-    return _strategy(geometry)
 
 
-def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> str:
+def _plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> None:
     groups, partials = geometry.groups(problem, device), geometry.partial_sums(problem, device)
     targets, target_constants = column_sum_targets(builder, problem, partials)
     builder.launch(
@@ -349,7 +356,6 @@ def plan_backward(problem: BackwardProblem, geometry: RowBlock, device: Device, 
         geometry.blocks_per_row,
     )
     launch_column_sums(builder, problem, targets, partials)
-    return _strategy(geometry)
 
 
 def _sizes(problem: Problem, geometry: RowBlock) -> dict[str, Value]:
@@ -358,7 +364,3 @@ def _sizes(problem: Problem, geometry: RowBlock) -> dict[str, Value]:
         "columns": problem.columns,
         "columns_per_block": geometry.columns_per_block(problem),
     }
-
-
-def _strategy(geometry: RowBlock) -> str:
-    return "row_block" if geometry.blocks_per_row == 1 else "row_cluster"

@@ -18,9 +18,9 @@ from cunorm.plan.constants import (
 )
 from cunorm.plan.launches import Builder, Constants, Device
 from cunorm.plan.zeros import reserve_words
-from cunorm.problem import DTYPES, ForwardProblem
+from cunorm.problem import DTYPES, ForwardProblem, Problem
 
-__all__ = ["RowGrid", "applies", "forward_geometry", "plan_forward"]
+__all__ = ["RowGrid", "applies", "forward_geometry"]
 
 # Rows of fewer bytes are left to the clusters and to row_split.
 _LEAST_ROW_BYTES = 6 << 20
@@ -97,6 +97,33 @@ class RowGrid:
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
             "HAS_RESIDUAL": int(problem.residual is not None),
         }
+
+    def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        assert isinstance(problem, ForwardProblem)
+        grid = self.groups * self.blocks_per_row
+        # Two turns' three numbers; a word has four bytes of one.
+        words = reserve_words(builder, 2 * grid * 3 * compute_itemsize(problem) // 4)
+        builder.launch(
+            "row_grid_forward",
+            dtype_constants(problem) | self.constants(problem) | affine_constants(problem, self.width),
+            grid,
+            (self.threads, 1),
+            {
+                **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
+                "words": words,
+                "rows": problem.rows,
+                "columns": problem.columns,
+                "columns_per_block": self.columns_per_block(problem),
+                "blocks_per_row": self.blocks_per_row,
+                **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
+                "eps": problem.eps,
+                "channels": channel_numbers(problem),
+            },
+            self.shared_bytes(problem),
+            cooperative=True,
+        )
+        return "row_grid"
 
 
 def applies(problem: ForwardProblem, device: Device) -> bool:
@@ -181,29 +208,3 @@ def _cost(geometry: RowGrid, problem: ForwardProblem) -> float:
     # With a row ahead, that one comes in meanwhile.
     exchange = _EXCHANGE_BYTES if geometry.rows_ahead == 1 else _EXCHANGE_BYTES / 2
     return -(-problem.rows // geometry.groups) * (part * (1 + twice) + exchange)
-
-
-def plan_forward(problem: ForwardProblem, geometry: RowGrid, builder: Builder) -> str:
-    grid = geometry.groups * geometry.blocks_per_row
-    # Two turns' three numbers; a word has four bytes of one.
-    words = reserve_words(builder, 2 * grid * 3 * compute_itemsize(problem) // 4)
-    builder.launch(
-        "row_grid_forward",
-        dtype_constants(problem) | geometry.constants(problem) | affine_constants(problem, geometry.width),
-        grid,
-        (geometry.threads, 1),
-        {
-            **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
-            "words": words,
-            "rows": problem.rows,
-            "columns": problem.columns,
-            "columns_per_block": geometry.columns_per_block(problem),
-            "blocks_per_row": geometry.blocks_per_row,
-            **row_strides(x=problem.x, residual=problem.residual, y=problem.y, residual_out=problem.residual_out),
-            "eps": problem.eps,
-            "channels": channel_numbers(problem),
-        },
-        geometry.shared_bytes(problem),
-        cooperative=True,
-    )
-    return "row_grid"

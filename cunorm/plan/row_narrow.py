@@ -5,6 +5,7 @@ The numbers are of an H200, as the time over that of a copy of the same bytes, w
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from cunorm.plan.constants import lie_alike
@@ -22,7 +23,7 @@ from cunorm.plan.row_fit import (
 from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
-from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_spread import MOST_THREADS, at, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
@@ -40,7 +41,7 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     # so, peeled 1.38.
     may_peel = forward or not has_several_channels(problem)
     if may_peel and lie_alike(problem) and device.capability >= 80:
-        return _peeled(problem, device, piece)
+        return _peeled_alike(problem, device, piece)
     vectors_per_row = problem.columns // width
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
     wanted = 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5
@@ -48,7 +49,7 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
         wanted = min(wanted, max(1.0, 2 * vectors_for_all_threads(problem, device, vectors_per_row)))
     threads, vectors = spread(vectors_per_row, wanted)
     if not fits_registers(problem, device, width, vectors, max(threads, 256)):
-        return _peeled(problem, device, piece) if may_peel else None
+        return _peeled_otherwise(problem, device, piece) if may_peel else None
     rows = max(1, 64 // threads) if forward else rows_per_block(problem, device, 256 // threads, threads)
     geometry = RowBlock(width, vectors, threads, rows)
     if forward:
@@ -58,56 +59,59 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     return replace(geometry, blocks_per_multiprocessor=min(2, most))
 
 
-def _peeled(problem: Problem, device: Device, width: int) -> RowBlock | None:
-    """Rows whose edges are peeled off. Those that are not read directly are fetched ahead, their weights at hand."""
-    forward, alike = isinstance(problem, ForwardProblem), lie_alike(problem)
-    direct = not alike or device.capability < 80
-    if not direct:
-        if isinstance(problem, ForwardProblem):
-            geometry = peeled_directly(problem, device, width)
-        else:
-            geometry = activated_peeled_backward(problem, device, width)
-        if geometry is not None:
-            return geometry
+def _peeled_alike(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows that lie alike in all tensors, whose edges are peeled off. Most come ahead, their weights at hand."""
+    forward = isinstance(problem, ForwardProblem)
+    if isinstance(problem, ForwardProblem):
+        geometry = peeled_directly(problem, device, width)
+    else:
+        geometry = activated_peeled_backward(problem, device, width)
+    if geometry is not None:
+        return geometry
     vectors_per_row = problem.columns // width
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 12
-    threads, vectors = _spread_peeled(vectors_per_row, width, forward, direct, few)
-    while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
-        threads *= 2
-        vectors = -(-vectors_per_row // threads)
-    most_vectors = 16 if forward and not direct else 12
-    if vectors > most_vectors or not fits_registers(problem, device, width, vectors, threads, True, direct):
-        return shared_row(problem, device, width, peeled=True) if alike else None
+    threads, vectors = _spread_peeled(problem, device, width, direct=False)
+    if vectors > (16 if forward else 12) or not fits_registers(problem, device, width, vectors, threads, True, False):
+        return shared_row(problem, device, width, peeled=True)
     light = device.has_fast_memory and problem.norm.activation is None
     many = vectors > (4 if light else 6) and vectors_per_row > 1024
-    if not forward and width == 8 and many and device.capability == 90 and not direct:
+    if not forward and width == 8 and many and device.capability == 90:
         # 12,001 columns of bfloat16 take 1.16 by pairs of blocks, by one 1.23 (under silu 10,001 2.13 and 1.81). On an
         # H100 14,001 take 1.14 and 1.17, 15,873 1.08 and 1.19.
         shared = shared_row(problem, device, width, peeled=True)
         if shared is not None:
             return shared
-    if not direct:
-        rows, most = _crowd_of_peeled(vectors, threads, forward)
-        if not forward and vectors > 1 and rows > 2 and not few:
-            rows //= 2  # 1025 columns of bfloat16 take 1.12 so, with a residual 1.13, by twice the rows 1.13 and 1.17
-        rows = rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
-        geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
-        if isinstance(problem, BackwardProblem):
-            geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
-        share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
-        if fits(geometry, problem, device):
-            geometry = replace(geometry, blocks_per_multiprocessor=share)
-            early = replace(geometry, weights="early")
-            # 4097 columns of bfloat16 take 1.13 so, staged 1.13, with a residual 1.10 and 1.13, RMS norm 1.11 and 1.12.
-            better = not forward and width == 8 and (threads, vectors) == (128, 4) and problem.parameters
-            return early if better and fits_early(early, problem, device) else geometry
+    rows, most = _crowd_of_peeled(vectors, threads, forward)
+    if not forward and vectors > 1 and rows > 2 and not few:
+        rows //= 2  # 1025 columns of bfloat16 take 1.12 so, with a residual 1.13, by twice the rows 1.13 and 1.17
+    rows = rows_per_block(problem, device, rows, threads) if vectors_per_row <= 256 else 1
+    geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
+    if isinstance(problem, BackwardProblem):
+        geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
+    share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
+    if not fits(geometry, problem, device):
         shared = shared_row(problem, device, width, peeled=True)
-        if shared is not None:
-            return shared
+        return shared or _read_directly(problem, device, width, threads, vectors)
+    geometry = replace(geometry, blocks_per_multiprocessor=share)
+    early = replace(geometry, weights="early")
+    # 4097 columns of bfloat16 take 1.13 so, staged 1.13, with a residual 1.10 and 1.13, RMS norm 1.11 and 1.12.
+    better = not forward and width == 8 and (threads, vectors) == (128, 4) and problem.parameters
+    return early if better and fits_early(early, problem, device) else geometry
+
+
+def _peeled_otherwise(problem: Problem, device: Device, width: int) -> RowBlock | None:
+    """Rows that do not lie alike, or on older GPUs: their edges are peeled off, and they are read directly."""
+    threads, vectors = _spread_peeled(problem, device, width, direct=True)
+    if vectors > 12 or not fits_registers(problem, device, width, vectors, threads, True, True):
+        return None
+    return _read_directly(problem, device, width, threads, vectors)
+
+
+def _read_directly(problem: Problem, device: Device, width: int, threads: int, vectors: int) -> RowBlock | None:
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     if not fits(geometry, problem, device):
         return None
-    return geometry if forward else persistent(geometry, problem, device)
+    return geometry if isinstance(problem, ForwardProblem) else persistent(geometry, problem, device)
 
 
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int]:
@@ -122,28 +126,31 @@ def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, in
     return 256 // threads, 768 if vectors == 1 else 512
 
 
-def _spread_peeled(vectors_per_row: int, width: int, forward: bool, direct: bool, few: bool) -> tuple[int, int]:
-    """Threads, a warp at least, and vectors of each; `few`: where there are few rows.
+def _spread_peeled(problem: Problem, device: Device, width: int, direct: bool) -> tuple[int, int]:
+    """Threads, a warp at least, and vectors of each; more threads where registers would not do.
 
     bfloat16 forward: 1023 columns take 1.47 with 32 threads of 4, 15,873 1.31 with 128 of 16 and 2.01 with 256 of 8.
-    Backward: 1023 columns take 1.28 with 64 threads of 2, 4097 1.15 with 128 of 4 and 1.27 with 64 of 8, 15,873 1.17
-    with 256 of 8. float32 backward: 4097 columns take 1.09 with 512 threads of 2, with 256 of 4 1.11.
+    Backward: 1023 columns take 1.28 with 64 threads of 2, 4097 1.15 with 128 of 4 and 1.27 with 64 of 8, 4095 not by 64
+    of 8, 15,873 1.17 with 256 of 8; 8191 1.13 with 128 of 8, with 256 of 4, of which one block has room, 1.33, but 2048
+    rows of them 1.53 and 1.43. float32: 10,001 columns take 1.06 with 512 threads of 5, with 256 of 10 1.08, and
+    backward 4097 1.09 with 512 of 2, with 256 of 4 1.11.
     """
-    if forward:
-        wanted = 1.9 if vectors_per_row <= 256 else 5.0
-        if width == 4 and not direct:
-            wanted = 7.5 if vectors_per_row <= 2048 else 4.5  # 10,001 columns: 512 threads of 5 1.06, 256 of 10 1.08
-    elif vectors_per_row <= 256:
-        wanted = 1.9
-    else:
-        # 8191 columns of bfloat16 take 1.13 with 128 threads of 8, with 256 of 4, of which one block has room, 1.33;
-        # but 2048 rows of them 1.53 and 1.43.
-        wanted = 4.0 if vectors_per_row <= 704 else 2.4 if vectors_per_row <= (1024 if few else 768) else 5.0
-        if 384 < vectors_per_row < 512:
-            wanted = 3.0  # 4095 columns as 4097, not by 64 threads of 8 vectors
-        wanted = 1.9 if width == 4 else wanted
-    threads, _ = spread(vectors_per_row, wanted)
+    forward, vectors_per_row = isinstance(problem, ForwardProblem), problem.columns // width
+    few = vectors_for_all_threads(problem, device, vectors_per_row) < 12
+    # How many vectors a thread has at least, of rows of up to so many.
+    brackets: list[tuple[float, float]] = [(256, 1.9), (math.inf, 5.0)]
+    if forward and width == 4 and not direct:
+        brackets = [(2048, 7.5), (math.inf, 4.5)]
+    elif not forward and width == 4:
+        brackets = [(math.inf, 1.9)]
+    elif not forward:
+        brackets = [(256, 1.9), (384, 4.0), (511, 3.0), (704, 4.0), (1024 if few else 768, 2.4), (math.inf, 5.0)]
+    threads, _ = spread(vectors_per_row, at(brackets, vectors_per_row))
     if forward and width == 8:
         threads = min(threads, 128)
     threads = max(32, threads)
-    return threads, -(-vectors_per_row // threads)
+    vectors = -(-vectors_per_row // threads)
+    while threads < MOST_THREADS and not fits_registers(problem, device, width, vectors, threads, True, direct):
+        threads *= 2
+        vectors = -(-vectors_per_row // threads)
+    return threads, vectors

@@ -16,6 +16,17 @@ from cunorm.problem import ForwardProblem
 
 __all__ = ["peeled_directly"]
 
+# Long rows, by the width of vectors and by what else is read: vectors of each of 256 threads, at most, and of each of
+# 512, where a row has more. First where memory is slower, then where it is fast.
+_MOST_DIRECTLY = {
+    (8, "residual"): ((10, 10), (10, 0)),
+    (8, "two weights"): ((11, 0), (11, 0)),
+    (8, "no more"): ((16, 13), (16, 0)),
+    (4, "residual"): ((10, 10), (10, 8)),
+    (4, "two weights"): ((12, 8), (0, 0)),
+    (4, "no more"): ((16, 13), (16, 0)),
+}
+
 
 def peeled_directly(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """The geometry; None for rows that take longer so."""
@@ -149,13 +160,8 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     if not measured or vectors_per_row <= 768:
         return None
     many_weights = len(problem.parameters) > 1 and problem.residual is None
-    # Vectors of each of 256 threads, at most, and of each of 512, where a row has more.
-    most, most_shared = (10, 10) if problem.residual is not None else (16, 13)
-    if many_weights:
-        most, most_shared = (11, 0) if width == 8 else (12, 8)
-    if device.has_fast_memory:
-        most_shared = 8 if width == 4 and problem.residual is not None else 0
-        most = 0 if many_weights and width == 4 else most
+    reads = "residual" if problem.residual is not None else "two weights" if many_weights else "no more"
+    most, most_shared = _MOST_DIRECTLY[width, reads][device.has_fast_memory]
     if activation is not None:
         most, most_shared = (8, 0) if many_weights and width == 8 and activation in ("relu", "silu") else (0, 0)
     threads = 256 if vectors_per_row <= 256 * most else MOST_THREADS

@@ -23,7 +23,7 @@ from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "plan_backward", "plan_forward"]
+__all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
@@ -164,6 +164,14 @@ class RowPipeline:
             "WEIGHTS_OF": "columns" if problem.channels is None else "part",
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
         }
+
+    def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        if isinstance(problem, ForwardProblem):
+            _plan_forward(problem, self, builder)
+        else:
+            _plan_backward(problem, self, builder)
+        return "row_pipeline"
 
 
 def is_faster_than_clusters(problem: Problem, blocks: int) -> bool:
@@ -321,7 +329,7 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
     }
 
 
-def plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) -> str:
+def _plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) -> None:
     shared = _launch_words(problem, way, 4 if way.peeled else 3, builder)
     builder.launch(
         "row_pipeline_forward",
@@ -338,10 +346,9 @@ def plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) ->
         way.shared_bytes(problem),
         cooperative=True,
     )
-    return "row_pipeline"
 
 
-def plan_backward(problem: BackwardProblem, way: RowPipeline, builder: Builder) -> str:
+def _plan_backward(problem: BackwardProblem, way: RowPipeline, builder: Builder) -> None:
     shared = _launch_words(problem, way, 2, builder)
     channels = problem.channels
     partials = way.groups if channels is None else problem.rows // channels.rows_per_sample
@@ -361,4 +368,3 @@ def plan_backward(problem: BackwardProblem, way: RowPipeline, builder: Builder) 
         cooperative=True,
     )
     launch_column_sums(builder, problem, targets, partials)
-    return "row_pipeline"

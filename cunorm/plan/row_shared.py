@@ -25,13 +25,13 @@ _MOST_READ_BYTES = 1 << 20
 
 def shared_row(problem: Problem, device: Device, width: int, peeled: bool = False) -> RowBlock | None:
     """A row for the blocks of a cluster, as few as can hold it with its weights; or one block, where that can."""
-    if _is_slow_in_clusters(problem, width):
+    if device.capability < 80 or _is_slow_in_clusters(problem, width):
         return None
     for way in _shared_ways(problem, device, width, peeled):
         if way.weights == "late" and isinstance(problem, ForwardProblem) and row_grid.applies(problem, device):
             break
         for blocks in (1, 2, 4, 8, 16):
-            if not device.groups(blocks) or device.capability < 80 or blocks > way.blocks_per_row:
+            if not device.groups(blocks) or blocks > way.blocks_per_row:
                 break
             if not can_be_shared(problem, blocks, width):
                 continue
@@ -236,22 +236,27 @@ def _peeled_sixteen_bit_ways_backward(problem: BackwardProblem, way: RowBlock) -
     On an H100 32,769 columns and more come two rows ahead, where there is room for them: 1.12, with one ahead 1.20; by
     256 threads 131,073 take 1.28 so, with one ahead 1.35.
     """
-    crowd = _crowd(way)
-    alone = replace(crowd, threads_per_row=256, blocks_per_multiprocessor=1)
-    three = replace(crowd, vectors=5, blocks_per_multiprocessor=3)
-    yield replace(three, vectors=3, threads_per_row=256, blocks_per_row=2, blocks_per_multiprocessor=2)
+
+    def of(
+        vectors: int, threads: int, blocks: int, share: int, weights: str = "staged", rows_ahead: int = 1
+    ) -> RowBlock:
+        own = replace(way, vectors=vectors, threads_per_row=threads, blocks_per_row=blocks)
+        return replace(own, blocks_per_multiprocessor=share, weights=weights, rows_ahead=rows_ahead)
+
+    yield of(3, 256, 2, 2)
     if problem.dresidual_out is None:
-        yield replace(three, vectors=4, weights="early", blocks_per_row=4)
-    yield replace(three, blocks_per_row=4)
-    yield replace(alone, vectors=6, blocks_per_row=2)
+        yield of(4, 128, 4, 3, weights="early")
+    yield of(5, 128, 4, 3)
+    yield of(6, 256, 2, 1)
     if problem.norm.activation is None:
-        yield from (replace(three, rows_ahead=2), three)
-    yield replace(crowd, blocks_per_row=4)
-    yield replace(crowd, vectors=5, rows_ahead=2)
-    yield crowd
-    yield replace(alone, vectors=2, threads_per_row=512, weights="early")
-    for rows in (2, 1):
-        yield replace(alone, blocks_per_row=16, rows_ahead=rows)
+        yield of(5, 128, 8, 3, rows_ahead=2)
+        yield of(5, 128, 8, 3)
+    yield of(7, 128, 4, 2)
+    yield of(5, 128, 8, 2, rows_ahead=2)
+    yield of(7, 128, 8, 2)
+    yield of(2, 512, 8, 1, weights="early")
+    yield of(7, 256, 16, 1, rows_ahead=2)
+    yield of(7, 256, 16, 1)
 
 
 def _peeled_ways_forward(problem: ForwardProblem, device: Device, way: RowBlock) -> Iterator[RowBlock]:

@@ -26,6 +26,8 @@ __all__ = ["SHORT_BYTES", "short_row"]
 
 SHORT_BYTES = 256
 _BLOCK_THREADS = 128
+# Backward, by itemsize and width: rows of up to so many vectors have one thread each, plain ones and activated ones.
+_MOST_ALONE = {(2, 4): (5, 3), (2, 2): (9, 5), (2, 1): (9, 5), (4, 2): (5, 5), (4, 1): (7, 9), (8, 1): (3, 5)}
 
 
 def short_row(problem: Problem, device: Device, width: int) -> RowBlock:
@@ -60,21 +62,11 @@ def _forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
     1.12 (RMS norm 1.04 and 1.02), with a residual by two 1.02, by four 1.06; under silu 10, 17 and 25 1.20, 1.16 and
     1.13 as a run.
     """
-    itemsize, vectors_per_row = problem.itemsize, problem.columns // width
+    vectors_per_row = problem.columns // width
     if _is_better_peeled(problem, device, width):
         return _directly(problem, device, 8, 4, peeled=True)
-    if itemsize == 2:
-        alone, run, threads = _sixteen_bit_forward(problem, device, width)
-    else:
-        activated, fast = problem.norm.activation is not None, device.has_fast_memory
-        if width * itemsize == 4:
-            alone, run, threads = 5, 32 if activated else 20 if fast else 12, 4 if vectors_per_row <= 32 else 8
-        else:
-            run = 16 if activated else 0 if problem.residual is not None else 5
-            alone, threads = 3, 4 if vectors_per_row <= 20 else 8
-            as_run = fast and problem.norm.centered and vectors_per_row <= run
-            if itemsize == 4 and not activated and not as_run and alone < vectors_per_row <= 7:
-                return _directly(problem, device, width, 2)
+    family = _sixteen_bit_forward if problem.itemsize == 2 else _wide_forward
+    alone, run, threads = family(problem, device, width)
     if vectors_per_row <= alone:
         return _directly(problem, device, width, 1)
     # Fewer rows would not make a block for every multiprocessor.
@@ -100,6 +92,19 @@ def _is_better_peeled(problem: ForwardProblem, device: Device, width: int) -> bo
     # 3 of them a thread are 96 columns, and up to 7 are edges.
     few = 96 < problem.columns <= 103
     return width == 4 and few and device.has_fast_memory and _is_light(problem)
+
+
+def _wide_forward(problem: ForwardProblem, device: Device, width: int) -> tuple[int, int, int]:
+    """As `_sixteen_bit_forward` has it, of float32 and float64."""
+    itemsize, vectors_per_row = problem.itemsize, problem.columns // width
+    activated, fast = problem.norm.activation is not None, device.has_fast_memory
+    if width * itemsize == 4:
+        return 5, 32 if activated else 20 if fast else 12, 4 if vectors_per_row <= 32 else 8
+    run = 16 if activated else 0 if problem.residual is not None else 5
+    as_run = fast and problem.norm.centered and vectors_per_row <= run
+    if itemsize == 4 and not activated and not as_run and vectors_per_row <= 7:
+        return 3, 0, 2
+    return 3, run, 4 if vectors_per_row <= 20 else 8
 
 
 def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) -> tuple[int, int, int]:
@@ -150,12 +155,7 @@ def _backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock:
     kept = activated_row_backward(problem, device, width) if width == 4 else None
     if kept is not None:
         return kept
-    if itemsize == 2:
-        alone = (3 if width == 4 else 5) if activated else (5 if width == 4 else 9)
-    elif vector_bytes == 4:
-        alone = 9 if activated else 7
-    else:
-        alone = 5 if activated or itemsize == 4 else 3
+    alone = _MOST_ALONE[itemsize, width][activated]
     few = vectors_for_all_threads(problem, device, vectors_per_row) < 2
     direct = problem.channels is not None or vector_bytes < 4 or device.capability < 80
     if vectors_per_row <= alone and not few:

@@ -17,7 +17,7 @@ from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.plan.split_merge import launch_merge
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 
-__all__ = ["is_better_backward", "is_better_forward", "plan_backward", "plan_forward"]
+__all__ = ["is_better_backward", "is_better_forward", "plan"]
 
 # row_split_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
 _TILES_PER_CHUNK = 64
@@ -154,7 +154,16 @@ def _chunks(problem: Problem, device: Device, split: _RowSplit) -> tuple[int, in
     return -(-tiles // tiles_per_chunk), tiles_per_chunk * split.tile_columns
 
 
-def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> str:
+def plan(problem: Problem, device: Device, builder: Builder) -> str:
+    """Write down the launches; the name of the strategy."""
+    if isinstance(problem, ForwardProblem):
+        _plan_forward(problem, device, builder)
+    else:
+        _plan_backward(problem, device, builder)
+    return "row_split"
+
+
+def _plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> None:
     split = _row_split(problem, peels=True)
     splits, columns_per_split = _chunks(problem, device, split)
     large, few = _for_few(split, problem, device, _MOST_MERGING_BLOCKS)
@@ -221,10 +230,9 @@ def plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> s
                 "eps": problem.eps,
             },
         )
-    return "row_split"
 
 
-def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -> str:
+def _plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -> None:
     split = _row_split(problem, peels=False)
     row_blocks = -(-problem.rows // split.row_lanes)
     tiles = -(-problem.columns // split.tile_columns)
@@ -267,7 +275,6 @@ def plan_backward(problem: BackwardProblem, device: Device, builder: Builder) ->
         },
     )
     launch_column_sums(builder, problem, targets, groups)
-    return "row_split"
 
 
 def _plan_sums(

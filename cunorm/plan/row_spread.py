@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 from cunorm.plan.constants import row_width
 from cunorm.plan.launches import Device
@@ -12,6 +14,7 @@ from cunorm.problem import Problem
 
 __all__ = [
     "MOST_THREADS",
+    "at",
     "more_threads",
     "rows_per_block",
     "spread",
@@ -20,8 +23,15 @@ __all__ = [
     "vectors_for_all_threads",
 ]
 
+_T = TypeVar("_T")
+
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 MOST_THREADS = 512
+
+
+def at(brackets: Sequence[tuple[float, _T]], size: float) -> _T:
+    """What the first of the brackets (most, value) has that is not exceeded."""
+    return next(value for most, value in brackets if size <= most)
 
 
 def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan import row_block, row_geometry, row_grid, row_pipeline, row_split, weight_gradients
-from cunorm.plan.launches import Builder, Device
+from cunorm.plan import row_geometry, row_grid, row_pipeline, row_split, weight_gradients
+from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
+from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
@@ -19,6 +20,16 @@ class Apart:
     """Gradients of few rows: dx, if it is wanted, and then dweight and dbias from what was read."""
 
     of_dx: RowBlock | None
+
+    def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
+        """Write down the launches; the name of the strategy."""
+        assert isinstance(problem, BackwardProblem)
+        strategy = "row_weight_gradients"
+        if problem.dx is not None:
+            assert self.of_dx is not None, "without sums there are registers where there are with them"
+            strategy = self.of_dx.plan(_without_sums(problem), device, builder)
+        weight_gradients.launch_weight_gradients(builder, problem, device)
+        return strategy
 
 
 RowWay = RowBlock | RowPipeline | RowGrid | Apart
@@ -62,27 +73,20 @@ def _without_sums(problem: BackwardProblem) -> BackwardProblem:
     return replace(problem, dweight=None, dbias=None)
 
 
-def plan_with(problem: Problem, device: Device, way: RowWay, builder: Builder) -> str:
-    """Which strategy was planned."""
-    if isinstance(problem, ForwardProblem):
-        if isinstance(way, RowPipeline):
-            return row_pipeline.plan_forward(problem, way, builder)
-        if isinstance(way, RowGrid):
-            return row_grid.plan_forward(problem, way, builder)
-        assert isinstance(way, RowBlock)
-        return row_block.plan_forward(problem, way, device, builder)
-    if isinstance(way, RowPipeline):
-        return row_pipeline.plan_backward(problem, way, builder)
-    if isinstance(way, Apart):
-        return _plan_apart(problem, way, device, builder)
-    assert isinstance(way, RowBlock)
-    return row_block.plan_backward(problem, way, device, builder)
+def plan_with(problem: Problem, device: Device, way: RowWay | None) -> Plan:
+    """The plan with a way; None is for the built-in choice."""
+    builder = Builder()
+    if isinstance(problem, BackwardProblem) and _is_empty(problem):
+        targets, _ = column_sum_targets(builder, problem, 0)
+        launch_column_sums(builder, problem, targets, 0)
+        return builder.finished("empty")
+    chosen = way or way_of(problem, device)
+    if chosen is None:
+        return builder.finished(row_split.plan(problem, device, builder))
+    return builder.finished(chosen.plan(problem, device, builder))
 
 
-def _plan_apart(problem: BackwardProblem, way: Apart, device: Device, builder: Builder) -> str:
-    strategy = "row_weight_gradients"
-    if problem.dx is not None:
-        assert way.of_dx is not None, "without sums there are registers where there are with them"
-        strategy = row_block.plan_backward(_without_sums(problem), way.of_dx, device, builder)
-    weight_gradients.launch_weight_gradients(builder, problem, device)
-    return strategy
+def _is_empty(problem: BackwardProblem) -> bool:
+    """Whether there is nothing to read."""
+    nothing_wanted = problem.dx is None and problem.dweight is None and problem.dbias is None
+    return nothing_wanted or problem.rows == 0 or problem.columns == 0

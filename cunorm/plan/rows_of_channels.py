@@ -8,7 +8,7 @@ from dataclasses import replace
 from cunorm.plan import row_candidates, row_pipeline, row_segments, rows
 from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.constants import can_be_shared
-from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.launches import Device, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, has_several_channels
 from cunorm.plan.row_pipeline import RowPipeline
@@ -73,10 +73,9 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
 
 def plan_with(problem: ChannelProblem, device: Device, way: RowWay) -> Plan:
     """The plan with a way that is one of these."""
-    as_row_problem, builder = as_rows(problem), Builder()
+    as_row_problem = as_rows(problem)
     assert as_row_problem is not None
-    strategy = rows.plan_with(as_row_problem, device, way, builder)
-    return builder.finished(strategy)
+    return rows.plan_with(as_row_problem, device, way)
 
 
 def _is_of_a_batch(problem: Problem) -> bool:
