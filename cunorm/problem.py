@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "GELUS",
     "AnyProblem",
     "BackwardProblem",
     "ChannelBackward",
@@ -39,6 +40,7 @@ __all__ = [
 
 # gelu is the exact one, x * Phi(x); gelu_tanh its approximation.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+GELUS = ("gelu", "gelu_tanh")
 
 
 class Dtype(NamedTuple):
@@ -140,6 +142,23 @@ class _Problem:
         return DTYPES[self.x.dtype].itemsize
 
 
+class _Gradients:
+    """What is wanted of dx, dweight and dbias; of the sums a dtype."""
+
+    dx: Matrix | ChannelTensor | None
+    dweight: str | None
+    dbias: str | None
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """dweight and dbias, those that are wanted, with their dtypes."""
+        return {name: dtype for name, dtype in (("dweight", self.dweight), ("dbias", self.dbias)) if dtype is not None}
+
+    @property
+    def wants_nothing(self) -> bool:
+        return self.dx is None and not self.sums
+
+
 @dataclass(frozen=True)
 class _RowProblem(_Problem):
     row_sizes: tuple[int, ...]
@@ -180,11 +199,6 @@ class _RowNormProblem(_RowProblem):
     def parameters(self) -> tuple[Vector, ...]:
         """The weight and the bias, if they are there."""
         return _present(self.weight, self.bias)
-
-    @property
-    def has_channels(self) -> bool:
-        """Whether weights and biases are one number a channel, not a column."""
-        return self.channels is not None
 
 
 @dataclass(frozen=True)
@@ -235,7 +249,7 @@ class ForwardProblem(_RowNormProblem):
 
 
 @dataclass(frozen=True)
-class BackwardProblem(_RowNormProblem):
+class BackwardProblem(_RowNormProblem, _Gradients):
     """The gradients of ForwardProblem: those of x (if dx), weight and bias (dtypes; None where not wanted).
 
     ``x`` is what was normalized: residual_out, where there was a residual. dx is the gradient of x and of the residual
@@ -412,6 +426,11 @@ class _ChannelProblem(_Problem):
         raise NotImplementedError
 
     @property
+    def tensors_read(self) -> int:
+        """How many: x, and backward dy."""
+        return 1 if isinstance(self, ChannelForward) else 2
+
+    @property
     def bytes_moved(self) -> int:
         """The bytes that must move: every tensor is read once, or written once."""
         return len(self.tensors) * self.samples * self.channels * self.points * self.itemsize
@@ -459,7 +478,7 @@ class ChannelForward(_ChannelProblem):
 
 
 @dataclass(frozen=True)
-class ChannelBackward(_ChannelProblem):
+class ChannelBackward(_ChannelProblem, _Gradients):
     """The gradients of ChannelForward: those of x (if dx), weight and bias (dtypes; None where not wanted).
 
     ``bias`` counts only under an activation. Where the statistics were ``given``, they are constants.

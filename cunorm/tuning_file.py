@@ -347,7 +347,7 @@ def _is_count(value: Any) -> bool:
 def entry_for(problem: Problem | ChannelProblem, device_index: int) -> Entry | None:
     """What the user's file has for a problem on a CUDA device: nothing for rows whose weights are by channel."""
     entries = _entries()
-    by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.has_channels
+    by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.channels is not None
     if not entries or by_channel:
         return None
     return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))

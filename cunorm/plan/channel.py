@@ -36,7 +36,7 @@ def is_empty(problem: ChannelProblem) -> bool:
     """Whether there is nothing to compute."""
     if isinstance(problem, ChannelForward):
         return problem.samples * problem.channels == 0
-    return problem.channels == 0 or (problem.dx is None and problem.dweight is None and problem.dbias is None)
+    return problem.channels == 0 or problem.wants_nothing
 
 
 def moves_once(problem: ChannelProblem) -> bool:

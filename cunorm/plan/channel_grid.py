@@ -12,6 +12,7 @@ from cunorm.plan.channel_tiles import (
     along_planes,
     direction,
     pass_arguments,
+    set_lanes,
     static_bytes,
     tile_lanes,
 )
@@ -20,7 +21,7 @@ from cunorm.plan.constants import compute_itemsize
 from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
-from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
+from cunorm.problem import GELUS, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Grid", "candidates"]
 
@@ -89,9 +90,7 @@ class Grid:
 
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: slots, and what is collected."""
-        read = 1 if isinstance(problem, ChannelForward) else 2
-        slots = read * self.slots * self.tiles.holders * self.tiles.width * problem.itemsize
-        return slots + self.collected_bytes(problem)
+        return self.slots * self.tiles.slot_bytes(problem) + self.collected_bytes(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
@@ -108,7 +107,7 @@ class Grid:
             "HELD": self.held,
             "IN_FLIGHT": self.slots,
             "CHANNELS_PER_SET": problem.channels_per_set,
-            "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
+            "SET_LANES": set_lanes(parts),
         }
         return self.tiles.constants(problem) | own
 
@@ -146,16 +145,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
     """Every way to share the slabs of a problem between the multiprocessors."""
     if problem.points == 0 or problem.samples * problem.channels == 0 or device.capability < 80:
         return
-    read = 1 if isinstance(problem, ChannelForward) else 2
-    # Where ptxas would spill registers: in double backward for the derivative of an activation, forward along points of
-    # several dimensions; of sixteen bits backward for the derivative of a gelu, along channels.
-    double, gelu = problem.x.dtype == "float64", problem.activation in ("gelu", "gelu_tanh")
-    if double and read == 2 and problem.activation is not None:
-        return
     for tiles in _tiles(problem):
-        if double and read == 1 and not tiles.along_channels and len(problem.point_sizes) > 1:
-            continue
-        if gelu and read == 2 and tiles.along_channels and tiles.width == 8:
+        if _would_spill(problem, tiles):
             continue
         resident = tiles.min_blocks
         multiprocessors = device.multiprocessors * resident
@@ -172,9 +163,8 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             blocks = -(-point_vectors // per_block)
             vectors = -(-per_block // tiles.point_lanes)
             grid = Grid(tiles, groups, blocks, per_block * tiles.point_vector, vectors, 0, vectors, vectors)
-            slot_bytes = read * tiles.holders * tiles.width * problem.itemsize
             free = shared_bytes - grid.static_bytes(problem) - grid.collected_bytes(problem)
-            room = min(free // slot_bytes, _MOST_SLOTS)
+            room = min(free // tiles.slot_bytes(problem), _MOST_SLOTS)
             if grid.static_bytes(problem) > MOST_STATIC_BYTES:
                 continue
             if room >= vectors:
@@ -184,9 +174,23 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
             yield from _larger_than_its_slots(grid, problem, room)
 
 
+def _would_spill(problem: ChannelProblem, tiles: Tiles) -> bool:
+    """Whether ptxas would spill registers.
+
+    It would in double backward for the derivative of an activation, and forward along points of several dimensions; of
+    sixteen bits backward for the derivative of a gelu, along channels.
+    """
+    double = problem.x.dtype == "float64"
+    if isinstance(problem, ChannelForward):
+        return double and not tiles.along_channels and len(problem.point_sizes) > 1
+    if double:
+        return problem.activation is not None
+    return problem.activation in GELUS and tiles.along_channels and tiles.width == 8
+
+
 def _larger_than_its_slots(grid: Grid, problem: ChannelProblem, room: int) -> Iterator[Grid]:
     """With so many slots, fewer than vectors: as it is, and with some in registers."""
-    read = 1 if isinstance(problem, ChannelForward) else 2
+    read = problem.tensors_read
     if grid.tiles.width * problem.itemsize < 16:
         return  # shorter vectors were not measured so
     for resident in (0, _RESIDENT[read]) if _has_registers(grid.tiles, problem) else (0,):

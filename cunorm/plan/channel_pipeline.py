@@ -76,11 +76,6 @@ class ChannelPipeline:
         """Slots for a block's part of a slab, of one tensor."""
         return self.resident * self.tiles.threads * 16
 
-    @property
-    def sum_rows(self) -> int:
-        """How many threads, or warps where these have channels more than once, have sums of the same channels."""
-        return self.tiles.threads // 32 if self.tiles.channel_lanes < 32 else self.tiles.point_lanes
-
     def turns(self, problem: ChannelProblem) -> int:
         return -(-self.tiles.count(problem) // self.groups)
 
@@ -110,8 +105,8 @@ class ChannelPipeline:
         """
         by_sets = isinstance(problem, ChannelForward) or self.whole(problem)
         of_vector = units(problem, self.tiles.direction) if by_sets else self.tiles.width
-        sums = 2 * _numbers(problem) * self.sum_rows * self.tiles.channel_lanes * of_vector
-        return _tensors(problem) * self.ahead * self.part_bytes + sums * compute_itemsize(problem)
+        sums = 2 * _numbers(problem) * self.tiles.sum_rows * self.tiles.channel_lanes * of_vector
+        return problem.tensors_read * self.ahead * self.part_bytes + sums * compute_itemsize(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory.
@@ -120,7 +115,7 @@ class ChannelPipeline:
         statistics of those that wait, of two and of the next, weights, biases, and sums of the columns.
         """
         if isinstance(problem, ChannelForward):
-            numbers = 2 * 3 * self.sets(problem) + 2 * self.sum_rows * self.tiles.channel_lanes
+            numbers = 2 * 3 * self.sets(problem) + 2 * self.tiles.sum_rows * self.tiles.channel_lanes
         else:
             numbers = 2 * self.sets(problem) * (2 + self.lag + 3)
             kept = (problem.weight is not None) + (problem.bias is not None) + (0 if self.whole(problem) else 2)
@@ -157,11 +152,6 @@ def _numbers(problem: ChannelProblem) -> int:
 def units(problem: ChannelProblem, way: Direction) -> int:
     """Of a vector (see kernels/channel_sets.cuh)."""
     return way.width // math.gcd(way.width, problem.channels_per_set)
-
-
-def _tensors(problem: ChannelProblem) -> int:
-    """Those that slots are for."""
-    return 1 if isinstance(problem, ChannelForward) else 2
 
 
 def is_possible(problem: ChannelProblem, device: Device) -> bool:
@@ -201,7 +191,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[ChannelPipel
             per_block = -(-problem.points // (device.multiprocessors // groups))
             blocks, resident = -(-problem.points // per_block), -(-per_block // tiles.point_lanes)
             pipeline = ChannelPipeline(tiles, resident, blocks, groups, per_block, 0, _MOST_AHEAD - 2)
-            part_bytes = _tensors(problem) * pipeline.part_bytes
+            part_bytes = problem.tensors_read * pipeline.part_bytes
             if blocks < max(2, sets) or resident > _MOST_RESIDENT or part_bytes < _LEAST_PART_BYTES:
                 continue
             if pipeline.block_threads > device.threads_per_multiprocessor:

@@ -13,6 +13,7 @@ from cunorm.plan.channel_tiles import (
     along_planes,
     direction,
     pass_arguments,
+    set_lanes,
     static_bytes,
     tile_lanes,
 )
@@ -60,8 +61,7 @@ class Slab:
 
     def shared_bytes(self, problem: ChannelProblem) -> int:
         """Dynamic shared memory: a slot for every vector that is read."""
-        read = 1 if isinstance(problem, ChannelForward) else 2
-        return read * self.vectors * self.tiles.holders * self.tiles.width * problem.itemsize
+        return self.vectors * self.tiles.slot_bytes(problem)
 
     def static_bytes(self, problem: ChannelProblem) -> int:
         """What the kernel declares of shared memory itself."""
@@ -102,7 +102,7 @@ class Slab:
             "IN_FLIGHT": self.in_flight(problem, device),
             "BLOCKS_PER_ROW": self.blocks_per_slab,
             "CHANNELS_PER_SET": problem.channels_per_set,
-            "SET_LANES": min(32, 1 << max(1, parts // 2).bit_length() - 1),
+            "SET_LANES": set_lanes(parts),
         }
         return self.tiles.constants(problem) | own
 

@@ -17,11 +17,11 @@ from cunorm.plan.channel_tiles import (
     least_lanes,
     pass_arguments,
 )
-from cunorm.plan.constants import compute_constants, compute_itemsize
+from cunorm.plan.constants import compute_constants, compute_itemsize, gradient_constants
 from cunorm.plan.launches import Builder, Constants, Device, Value
 from cunorm.plan.running import running_pointers, running_types
 from cunorm.plan.split_merge import launch_merge, merge_block
-from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
+from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
 __all__ = ["Split", "direction_of_passes"]
 
@@ -279,7 +279,7 @@ def _plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -
     affine = affine_constants(problem, layout.tiles)
     splits = layout.splits if problem.points * problem.samples > 0 else 0
     inputs: dict[str, Value] = {name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd")}
-    wants_sums = problem.dweight is not None or problem.dbias is not None
+    wants_sums = len(problem.sums) > 0
     wants_means = problem.dx is not None and not problem.given and splits > 0
     means: Value = 0
     if wants_means:
@@ -302,21 +302,19 @@ def _plan_backward(problem: ChannelBackward, device: Device, builder: Builder) -
             )
         wanted_channels, sets = problem.channels * wants_sums, problem.sets * wants_means
         lanes, items = merge_block(splits * max(problem.samples * wants_sums, problem.channels_per_set * wants_means))
-        dtypes = {"dweight": problem.dweight, "dbias": problem.dbias}
         builder.launch(
             "channel_split_gradient_merge",
             compute_constants(problem)
             | {"ITEM_LANES": lanes, "ITEMS_PER_BLOCK": items}
             | {name: affine[name] for name in ("HAS_WEIGHT", "WEIGHT_TYPE")}
-            | {f"WANTS_{name.upper()}": int(dtype is not None) for name, dtype in dtypes.items()}
-            | {f"{name.upper()}_TYPE": DTYPES[dtype or "float32"].cuda for name, dtype in dtypes.items()},
+            | gradient_constants(dweight=problem.dweight, dbias=problem.dbias),
             -(-(wanted_channels + sets) // items),
             (lanes, items),
             {
                 "sums": sums,
                 "weight": "weight",
                 "means": means,
-                **{name: name if dtype is not None else 0 for name, dtype in dtypes.items()},
+                **{name: name if name in problem.sums else 0 for name in ("dweight", "dbias")},
                 "wanted_channels": wanted_channels,
                 "sets": sets,
                 "channels": problem.channels,

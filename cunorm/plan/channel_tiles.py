@@ -19,6 +19,7 @@ __all__ = [
     "direction",
     "least_lanes",
     "pass_arguments",
+    "set_lanes",
     "static_bytes",
     "tile_lanes",
 ]
@@ -79,6 +80,15 @@ class Tiles:
     @property
     def block(self) -> tuple[int, int]:
         return (self.threads, 1) if self.along_channels else (self.point_lanes, self.channel_lanes)
+
+    @property
+    def sum_rows(self) -> int:
+        """How many threads, or warps where these have channels more than once, have sums of the same channels."""
+        return self.threads // 32 if self.channel_lanes < 32 else self.point_lanes
+
+    def slot_bytes(self, problem: ChannelProblem) -> int:
+        """Of a vector of every thread, and tensor that is read."""
+        return problem.tensors_read * self.holders * self.width * problem.itemsize
 
     def summed(self, problem: ChannelProblem) -> int:
         """Of how many channels slabs and grids take the statistics together (see channel_slab_statistics.cuh)."""
@@ -167,12 +177,16 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
             yield lanes, -(-lanes * point_lanes // 32) * 32
 
 
+def set_lanes(parts: int) -> int:
+    """How many threads of a warp merge so many parts of a set: a power of two, two parts each at least."""
+    return min(32, 1 << max(1, parts // 2).bit_length() - 1)
+
+
 def static_bytes(problem: ChannelProblem, tiles: Tiles, numbers: int) -> int:
     """Shared memory that a kernel declares: for sums over the points of a tile, and so many numbers."""
     lanes, plane = tiles.channel_lanes, tiles.direction.plane
-    rows = tiles.threads // 32 if lanes < 32 else tiles.point_lanes
     sums = tiles.width // tiles.summed(problem)  # of a vector along the channels
-    scratch = lanes * (rows * sums if tiles.along_channels else -(-tiles.point_lanes // 32))
+    scratch = lanes * (tiles.sum_rows * sums if tiles.along_channels else -(-tiles.point_lanes // 32))
     if plane > 1:
         scratch = ((tiles.width - 2) // plane + 2) * tiles.holders + tiles.channels
     total = (2 * scratch + numbers) * compute_itemsize(problem) + 64

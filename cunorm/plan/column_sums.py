@@ -46,11 +46,9 @@ def launch_column_sums(
     builder: Builder, problem: BackwardProblem | ChannelBackward, targets: dict[str, Value], count: int
 ) -> None:
     """Add up what a kernel wrote to the ``targets``."""
-    wanted = [(name, dtype) for name, dtype in (("dweight", problem.dweight), ("dbias", problem.dbias)) if dtype]
-    if wanted and count != 1:
-        launch_sum(
-            builder, problem, [(targets[name], name, dtype) for name, dtype in wanted], count, _gradient_length(problem)
-        )
+    matrices = [(targets[name], name, dtype) for name, dtype in problem.sums.items()]
+    if matrices and count != 1:
+        launch_sum(builder, problem, matrices, count, _gradient_length(problem))
 
 
 def launch_sum(

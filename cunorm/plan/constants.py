@@ -18,6 +18,7 @@ __all__ = [
     "compute_constants",
     "compute_itemsize",
     "dtype_constants",
+    "gradient_constants",
     "lie_alike",
     "margin_of",
     "row_strides",
@@ -178,6 +179,15 @@ def affine_constants(problem: Problem, width: int) -> Constants:
     constants["WEIGHT_OFFSET"] = offset
     vectors = vector_constants("WEIGHT", problem.weight, width) | vector_constants("BIAS", problem.bias, width)
     return constants | vectors
+
+
+def gradient_constants(**sums: str | None) -> Constants:
+    """Which of dweight and dbias a kernel is to write, and of which type."""
+    constants: Constants = {}
+    for name, dtype in sums.items():
+        constants[f"WANTS_{name.upper()}"] = int(dtype is not None)
+        constants[f"{name.upper()}_TYPE"] = DTYPES[dtype or "float32"].cuda
+    return constants
 
 
 def row_strides(**matrices: Matrix | None) -> dict[str, Value]:

@@ -179,7 +179,7 @@ class RowBlock:
     def channel_sums(self, problem: BackwardProblem) -> int:
         """How many pairs of sums the threads leave in shared memory for each group of rows."""
         kind, channels = self.weights_of(problem), problem.channels
-        if kind not in ("vector", "crossing") or channels is None or not (problem.dweight or problem.dbias):
+        if kind not in ("vector", "crossing") or channels is None or not problem.sums:
             return 0
         constants = self.channel_constants(problem)
         entries = self.threads * self.vectors // (int(constants["SEGMENT"]) * int(constants["STEPS"]))

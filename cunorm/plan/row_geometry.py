@@ -28,7 +28,7 @@ from cunorm.plan.row_spread import (
     vectors_for_all_threads,
 )
 from cunorm.plan.row_weights import are_wide, backward_weights, with_weights
-from cunorm.problem import BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import GELUS, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry"]
 
@@ -86,7 +86,7 @@ def _most_of_short(problem: ForwardProblem, vectors_per_row: int) -> int:
     with 2, with 3 1.09; 20 of float32 1.01 with 2, with 3 1.19; 148 1.00 with 3, with 5 1.03.
     Under the exact gelu lanes without a vector cost most: 296 columns of float16 take 1.05 with 5, 1.23 with 3.
     """
-    if problem.norm.activation in ("gelu", "gelu_tanh") and vectors_per_row > 12:
+    if problem.norm.activation in GELUS and vectors_per_row > 12:
         return 5
     itemsize = problem.itemsize
     if vectors_per_row >= 16:
@@ -122,7 +122,7 @@ def _most_of_others(problem: ForwardProblem, device: Device, vectors_per_row: in
         return 3 if vectors_per_row <= most_of_few else 4
     if itemsize == 2 and are_wide(problem) and not 128 < vectors_per_row <= 512:
         return math.inf  # 1000 columns with float32 weights: 1.07, with 4 1.18
-    if itemsize == 2 or activation in ("gelu", "gelu_tanh"):
+    if itemsize == 2 or activation in GELUS:
         return 7 if in_part and vectors_per_row <= (1024 if activation is None else 256) else math.inf
     if activation is not None:
         return 4 if vectors_per_row <= 1024 else math.inf
@@ -233,8 +233,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if problem.channels is None:
         return _backward_geometry(problem, device)
     # Every row leaves sums of its channels: where those are short, as much as is moved else.
-    sums = (problem.dweight is not None) + (problem.dbias is not None)
-    sum_bytes = sums * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
+    sum_bytes = len(problem.sums) * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
     few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)
     if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
@@ -422,7 +421,7 @@ def _are_better_direct(geometry: RowBlock, problem: BackwardProblem, device: Dev
     512 rows of 1024 bfloat16 numbers take 7.2 us, fetched ahead 7.7; 256 of 4096 8.0 and 8.3, but 512 of 4096 10.9 and
     10.8.
     """
-    if problem.dweight is not None or problem.dbias is not None or problem.channels is not None:
+    if problem.sums or problem.channels is not None:
         return False
     few = problem.rows * geometry.threads_per_row <= 512 * device.multiprocessors
     threads = max(128, geometry.threads_per_row)

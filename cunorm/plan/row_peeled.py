@@ -12,7 +12,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
 from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
-from cunorm.problem import ForwardProblem
+from cunorm.problem import GELUS, ForwardProblem
 
 __all__ = ["peeled_directly"]
 
@@ -84,7 +84,7 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     better_in_turns = device.has_fast_memory and not first <= vectors_per_row < end
     if vectors_per_row >= end:
         better_in_turns = better_in_turns and vectors_for_all_threads(problem, device, vectors_per_row) >= 12
-    if activation in ("gelu", "gelu_tanh") or would_spill or better_in_turns:
+    if activation in GELUS or would_spill or better_in_turns:
         return _shifted_in_turns(problem, device, width)
     threads = 4 if problem.columns < 160 else 8
     most = 7 if vectors_per_row < 112 else 8 if activation is not None or wide or vectors_per_row <= 1024 else 12
@@ -109,7 +109,7 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     wanted = 3.9 if vectors_per_row <= 512 else 4.5
     if vectors_per_row <= 160:
         wanted = vectors_per_row / 16  # 16 threads: 1025 columns take 1.08 with 8 vectors of each, 32 of 4 1.21
-    elif vectors_per_row < 512 and problem.norm.activation not in ("gelu", "gelu_tanh"):
+    elif vectors_per_row < 512 and problem.norm.activation not in GELUS:
         wanted = 2.9  # 1537 and 3001 columns take 1.10 and 1.10 with 3, with 6 1.11 and 1.13
     busy = wide or problem.norm.activation in ("relu", "silu")
     if busy and vectors_per_row >= 320 and device.capability == 90:
@@ -181,7 +181,7 @@ def _in_turns(geometry: RowBlock, problem: ForwardProblem, device: Device) -> Ro
     """The same by blocks that take turns over rows which begin in different ways, each with its own weights."""
     if geometry.threads_per_row > 32:
         # 2049 columns take 1.34 by blocks of one row, by two 1.13; but under the exact gelu 1.46 and 1.62.
-        rows = (64 if problem.norm.activation in ("gelu", "gelu_tanh") else 128) // geometry.threads_per_row
+        rows = (64 if problem.norm.activation in GELUS else 128) // geometry.threads_per_row
         geometry = replace(geometry, rows_per_block=max(1, rows))
     # What is staged must leave the cache a third of the memory: 8191 columns take 1.13 by four blocks, by six 1.34.
     staged = replace(geometry, blocks_per_multiprocessor=1).shared_bytes(problem)

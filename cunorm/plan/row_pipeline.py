@@ -309,7 +309,7 @@ def _registers(problem: Problem) -> int:
         return 0
     width, kept = vector_width(problem), sum(DTYPES[item.dtype].itemsize for item in problem.parameters)
     if isinstance(problem, BackwardProblem):
-        kept += compute_itemsize(problem) * ((problem.dweight is not None) + (problem.dbias is not None))
+        kept += compute_itemsize(problem) * len(problem.sums)
     return -(-kept * width // 4)
 
 

@@ -14,7 +14,7 @@ from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_crowd
 from cunorm.plan.row_spread import threads_for
-from cunorm.problem import BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import GELUS, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["geometry"]
 
@@ -99,7 +99,7 @@ def _is_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
     if problem.itemsize > 2:
         return full and not (hopper or forward or activation is None)
     if forward:
-        return full and (not hopper or activation in ("gelu", "gelu_tanh"))
+        return full and (not hopper or activation in GELUS)
     return found.vectors >= _MOST_VECTORS - (0 if activation is None else 1 if hopper else 2)
 
 

@@ -100,7 +100,7 @@ def is_better_backward(problem: BackwardProblem, device: Device) -> bool:
     0.60 and 0.82, 4 of 131,072 0.90, but 8 1.21. Of float32 2 and 4 of 131,072 take 0.63 and 0.70, 4 of 400,000 0.86,
     but 8 of 262,144 1.03 and 4 of 524,288 1.08.
     """
-    if problem.dx is None or not (problem.dweight or problem.dbias) or not _are_plain(problem, device):
+    if problem.dx is None or not problem.sums or not _are_plain(problem, device):
         return False
     row_bytes = problem.columns * problem.itemsize
     found = next((limits for rows, limits in _BYTES_BACKWARD.items() if problem.rows <= rows), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan import row_geometry, row_grid, row_pipeline, row_split, weight_gradients
+from cunorm.plan import row_geometry, row_grid, row_pipeline, row_split, row_weight_gradients
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.launches import Builder, Device, Plan
 from cunorm.plan.row_block import RowBlock
@@ -28,7 +28,7 @@ class Apart:
         if problem.dx is not None:
             assert self.of_dx is not None, "without sums there are registers where there are with them"
             strategy = self.of_dx.plan(_without_sums(problem), device, builder)
-        weight_gradients.launch_weight_gradients(builder, problem, device)
+        row_weight_gradients.launch(builder, problem, device)
         return strategy
 
 
@@ -55,7 +55,7 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
     if pipeline is not None:
         return pipeline
     several = geometry is not None and geometry.partial_sums(problem, device) > 1
-    if several and weight_gradients.are_better_apart(problem, device):
+    if several and row_weight_gradients.are_better_apart(problem, device):
         alone = _without_sums(problem)
         return Apart(None if problem.dx is None else row_geometry.backward_geometry(alone, device))
     return geometry
@@ -88,5 +88,4 @@ def plan_with(problem: Problem, device: Device, way: RowWay | None) -> Plan:
 
 def _is_empty(problem: BackwardProblem) -> bool:
     """Whether there is nothing to read."""
-    nothing_wanted = problem.dx is None and problem.dweight is None and problem.dbias is None
-    return nothing_wanted or problem.rows == 0 or problem.columns == 0
+    return problem.wants_nothing or problem.rows == 0 or problem.columns == 0

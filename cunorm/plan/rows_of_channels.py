@@ -109,7 +109,7 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
         x, y = matrices
         eps, running = problem.eps, problem.running
         return ForwardProblem(*sizes, x, None, y, None, *vectors, problem.stats, eps, norm, of_channels, running)
-    if problem.given or not (problem.dx or problem.dweight or problem.dbias):
+    if problem.given or problem.wants_nothing:
         return None
     dy, x = matrices[:2]
     dx = matrices[2] if problem.dx else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cunorm.plan.constants import affine_constants, dtype_constants, row_strides, vector_width
-from cunorm.plan.launches import Builder, Constants, Device
-from cunorm.problem import DTYPES, BackwardProblem
+from cunorm.plan.constants import affine_constants, dtype_constants, gradient_constants, row_strides, vector_width
+from cunorm.plan.launches import Builder, Device
+from cunorm.problem import BackwardProblem
 
-__all__ = ["are_better_apart", "launch_weight_gradients"]
+__all__ = ["are_better_apart", "launch"]
 
 # For each multiprocessor: with more rows blocks take too long to go down them; with more bytes x and dy are better not
 # read twice, the sooner where there is one sum instead of two. What lies on both sides, on an H200: bfloat16 layer
@@ -24,37 +24,32 @@ def are_better_apart(problem: BackwardProblem, device: Device) -> bool:
     On an H200 8 rows of 8192 bfloat16 numbers take 6.3 us so, with partial sums 9.8; 64 of 4096 6.2 and 9.9, 64 of
     32,768 12.2 and 20.0; 512 of 4096 10.9 and 14.0.
     """
-    sums = (problem.dweight is not None) + (problem.dbias is not None)
-    if problem.channels is not None or sums == 0:
+    if problem.channels is not None or not problem.sums:
         return False
     row_bytes = problem.columns * problem.itemsize
     if problem.rows > max(row_bytes, device.multiprocessors):
         # Few blocks with long ways: 1024 rows of 128 take 8.6 us, with partial sums 7.3, 512 of 256 6.8 and 7.4.
         return False
     most_rows = _MOST_ROWS if problem.norm.activation is None else _MOST_ACTIVATED_ROWS
-    most_bytes = _MOST_BYTES if sums > 1 else _MOST_BYTES_OF_ONE_SUM
+    most_bytes = _MOST_BYTES if len(problem.sums) > 1 else _MOST_BYTES_OF_ONE_SUM
     few_rows = problem.rows <= most_rows * device.multiprocessors
     return few_rows and 2 * problem.rows * row_bytes <= most_bytes * device.multiprocessors
 
 
-def launch_weight_gradients(builder: Builder, problem: BackwardProblem, device: Device) -> None:
+def launch(builder: Builder, problem: BackwardProblem, device: Device) -> None:
     width = vector_width(problem)
     column_lanes, row_lanes = _lanes(problem, device, width)
-    constants: Constants = {}
-    for name, dtype in (("DWEIGHT", problem.dweight), ("DBIAS", problem.dbias)):
-        constants |= {f"WANTS_{name}": int(dtype is not None), f"{name}_TYPE": DTYPES[dtype or "float32"].cuda}
     builder.launch(
         "row_weight_gradients",
         dtype_constants(problem)
         | {"VECTOR": width, "COLUMN_LANES": column_lanes, "ROW_LANES": row_lanes, "STEPS": _STEPS}
         | affine_constants(problem, width)
-        | constants,
+        | gradient_constants(dweight=problem.dweight, dbias=problem.dbias),
         -(-problem.columns // (column_lanes * width)),
         (column_lanes, row_lanes),
         {
             **{name: name for name in ("x", "dy", "weight", "bias", "mean", "rstd")},
-            "dweight": "dweight" if problem.dweight else 0,
-            "dbias": "dbias" if problem.dbias else 0,
+            **{name: name if name in problem.sums else 0 for name in ("dweight", "dbias")},
             "rows": problem.rows,
             "columns": problem.columns,
             **row_strides(x=problem.x, dy=problem.dy),
