@@ -331,9 +331,15 @@ struct SetExchange {
     }
   }
 
-  // The i-th of COUNT times TILE_SETS answers.
-  __device__ __forceinline__ Compute await_answer(int i, int turn) const {
-    return await_number(answers + turn % 2 * answer_step + i * WORDS, turn + 1);
+  // Leaves those of every set of the tile in `sets`, whose fields they are.
+  template <typename T>
+  __device__ __forceinline__ void await_answers(T (&sets)[TILE_SETS], int turn) const {
+    static_assert(sizeof(T) == COUNT * sizeof(Compute));
+    for (int i = thread_in_block(); i < COUNT * TILE_SETS; i += THREADS) {
+      Compute* fields = reinterpret_cast<Compute*>(sets + i % TILE_SETS);
+      fields[i / TILE_SETS] = await_number(answers + turn % 2 * answer_step + i * WORDS, turn + 1);
+    }
+    __syncthreads();
   }
 };
 

@@ -171,11 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
                             static_cast<Compute>(of_set[1] * arguments.set_share)},
                       turn);
     }
-    for (int i = thread_in_block(); i < NUMBERS * TILE_SETS; i += THREADS) {
-      Compute* fields = reinterpret_cast<Compute*>(sets + i % TILE_SETS);
-      fields[i / TILE_SETS] = exchange.await_answer(i, turn);
-    }
-    __syncthreads();
+    exchange.await_answers(sets, turn);
 
     // Finish and store.
     const ChannelNumbers<4> next_numbers = numbers_of(next_slab);

@@ -4,6 +4,9 @@
 // columns from either end, and the columns beside them, the edges, go one to a thread at a time. What lies in another
 // way than the result is read as two aligned pieces: a MARGIN of a piece keeps that within the row.
 constexpr int PIECE = 16 / sizeof(X_TYPE);  // elements in 16 bytes
+#ifndef MARGIN
+constexpr int MARGIN = PIECE;
+#endif
 constexpr int MOST_EDGES = PEELED ? 2 * (MARGIN + PIECE - 1) : 0;
 
 struct Cut {

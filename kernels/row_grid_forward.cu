@@ -23,7 +23,6 @@
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
-constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"

@@ -9,7 +9,6 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "strides.cuh"
-constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "row_cut.cuh"
 #include "row_tile.cuh"
 #include "activation.cuh"

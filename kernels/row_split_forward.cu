@@ -6,7 +6,6 @@
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "strides.cuh"
-constexpr int MARGIN = 16 / sizeof(X_TYPE);
 #include "row_cut.cuh"
 #include "row_tile.cuh"
 #include "activation.cuh"
