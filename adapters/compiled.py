@@ -66,8 +66,26 @@ class Library(NamedTuple):
         names = [path.stem.split("-", 1)[1] for path in self.folder().glob(f"{self.module}-*-{self.text()}-*.so")]
         return sorted({name.rsplit("-", 2)[0] for name in names})
 
-    def build(self, target: Path, flags: Sequence[str], libraries: Sequence[str]) -> None:
-        """Compile ``target``, unless it is there. A RuntimeError with the compiler's log where that fails."""
+    def build(self, target: Path, flags: Sequence[str], libraries: Sequence[str], use: Callable[[Path], None]) -> None:
+        """Compile ``target``, unless it is there, and let ``use`` load it, if it is wanted.
+
+        What was there and does not load, since another machine made it say, is compiled again. A RuntimeError with the
+        compiler's log where that fails.
+        """
+        was_there = target.exists()
+        self._compile_once(target, flags, libraries)
+        if not is_wanted():
+            return
+        try:
+            use(target)
+        except (ImportError, OSError):
+            if not was_there:
+                raise
+            target.unlink(missing_ok=True)
+            self._compile_once(target, flags, libraries)
+            use(target)
+
+    def _compile_once(self, target: Path, flags: Sequence[str], libraries: Sequence[str]) -> None:
         if target.exists():
             return
         target.parent.mkdir(parents=True, exist_ok=True)

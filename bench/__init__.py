@@ -5,15 +5,17 @@ In a notebook, `load` reads saved results and `measure` makes new ones.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 
 from cunorm.bench.results import Measurement, Results, load
-from cunorm.bench.suites import DIRECTIONS, DTYPES, GELUS, MODEL_SUITES, SUITES, Row, suite
+from cunorm.bench.suites import DIRECTIONS, DTYPES, GELUS, LAYOUTS, MODEL_SUITES, SUITES, Row, suite
 from cunorm.channel_norm import CHANNEL_NORMS
 
 __all__ = ["Measurement", "Results", "Row", "load", "measure"]
 
+_PLAIN = ("forward", "backward")
 _OPS = ("layer_norm", "rms_norm", *GELUS, *CHANNEL_NORMS)
 
 
@@ -73,12 +75,17 @@ def measure(
             for value in given:
                 if value not in known:
                     raise ValueError(f"{name} has {value!r}; it must be of {', '.join(known)}")
+        allowed = _PLAIN if op in GELUS else (*_PLAIN, "both") if op in CHANNEL_NORMS else DIRECTIONS
+        for direction in directions:
+            if direction not in allowed:
+                raise ValueError(f"directions has {direction!r}; those of {op} are {', '.join(allowed)}")
         rows = []
         for item in what:
             if isinstance(item, Row):
                 rows.append(item)
             else:
-                rows += [Row("shapes", op, _shape(what, item), dtype, direction) for direction in directions]
+                shape = _shape(what, item)
+                rows += [_row(op, shape, dtype, direction) for direction in directions]
     rows = [row for row in rows if row.matches(only)]
     if not rows:
         raise ValueError(f"nothing is left to measure of {what!r} with only={only!r}")
@@ -92,6 +99,15 @@ def measure(
     if unknown:
         raise ValueError(f"providers has {unknown[0]!r}; it is none of {', '.join(PROVIDERS)}")
     return run(rows, providers or list(PROVIDERS), machine, max_seconds=max_seconds)
+
+
+def _row(op: str, shape: tuple[int, ...], dtype: str, direction: str) -> Row:
+    if op not in CHANNEL_NORMS:
+        return Row("shapes", op, shape, dtype, direction)
+    if len(shape) < 2:
+        raise ValueError(f"what has {shape}; for {op} a shape must have samples and channels, at least")
+    groups = math.gcd(shape[1], 32) if op == "group_norm" else 0
+    return Row("shapes", op, shape, dtype, direction, layout=LAYOUTS[0], groups=groups)
 
 
 def _shape(what: object, item: Sequence[int]) -> tuple[int, ...]:

@@ -319,6 +319,9 @@ def test_measuring_from_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         ("test", "backward"),
     ]
     assert all(of("cunorm", measured) for measured in by_row(results.measurements).values())
+    for op in ("group_norm", "instance_norm"):
+        found = bench.measure([(2, 24, 5)], op=op, dtype="float32", directions=["both"], providers=["cunorm", "torch"])
+        assert [entry.note for entry in found.measurements if not entry.seconds] == []
     monkeypatch.setitem(SUITES, "tiny", lambda: iter([ROW, dataclasses.replace(ROW, direction="backward")]))
     (entry,) = bench.measure("tiny", only="forward", providers=["torch"]).measurements
     assert entry.provider == "torch" and entry.seconds
@@ -329,6 +332,17 @@ def test_measuring_from_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(5, 33)], {"op": "conv"}, "op has 'conv'; it must be of layer_norm"),
         ([(5, 33)], {"dtype": "float64"}, "dtype has 'float64'; it must be of float16, bfloat16, float32"),
         ([(5, 33)], {"directions": "forward"}, "directions has 'f'; it must be of forward"),
+        (
+            [(5, 33)],
+            {"op": "gelu", "directions": ["both"]},
+            "gelu are forward, backward$",
+        ),
+        ([(5, 8)], {"op": "group_norm", "directions": ["forward_stats"]}, "group_norm are forward, backward, both$"),
+        (
+            [(16,)],
+            {"op": "instance_norm"},
+            r"what has \(16,\); for instance_norm a shape must have samples",
+        ),
         ([(5, 0)], {}, r"what has \(5, 0\); a shape must have a dimension, and none may be empty"),
     ):
         with pytest.raises(ValueError, match=message):

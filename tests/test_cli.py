@@ -219,6 +219,8 @@ def test_demo_on_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["demo", "--input", "."], "no .npy file that can be read: [Errno 21] Is a directory"),
         (["demo", "--input", "objects.npy"], "it is an array of Python objects; it must be one of numbers\n"),
         (["demo", "--input", "archive.npz"], "an archive of arrays"),
+        (["demo", "--input", "damaged.npz"], "no .npy file that can be read: File is not a zip file"),
+        (["demo", "--input", "huge.npy"], "no .npy file that can be read"),
         (["demo", "--input", "scalar.npy"], "axis -1 is out of range"),
         (["demo", "--input", "x.npy", "--axis", "2"], "axis 2 is out of range"),
         (["demo", "--input", "x.npy", "--eps", "-1"], "eps must be finite and not negative"),
@@ -266,6 +268,11 @@ def test_arguments_that_cannot_be_used(
     np.save("int.npy", np.arange(3))
     np.save("scalar.npy", np.float32(3))
     np.savez("archive.npz", x=np.zeros(3))
+    Path("damaged.npz").write_bytes(b"PK\x03\x04 and no more")
+    with Path("huge.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<f4", "fortran_order": False, "shape": (99_999_999_999, 9999)}
+        )
     np.save("objects.npy", np.array([None]))
     Path("text.npy").write_text("no array")
     Path("empty.npy").touch()

@@ -34,6 +34,12 @@ def test_saxpy_with_a_ragged_tail() -> None:
     np.testing.assert_array_equal(y, 1 + 0.5 * x)
 
 
+def test_libraries_that_are_loaded_before_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind them the address sanitizer would not start."""
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
+    test_saxpy_with_a_ragged_tail()
+
+
 def test_indices_in_three_dimensions() -> None:
     grid, block = (2, 3, 4), (5, 2, 3)
     out = np.zeros((4, 3, 2, 3, 2, 5), dtype=np.int64)

@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import re
 import shutil
+import time
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,29 @@ def test_compile_errors_are_shown_in_part() -> None:
 def test_checks_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cunorm.experiment(ROWS).check(**options)
+
+
+def test_shapes_that_not_every_op_has() -> None:
+    """A batch norm of one value a channel is refused, a norm of its rows is not."""
+    assert cunorm.experiment(ROWS).check(shapes=[(1, 1, 70)], dtypes=["float32"], on="emulator", seeds=1).passed
+    with pytest.raises(ValueError, match="no call of these shapes and dtypes launches row_split_forward"):
+        cunorm.experiment("row_split_forward").check(shapes=[(0, 5)], on="emulator")
+
+
+def test_an_interrupted_check_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    def interrupted(*call: Any) -> Any:
+        begun.append(call)
+        if len(begun) > 1:
+            time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "_emulated", interrupted)
+    chosen: Any = [None] * 50
+    with pytest.raises(KeyboardInterrupt):
+        check.check_on_emulator(ROWS, "", chosen, 1, [])
+    assert len(begun) < 50
 
 
 def test_a_check_where_there_is_nothing_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -498,6 +498,15 @@ def test_the_diagram(
         assert item.kernel in words
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_gradients_of_rows_that_are_read_twice(rows: int, no_compiler: None) -> None:
+    """A block has one tile of the columns, whatever the chunks are that it merges."""
+    found = cunorm.explain(like((rows, 100_001), "float64"), backward=True, arch="sm_90")
+    main = next(item for item in found.launches if item.kernel == "row_split_backward")
+    assert main.blocks_per_row == 98 and main.block_stride == 1
+    assert ElementTree.fromstring(found.svg()) is not None
+
+
 def test_what_a_notebook_shows(no_compiler: None) -> None:
     found = cunorm.explain(like((64, 64)))
     html = found._repr_html_()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,40 @@ def test_numbers_may_be_of_any_type() -> None:
     for groups in (tf.constant(2), np.int8(2), 2):
         y = cunorm.group_norm(x, groups, eps=np.float32(eps))
         assert np.array_equal(y, cunorm.group_norm(x.numpy(), 2, eps=float(eps)))
+
+
+# ---- What comes between.
+
+
+@pytest.mark.parametrize("during", ["prepare", "run"])
+def test_an_interrupted_call_is_interrupted_and_the_next_is_not(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(3, 17)
+    if during == "run":
+        cunorm.layer_norm(x)
+    with monkeypatch.context() as patched:
+
+        def interrupted(*_: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+
+        if during == "run":
+            number, (prepared, places) = max(host._prepared.items())
+            patched.setitem(host._prepared, number, (replace(prepared, run=interrupted), places))
+        else:
+            patched.setattr(Forward, "prepare", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cunorm.layer_norm(x)
+        assert not host._interrupts
+    assert np.array_equal(cunorm.layer_norm(x), cunorm.layer_norm(x.numpy()))
+
+
+def test_a_process_ends_while_a_pipeline_computes() -> None:
+    code = """if True:
+        import tensorflow as tf, cunorm
+        x = tf.data.Dataset.from_tensors(tf.random.normal((256, 512))).repeat()
+        pipeline = iter(x.map(cunorm.layer_norm, num_parallel_calls=2).prefetch(4))
+        for _ in range(5):
+            next(pipeline)"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {_VARIABLE: "1"}, check=True, timeout=60)
 
 
 # ---- Building.

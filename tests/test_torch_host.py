@@ -459,6 +459,33 @@ def test_without_a_home_there_is_nothing_to_load(
     assert not recwarn.list
 
 
+def test_what_was_built_and_does_not_load_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, used = tmp_path / "made" / "library.so", []
+    target.parent.mkdir()
+    target.write_text("another machine's")
+
+    def make(self: compiled.Library, path: Path, *_: Any) -> None:
+        path.write_text("mine")
+
+    def use(path: Path) -> None:
+        used.append(path.read_text())
+        if used[-1] != "mine":
+            raise ImportError("it does not load")
+
+    monkeypatch.setattr(compiled.Library, "_compile", make)
+    monkeypatch.setenv(_VARIABLE, "1")
+    host.CODE.build(target, [], [], use)
+    host.CODE.build(target, [], [], use)
+    assert used == ["another machine's", "mine", "mine"]
+
+    def refuse(path: Path) -> None:
+        raise ImportError("it never loads")
+
+    target.unlink()
+    with pytest.raises(ImportError, match="never loads"):
+        host.CODE.build(target, [], [], refuse)
+
+
 def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))

@@ -61,9 +61,7 @@ def build() -> Path:
     'cunorm_cupy_host-cpython-312-x86_64-linux-gnu-2d1f0c3b5a697887-8a7b6c5d4e3f2011.so'
     """
     target = library()
-    CODE.build(target, [f"-I{sysconfig.get_paths()['include']}"], [])
-    if compiled.is_wanted():
-        _use(target)
+    CODE.build(target, [f"-I{sysconfig.get_paths()['include']}"], [], _use)
     return target
 
 

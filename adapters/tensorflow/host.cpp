@@ -8,6 +8,7 @@
 // Python is called through the functions that cunorm_begin was given. They are of ctypes, which takes the GIL for them.
 #include "../launches.h"
 
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,9 +28,10 @@ using cunorm::Kind, cunorm::KindHash, cunorm::Launch, cunorm::LaunchKernel, cuno
 
 // ---- What Python tells, by the functions at the end.
 
+// Until Python says that it was none: it may be interrupted before it can say anything.
 struct Failure {
-  absl::StatusCode code = absl::StatusCode::kOk;
-  std::string message;
+  absl::StatusCode code = absl::StatusCode::kAborted;
+  std::string message = "cunorm was interrupted, or Python has ended";
 
   absl::Status status() const { return absl::Status(code, message); }
 };
@@ -62,11 +64,47 @@ void (*prepare)(Ready*, const char* what, std::int32_t device, std::int32_t coun
 void (*compute)(Failure*, std::int64_t number, const std::uint64_t* pointers) = nullptr;
 void (*release)(std::int64_t number) = nullptr;
 LaunchKernel launch_kernel = nullptr;
+
+// Whoever calls Python once it is ending never returns, and those who wait for him do not either.
+class Interpreter {
+ public:
+  bool enter() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls_ += has_ended_ ? 0 : 1;
+    return !has_ended_;
+  }
+  void leave() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--calls_ == 0) idle_.notify_all();
+  }
+  // Waits for the calls that are under way.
+  void end() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    has_ended_ = true;
+    idle_.wait(lock, [this] { return calls_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  int calls_ = 0;
+  bool has_ended_ = false;
+};
+Interpreter& interpreter = *new Interpreter;
+
+// Calls one of Python's functions, unless Python has ended.
+template <typename... Parameters, typename... Values>
+void call_python(void (*function)(Parameters...), Values... values) {
+  if (!interpreter.enter()) return;
+  function(values...);
+  interpreter.leave();
+}
+
 int (*push_context)(void*) = nullptr;
 int (*pop_context)(void**) = nullptr;
 
 Ready::~Ready() {
-  if (number >= 0) release(number);
+  if (number >= 0) call_python(release, number);
 }
 
 // ---- Kinds that were met. They are never let go of, since the interpreter may end before what would do so.
@@ -141,7 +179,7 @@ class Cunorm : public tensorflow::OpKernel {
     }
     if (ready->runs_in_python) {
       Failure failure;
-      compute(&failure, ready->number, pointers.data());
+      call_python(compute, &failure, ready->number, pointers.data());
       OP_REQUIRES_OK(context, failure.status());
       return;
     }
@@ -170,7 +208,7 @@ class Cunorm : public tensorflow::OpKernel {
       given.push_back({input.data(), input.dtype(), input.dims(), sizes[i].data()});
     }
     const auto ready = std::make_shared<Ready>();
-    prepare(ready.get(), what_.c_str(), device, static_cast<std::int32_t>(given.size()), given.data());
+    call_python(prepare, ready.get(), what_.c_str(), device, static_cast<std::int32_t>(given.size()), given.data());
     if (ready->failure.code == absl::StatusCode::kOk) remember(std::move(kind), ready, begun);
     return ready;
   }
@@ -229,6 +267,8 @@ CUNORM_EXPORT void cunorm_begin(decltype(prepare) to_prepare, decltype(compute) 
   release = to_release;
 }
 
+CUNORM_EXPORT void cunorm_end() { interpreter.end(); }
+
 CUNORM_EXPORT void cunorm_use_driver(void* launch, void* push, void* pop) {
   launch_kernel = reinterpret_cast<LaunchKernel>(launch);
   push_context = reinterpret_cast<int (*)(void*)>(push);
@@ -246,6 +286,10 @@ CUNORM_EXPORT void cunorm_forget() {
 CUNORM_EXPORT void cunorm_fail(Failure* failure, std::int32_t code, const char* message) {
   *failure = {static_cast<absl::StatusCode>(code), message};
 }
+
+CUNORM_EXPORT void cunorm_succeed(Failure* failure) { *failure = {absl::StatusCode::kOk, ""}; }
+
+CUNORM_EXPORT void cunorm_succeed_ready(Ready* ready) { cunorm_succeed(&ready->failure); }
 
 CUNORM_EXPORT void cunorm_fail_ready(Ready* ready, std::int32_t code, const char* message) {
   cunorm_fail(&ready->failure, code, message);

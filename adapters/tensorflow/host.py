@@ -7,8 +7,10 @@ planned here when it meets a kind of call first. On the CPU it calls ``cunorm.re
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def library() -> Path:
     """Where the op is, if it was built: of this text, for this TensorFlow."""
     flags = [flag for flag in tf.sysconfig.get_compile_flags() if not flag.startswith("-I")]
     # A version of TensorFlow may be built more than once.
-    return CODE.path(tf.__version__, flags, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION)
+    return CODE.path(tf.__version__, flags, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine())
 
 
 def build() -> Path:
@@ -66,9 +68,7 @@ def build() -> Path:
     'cunorm_tensorflow_host-2.21.0-2d1f0c3b5a697887-8a7b6c5d4e3f2011.so'
     """
     target = library()
-    CODE.build(target, tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags())
-    if compiled.is_wanted():
-        _use(target)
+    CODE.build(target, tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(), _use)
     return target
 
 
@@ -87,17 +87,23 @@ def _use(path: Path) -> None:
         _code = ctypes.CDLL(str(path))
         _code.cunorm_begin(_prepare, _compute, _release)
         execute.also_forget(_code.cunorm_forget)
+        atexit.register(_code.cunorm_end)
     native = _op
 
 
 def call(task: work.Work, inputs: Sequence[Any], outputs: Sequence[Output | None]) -> Sequence[Any]:
     """The tensors of the ``outputs`` that are not None, eager or in a graph. Inputs are tensors or None."""
     what, dtypes = work.to_text(task, inputs, outputs), [output.dtype for output in work.gather(outputs)]
-    results: Sequence[Any] = native(given=work.gather(inputs), what=what, result_types=dtypes)
+    try:
+        results: Sequence[Any] = native(given=work.gather(inputs), what=what, result_types=dtypes)
+    except tf.errors.AbortedError:
+        if _interrupts:
+            raise _interrupts.pop() from None
+        raise
     return results
 
 
-# ---- What the op calls. Nothing may be raised there.
+# ---- What the op calls. Nothing may be raised there; what is not said to have succeeded has failed.
 
 
 class _Given(ctypes.Structure):
@@ -121,6 +127,8 @@ _numbers = itertools.count()
 # What calls run or keep loaded, by the number that the op knows it by; and how a call's pointers follow from the op's.
 _prepared: dict[int, tuple[Prepared, list[int | None]]] = {}
 _has_driver = False
+# What a user has interrupted a call by, until `call` raises it.
+_interrupts: list[BaseException] = []
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(_Given))  # type: ignore[untyped-decorator]
@@ -130,8 +138,11 @@ def _prepare(ready: int, what: bytes, device: int, count: int, given: Any) -> No
         where = ("cpu", 0) if device < 0 else ("cuda", device)
         views = work.place([given[number].view(where) for number in range(count)], is_given)
         _tell(ctypes.c_void_p(ready), task, views, task.prepare(views))
+        _code.cunorm_succeed_ready(ctypes.c_void_p(ready))
     except Exception as error:
         _code.cunorm_fail_ready(ctypes.c_void_p(ready), *_status(error))
+    except BaseException as interrupt:
+        _interrupts.append(interrupt)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_uint64))  # type: ignore[untyped-decorator]
@@ -139,8 +150,11 @@ def _compute(failure: int, number: int, pointers: Any) -> None:
     try:
         prepared, places = _prepared[number]
         prepared.run([0 if place is None else pointers[place] for place in places], 0, 0)
+        _code.cunorm_succeed(ctypes.c_void_p(failure))
     except Exception as error:
         _code.cunorm_fail(ctypes.c_void_p(failure), *_status(error))
+    except BaseException as interrupt:
+        _interrupts.append(interrupt)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int64)  # type: ignore[untyped-decorator]

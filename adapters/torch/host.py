@@ -82,9 +82,8 @@ def build() -> Path:
     """
     target, root = library(), Path(torch.__file__).parent
     folders = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
-    CODE.build(target, [_abi(), *(f"-I{folder}" for folder in folders)], [f"-L{root / 'lib'}", *_LIBRARIES])
-    if compiled.is_wanted():
-        _use(target)
+    flags = [_abi(), *(f"-I{folder}" for folder in folders)]
+    CODE.build(target, flags, [f"-L{root / 'lib'}", *_LIBRARIES], _use)
     return target
 
 

@@ -18,14 +18,15 @@ def run(*, library: compiled.Library, remove: bool) -> None:
         if remove:
             output.line(f"{library.remove()} removed from {library.folder()}")
             return
-        host = importlib.import_module(f"cunorm.adapters.{library.package}.host")
+        try:
+            host = importlib.import_module(f"cunorm.adapters.{library.package}.host")
+        except ImportError as error:
+            raise UsageError(f"{library.framework} cannot be imported: {error}") from error
         is_there = host.library().exists()
         if not is_there:
             print("compiling, which takes up to half a minute", file=sys.stderr)
         begin = time.monotonic()
         path = host.build()
-    except ImportError as error:
-        raise UsageError(f"{library.framework} cannot be imported: {error}") from error
-    except (RuntimeError, OSError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
     output.line(f"built before: {path}" if is_there else f"{path}, in {time.monotonic() - begin:.0f} seconds")

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import platform
 import time
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,7 +228,7 @@ def _load(source: Path) -> NDArray[Any]:
         values = np.load(source, allow_pickle=False)
     except FileNotFoundError:
         raise UsageError(f"--input {source}: there is no such file") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         if isinstance(error, ValueError) and "pickle" in str(error):
             raise UsageError(f"--input {source}: it is an array of Python objects; it must be one of numbers") from None
         raise UsageError(f"--input {source}: it is no .npy file that can be read: {error}") from error

@@ -180,10 +180,11 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
         vectors = max(1, _times(columns - 2 * width * constants["PEELED"], width * threads))
     share = min(rows, area[0]), min(columns, area[1])
     pieces = [_times(whole, part) for whole, part in zip(area, share)] if 0 not in share else [0, 0]
-    counts = [given[name] for name in ("blocks_per_row", "blocks_per_slab", "splits", "tiles") if name in given]
+    counts = [given[name] for name in ("blocks_per_row", "blocks_per_slab", "tiles", "splits") if name in given]
     blocks_per_row = pieces[1] if constants.get("RUN") else counts[0] if counts else item.cluster
     block_stride = 1
-    if "splits" in given:  # neighbours have the same part of other rows: of all, or of a sample's channels
+    if "splits" in given and "tiles" not in given:
+        # Neighbours have the same part of other rows: of all, or of a sample's channels.
         block_stride = _times(given["channels"], rows) if "channels" in given else item.grid // given["splits"]
     return {
         "share": share,
