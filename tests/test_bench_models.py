@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report
 import torch
 from torch import nn
 
 from cunorm import cli
 from cunorm.adapters.torch import host
-from cunorm.bench import models, report
+from cunorm.bench import models
 from cunorm.bench import run as runner
 from cunorm.bench.results import Measurement, Results, by_row, load, of
 from cunorm.bench.suites import MODEL_SUITES, MODELS, STEPS, Row, suite

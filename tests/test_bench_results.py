@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import report
 from bench_cases import ROOT, synthetic
 
-from cunorm.bench import report
 from cunorm.bench.published import nv_norms_milliseconds
 from cunorm.bench.results import by_row, load, merge
 from cunorm.bench.suites import NV_INSTANCE_NORM, SUITES, suite

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ways
 from tuning_cases import GPU, FakeMachine
 
-from cunorm.bench import ways
 from cunorm.plan import plan
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_slab import Slab

@@ -24,7 +24,8 @@ _OfChannels = Slab | Grid | ChannelPipeline | Split
 Way = _OfChannels | RowBlock
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
-_LEAST_BYTES_OF_BETTER_SLABS = 256 << 10
+# Of a channel or group that is better held as a slab: see _is_better_as_slab.
+_LEAST_BYTES, _LEAST_BYTES_OF_FEW, _LEAST_BYTES_OF_GROUPS = 32 << 10, 96 << 10, 256 << 10
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -89,18 +90,27 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     return best
 
 
-def _is_better_as_slab(rows: RowWay, problem: ChannelProblem) -> bool:
-    """Whether rows that blocks share, and wait for each other, take longer than slabs of whole vectors do.
+def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) -> bool:
+    """Whether rows take longer than slabs of whole vectors do: long ones that blocks share, and those of one channel.
 
-    These have more, smaller blocks, which wait while others work. On an H100 nearly all groups and channels of 256 KB
+    Slabs have more, smaller blocks, which wait while others work. On an H100 nearly all groups and channels of 256 KB
     and more take less, forward and backward, with and without silu: group norm of 4 x 512 x 128^2 float16 numbers 0.82
     to 0.96 of the time, of 1 x 256 x 256^2 0.81 to 0.91; but under silu 2 x 256 x 128^2 1.04 and 1.05, and backward 8 x
-    128 x 256^2 1.03 to 1.05. Of 128 KB, 4 x 512 x 64^2, they take 0.98 to 1.09.
+    128 x 256^2 1.03 to 1.05. Groups of 64 and 128 KB, 16 x 256 x 64^2 to 1 x 512 x 64^2, take 0.95 to 1.12. So do
+    channels that pipelines hold: 2 x 16 x 96^3 float16 numbers 1.09 and 1.11.
+
+    Channels of 32 KB and more, of which every multiprocessor has one, take less too, whoever holds them else: 73
+    instance norms 0.90 on average, 8 x 256 x 32^3 float32 numbers 0.97 and 0.96, 32 x 32 x 256^2 float16 numbers 0.85
+    and 0.93, 4 x 64 x 192^2 0.78 and 0.97, under silu 0.82 and 0.87; but 8 x 32 x 144^2 of float32 0.84 and 1.06, and
+    under the exact gelu some 1.03 backward. 64 or 128 channels of 64 KB take 0.90 to 1.06, of 128 KB 0.60 to 0.96.
     """
-    shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
+    if not direction(problem).is_whole_along_points(problem) or problem.itemsize > 4:
+        return False
     nbytes = problem.channels_per_set * problem.points * problem.itemsize
-    whole = direction(problem).is_whole_along_points(problem) and problem.itemsize <= 4
-    return shared and whole and nbytes >= _LEAST_BYTES_OF_BETTER_SLABS
+    if problem.channels_per_set == 1 and device.capability >= 90 and nbytes < _LEAST_BYTES_OF_GROUPS:
+        return nbytes >= (_LEAST_BYTES if problem.sets > device.multiprocessors else _LEAST_BYTES_OF_FEW)
+    shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
+    return shared and nbytes >= _LEAST_BYTES_OF_GROUPS
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:
@@ -130,7 +140,7 @@ def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: 
     1.72 under silu, as slabs 1.54. Last, backward, for a channel of 16-bit numbers whose samples are whole lines of
     memory: batch norm of 16 x 1024 x 32^2 takes 1.19 there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
-    if _is_better_as_slab(rows, problem):
+    if _is_better_as_slab(rows, problem, device):
         return 16
     one, clusters = problem.channels_per_set == 1, isinstance(rows, RowBlock) and rows.blocks_per_row > 1
     if isinstance(problem, ChannelForward):

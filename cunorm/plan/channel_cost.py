@@ -6,11 +6,11 @@ that were timed, those that come out first took 1 % more than the best on averag
 along the channels; 8 % of the other slabs. Those of pipelines are of ten problems forward, and sixteen backward.
 
 With the rate of its memory the same constants fit an H100, but for those of what moves numbers and computes at the same
-time. Of 92 problems the ways that come out first take 3 % more than the best there (bench/ways.py, and its times in
-bench/results/h100/channel-ways.json); of 140 others with the channels last, before slabs became faster, 1.7 %, and of
-132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much longer
-vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of which
-most are odd.
+time. Of 92 problems the ways that come out first take 3 % more than the best there (bench/tools/ways.py, and its times
+in bench/results/h100/channel-ways.json); of 140 others with the channels last, before slabs became faster, 1.7 %, and
+of 132 batch norms with the channels second, which slabs of one block and of 16 were corrected by, 0.4 %. How much
+longer vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of
+which most are odd.
 
 Slabs along the channels have become faster since, and what they take was fitted anew, to times on an H100 of 170
 problems with the channels last, by up to 13 ways each: it is off by 5 % on average, before that by 9 %, and the ways
@@ -170,17 +170,19 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
 def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     """Of a slab along the points of one dimension in whole vectors, of the same age."""
     forward, waves = isinstance(problem, ChannelForward), slab.waves(problem, device)
-    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (4.5 if forward else 3.4) / _ALONE_BYTES
-    memory = math.sqrt(math.hypot(_time_to_move(problem.bytes_moved, device) ** 2, own**2))
+    # Of a wave: what no block of it can hide, and what the busiest multiprocessor moves.
+    own = (1.7 if forward else 1.5) * (1 if slab.blocks_per_slab > 1 else 0.45)
+    own += waves.busiest * slab.shared_bytes(problem) * (2.35 if forward else 1.1) / _ALONE_BYTES
+    memory = math.sqrt(math.hypot(_time_to_move(problem.bytes_moved, device) ** 2, (waves.number * own) ** 2))
     elements = slab.vectors * 16 // problem.itemsize
-    work = 0.007 if forward else 0.011
+    work = 0.008 if forward else 0.014
     if problem.activation is not None:
-        work += 0.009 if forward else 0.018
-    latency = elements * work * max(0.84, slab.tiles.threads * waves.busiest / 512)
+        work += 0.009 if forward else 0.03
+    latency = elements * work * max(0.83, slab.tiles.threads * waves.busiest / 512)
     if slab.blocks_per_slab > 1:
         sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab
-        latency += 0.25 + 3e-4 * sent * waves.busiest
-    return (5.1 if forward else 7.2) + memory + latency * (1 + (waves.number - 1) / waves.resident**2)
+        latency += 7e-4 * sent * waves.busiest
+    return (4.7 if forward else 6.0) + memory + latency * (1 + (waves.number - 1) / waves.resident**3)
 
 
 def _waste_of_slabs(problem: ChannelProblem, slab: Slab) -> float:

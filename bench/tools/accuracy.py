@@ -1,6 +1,6 @@
 """Relative errors against float64, ||result - exact|| / ||exact||, with PyTorch's on the same data beside them.
 
-    python bench/accuracy.py [--json RESULTS.json]
+    python bench/tools/accuracy.py [--json RESULTS.json]
 
 On a GPU where PyTorch sees one, else on the CPU. Data: ordinary (standard normal), shifted (mean 10,000 times the
 standard deviation) and outliers (every 64th column a hundred times as large); gradients for a random dy, weight and

@@ -1,6 +1,6 @@
 """Markdown tables of results, written between markers into a text such as the README: generated, so never mistyped.
 
-    python -m cunorm.bench.report README.md RESULTS.json [RESULTS.json ...]
+    python bench/tools/report.py README.md RESULTS.json [RESULTS.json ...]
 
 replaces what stands between ``<!-- bench: KIND SUITE [WORDS] -->`` and ``<!-- bench end -->`` by the table of that kind
 for the rows of the suite, of these the ones that match the words (`cunorm.bench.suites.Row.matches`). Kinds: ``table``
@@ -231,7 +231,7 @@ def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) < 2:
-        raise SystemExit("usage: python -m cunorm.bench.report TEXT.md RESULTS.json [RESULTS.json ...]")
+        raise SystemExit("usage: python bench/tools/report.py TEXT.md RESULTS.json [RESULTS.json ...]")
     target, *sources = map(Path, arguments)
     results = merge([load(source) for source in sources])
     target.write_text(fill(target.read_text(), results))

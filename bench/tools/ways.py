@@ -1,7 +1,7 @@
 """How long the ways to compute norms of channels take, to which `cunorm.plan.channel_cost` was fitted.
 
-    python -m cunorm.bench.ways measure FILE.json
-    python -m cunorm.bench.ways regret FILE.json
+    python bench/tools/ways.py measure FILE.json
+    python bench/tools/ways.py regret FILE.json
 
 ``measure`` times the most promising ways of every family for problems of models, on the GPU here. ``regret`` says how
 much longer the way takes that the costs put first than the best: after a change of the costs, or on another GPU.
