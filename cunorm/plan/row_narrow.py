@@ -23,7 +23,7 @@ from cunorm.plan.row_fit import (
 from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
-from cunorm.plan.row_spread import MOST_THREADS, at, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_spread import MOST_THREADS, at, of_few, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
@@ -45,9 +45,7 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     vectors_per_row = problem.columns // width
     # 257 columns of float32: 32 threads of 9 take 1.15, 16 of 17 1.58; 1023: 128 of 8 1.11, 64 of 16 1.18.
     wanted = 6 if forward and 128 <= vectors_per_row <= 1024 else 8.5
-    if problem.rows <= 2 * device.multiprocessors:
-        wanted = min(wanted, max(1.0, 2 * vectors_for_all_threads(problem, device, vectors_per_row)))
-    threads, vectors = spread(vectors_per_row, wanted)
+    threads, vectors = spread(vectors_per_row, of_few(problem, device, vectors_per_row, wanted))
     if not fits_registers(problem, device, width, vectors, max(threads, 256)):
         return _peeled_otherwise(problem, device, piece) if may_peel else None
     rows = max(1, 64 // threads) if forward else rows_per_block(problem, device, 256 // threads, threads)
@@ -145,7 +143,8 @@ def _spread_peeled(problem: Problem, device: Device, width: int, direct: bool) -
         brackets = [(math.inf, 1.9)]
     elif not forward:
         brackets = [(256, 1.9), (384, 4.0), (511, 3.0), (704, 4.0), (1024 if few else 768, 2.4), (math.inf, 5.0)]
-    threads, _ = spread(vectors_per_row, at(brackets, vectors_per_row))
+    wanted = at(brackets, vectors_per_row)
+    threads, _ = spread(vectors_per_row, of_few(problem, device, vectors_per_row, wanted) if forward else wanted)
     if forward and width == 8:
         threads = min(threads, 128)
     threads = max(32, threads)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from cunorm.plan.launches import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
-from cunorm.plan.row_spread import MOST_THREADS, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
 from cunorm.problem import GELUS, ForwardProblem
 
@@ -49,7 +49,7 @@ def _short(problem: ForwardProblem, device: Device, width: int) -> RowBlock | No
     if residual is None and itemsize == 2 and (len(problem.parameters) > 1 or are_wide(problem)):
         return _shifted(problem, device, width)
     wanted = 1.9 if vectors_per_row <= 48 else 3.9 if vectors_per_row <= 512 else 4.5
-    geometry = _laid(problem, device, width, wanted)
+    geometry = _laid(problem, device, width, of_few(problem, device, vectors_per_row, wanted))
     if vectors_per_row > (1024 if itemsize == 2 else 2048) or (residual is not None and geometry.vectors > 6):
         return None
     return geometry if fits(geometry, problem, device) else None
@@ -88,7 +88,8 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
         return _shifted_in_turns(problem, device, width)
     threads = 4 if problem.columns < 160 else 8
     most = 7 if vectors_per_row < 112 else 8 if activation is not None or wide or vectors_per_row <= 1024 else 12
-    while threads < 128 and vectors_per_row > most * threads:
+    aim = of_few(problem, device, vectors_per_row, most)
+    while threads < 128 and vectors_per_row > aim * threads:
         threads *= 2
     vectors = -(-vectors_per_row // threads)
     if vectors > most:
@@ -114,7 +115,7 @@ def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> Ro
     busy = wide or problem.norm.activation in ("relu", "silu")
     if busy and vectors_per_row >= 320 and device.capability == 90:
         return _ahead_in_turns(problem, device, width)
-    geometry = _laid(problem, device, width, wanted)
+    geometry = _laid(problem, device, width, of_few(problem, device, vectors_per_row, wanted))
     if wide or not 96 <= vectors_per_row <= 160:
         geometry = _in_turns(geometry, problem, device)
     elif geometry.vectors > 6:

@@ -16,6 +16,7 @@ __all__ = [
     "MOST_THREADS",
     "at",
     "more_threads",
+    "of_few",
     "rows_per_block",
     "spread",
     "threads_for",
@@ -73,6 +74,18 @@ def rows_per_block(problem: Problem, device: Device, wanted: int, threads: int) 
     """Several rows a block only where every multiprocessor has a block; but two warps at least."""
     rows = max(1, 64 // threads, min(wanted, problem.rows // device.multiprocessors))
     return 1 << rows.bit_length() - 1
+
+
+def of_few(problem: Problem, device: Device, vectors_per_row: int, vectors: float) -> float:
+    """So many vectors of a thread, or fewer where rows are few, so that threads wait for as little as can be.
+
+    On an H100 1 to 256 rows of 145, 1023 and 4097 bfloat16 numbers take 0.72 to 0.78, 0.70 to 0.77 and 0.84 to 0.90 of
+    the time so, forward, under silu 8 and 256 of 257 to 4097 0.73 to 0.87; of float32 0.88 to 1.00. Backward as many
+    rows are faster for it as slower, 256 of 4097 under the exact gelu by a third.
+    """
+    if problem.rows > 2 * device.multiprocessors:
+        return vectors
+    return min(vectors, max(1.0, 2 * vectors_for_all_threads(problem, device, vectors_per_row)))
 
 
 def vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> float:
