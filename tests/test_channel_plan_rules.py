@@ -562,10 +562,27 @@ def _strategies(*arguments: Any, **options: Any) -> list[str]:
     return [plan(problem, Device()).strategy for problem in plain_channel_norm(*arguments, **options)]
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "arch", "strategy"),
+    [
+        ((8, 256, 32**3), "float32", "sm_90", "channel_slab"),
+        ((4, 64, 192**2), "bfloat16", "sm_90", "channel_slab"),
+        ((1, 3, 256**2), "float16", "sm_90", "channel_slab"),
+        ((32, 128, 64**2), "float32", "sm_90", "row_block"),  # 16 KB
+        ((1, 64, 128**2), "float32", "sm_90", "row_cluster, row_block"),  # of 64 KB not one for each multiprocessor
+        ((2, 16, 96**3), "float16", "sm_90", "row_pipeline"),
+        ((8, 32, 32**3), "float64", "sm_90", "row_cluster"),
+        ((4, 64, 192**2), "float16", "sm_89", "row_block, row_pipeline"),
+    ],
+)
+def test_channels_of_some_size_are_slabs(shape: tuple[int, int, int], dtype: str, arch: str, strategy: str) -> None:
+    forward, backward = (plan(problem, DEVICES[arch]).strategy for problem in plain_channel_norm(shape, dtype))
+    assert ", ".join(dict.fromkeys((forward, backward))) == strategy
+
+
 def test_slabs_where_rows_of_clusters_are_slower() -> None:
     assert _strategies((8, 32, 64**3), "float16") == ["channel_slab", "channel_slab"]
-    assert _strategies((4, 256, 32**3), activation="silu") == ["row_block", "channel_slab"]
-    assert _strategies((4, 256, 32**3)) == ["row_block", "row_cluster"]
+    assert _strategies((4, 256, 32**3), activation="silu") == _strategies((4, 256, 32**3)) == ["channel_slab"] * 2
     for shape in ((1, 512, 128**2), (4, 512, 128**2), (1, 256, 256**2), (8, 128, 256**2)):
         for activation in (None, "silu"):
             assert _strategies(shape, "float16", shape[1] // 32, activation=activation) == ["channel_slab"] * 2

@@ -189,6 +189,15 @@ def test_rows_that_run_in_a_wave_or_two_have_eight_vectors() -> None:
         assert vectors(layer_norm) < 8 or waves <= 4
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 1023), ("float16", 2049), ("float32", 1023)])
+def test_few_odd_rows_have_a_vector_a_thread(dtype: str, columns: int) -> None:
+    for rows in (1, 8, 256):
+        way = row_geometry.forward_geometry(plain_forward(rows, columns, dtype), DEVICES["sm_90"])
+        assert way is not None and way.peeled and way.vectors <= 2 < way.threads_per_row
+    many = row_geometry.forward_geometry(plain_forward(1 << 15, columns, dtype), DEVICES["sm_90"])
+    assert many is not None and many.vectors > 2
+
+
 def test_long_rows_that_no_pipeline_has_are_read_twice() -> None:
     """Weights of double take more registers than there are; and of some rows nothing fits."""
     h200, double = DEVICES["sm_90"], Vector("float64")

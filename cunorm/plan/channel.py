@@ -96,12 +96,12 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     Slabs have more, smaller blocks, which wait while others work. On an H100 nearly all groups and channels of 256 KB
     and more take less, forward and backward, with and without silu: group norm of 4 x 512 x 128^2 float16 numbers 0.82
     to 0.96 of the time, of 1 x 256 x 256^2 0.81 to 0.91; but under silu 2 x 256 x 128^2 1.04 and 1.05, and backward 8 x
-    128 x 256^2 1.03 to 1.05. Groups of 64 and 128 KB, 16 x 256 x 64^2 to 1 x 512 x 64^2, take 0.95 to 1.12. So do
-    channels that pipelines hold: 2 x 16 x 96^3 float16 numbers 1.09 and 1.11.
+    128 x 256^2 1.03 to 1.05. Groups of 64 and 128 KB, 16 x 256 x 64^2 to 1 x 512 x 64^2, take 0.95 to 1.12, and long
+    channels that a pipeline holds longer: 2 x 16 x 96^3 float16 numbers 1.09 and 1.11.
 
-    Channels of 32 KB and more, of which every multiprocessor has one, take less too, whoever holds them else: 73
-    instance norms 0.90 on average, 8 x 256 x 32^3 float32 numbers 0.97 and 0.96, 32 x 32 x 256^2 float16 numbers 0.85
-    and 0.93, 4 x 64 x 192^2 0.78 and 0.97, under silu 0.82 and 0.87; but 8 x 32 x 144^2 of float32 0.84 and 1.06, and
+    Channels of 32 KB and more, of which every multiprocessor has one, take less too, whoever holds them else: 58
+    instance norms 0.92 on average, 8 x 256 x 32^3 float32 numbers 0.97 and 0.96, 32 x 32 x 256^2 float16 numbers 0.85
+    and 0.93, 4 x 64 x 192^2 0.77 and 0.96, under silu 0.81 and 0.87; but 8 x 32 x 144^2 of float32 0.83 and 1.04, and
     under the exact gelu some 1.03 backward. 64 or 128 channels of 64 KB take 0.90 to 1.06, of 128 KB 0.60 to 0.96.
     """
     if not direction(problem).is_whole_along_points(problem) or problem.itemsize > 4:
