@@ -190,6 +190,8 @@ def cases(arch: str) -> list[Case]:
     norms = (LAYER_NORM, Norm(False), Norm(True, 0.0, "silu"))
     few_rows += [Case(*case, rows=1500, norm=norm, backward=False) for case in staged for norm in norms]
     few_rows += [Case("bfloat16", 256, rows=512, norm=Norm(False)), Case("bfloat16", 768, rows=8192)]
+    odd = [("bfloat16", 1023), ("bfloat16", 4097), ("float32", 1023)]
+    few_rows += [Case(*case, rows=8, norm=norm, backward=False) for case in odd for norm in norms]
     few_rows += [Case(dtype, columns, rows=1 << 20) for dtype, columns in SHORT]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
