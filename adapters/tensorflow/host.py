@@ -94,6 +94,7 @@ def _use(path: Path) -> None:
 def call(task: work.Work, inputs: Sequence[Any], outputs: Sequence[Output | None]) -> Sequence[Any]:
     """The tensors of the ``outputs`` that are not None, eager or in a graph. Inputs are tensors or None."""
     what, dtypes = work.to_text(task, inputs, outputs), [output.dtype for output in work.gather(outputs)]
+    _interrupts.clear()  # those of a graph were raised as TensorFlow's errors
     try:
         results: Sequence[Any] = native(given=work.gather(inputs), what=what, result_types=dtypes)
     except tf.errors.AbortedError:
