@@ -97,9 +97,10 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     block_threads = 256 if threads >= 128 or (threads == 64 and wide) else 128
     rows = rows_per_block(problem, device, block_threads // threads, threads)
     geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, "staged"), problem, device)
-    # 1023 columns take 1.12 so, with 64 registers 1.15; few of 4097 under silu would spill.
-    if vectors > 6 or (vectors > 3 and activation is not None and aim < most):
-        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
+    if vectors > 6:
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))  # 1023 columns take 1.12 so, with 64 1.15
+    elif vectors > 3 and activation is not None and aim < most:
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 128))  # few rows of 4097 under silu would spill
     return geometry if fits(geometry, problem, device) else None
 
 
