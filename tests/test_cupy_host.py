@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -395,6 +396,10 @@ def test_what_was_built_is_found_by_the_next_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", found.format(False)]
     done = subprocess.run(command, env=damaged, check=True, capture_output=True, text=True)
     assert "compiled calls of CuPy are not used" in done.stderr
+    for said in (rf"{built.name}, in \d+ seconds", rf"built before: .*{built.name}"):
+        command = [sys.executable, "-m", "cunorm", "build-cupy"]
+        done = subprocess.run(command, env=damaged, check=True, capture_output=True, text=True)
+        assert re.search(said, done.stdout)
 
 
 def test_compilers_that_are_none(
@@ -412,6 +417,8 @@ def test_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     assert cli.run(["build-cupy"]) == 0
     assert host.library().name in capsys.readouterr().out and host.library().exists()
+    assert cli.run(["build-cupy"]) == 0
+    assert capsys.readouterr().out.startswith("built before: ")
     assert cli.run(["info"]) == 0
     assert f"built for {sysconfig.get_config_var('SOABI')}" in capsys.readouterr().out
     assert cli.run(["build-cupy", "--remove"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from pathlib import Path
 
 from cunorm.adapters import compiled
 from cunorm.cli import UsageError, output
@@ -22,11 +23,17 @@ def run(*, library: compiled.Library, remove: bool) -> None:
             host = importlib.import_module(f"cunorm.adapters.{library.package}.host")
         except ImportError as error:
             raise UsageError(f"{library.framework} cannot be imported: {error}") from error
-        is_there = host.library().exists()
-        if not is_there:
+        before = _made(host.library())
+        if before is None:
             print("compiling, which takes up to half a minute", file=sys.stderr)
         begin = time.monotonic()
         path = host.build()
     except (ImportError, RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
-    output.line(f"built before: {path}" if is_there else f"{path}, in {time.monotonic() - begin:.0f} seconds")
+    is_new = _made(path) != before  # what was there and did not load is made again
+    output.line(f"{path}, in {time.monotonic() - begin:.0f} seconds" if is_new else f"built before: {path}")
+
+
+def _made(path: Path) -> int | None:
+    """When the file was made, in nanoseconds; None where there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None

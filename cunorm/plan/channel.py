@@ -131,14 +131,14 @@ def _least(candidates: Iterable[_Way], problem: ChannelProblem, device: Device) 
 def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> int:
     """Of how many blocks slabs may be that take less time than the rows; 0 where none do.
 
-    They do in six cases. For long rows that blocks share (_is_better_as_slab). Forward, for rows of clusters of a
-    channel of 16-bit numbers: 262,144 take 1.33, as slabs 1.22 of a copy's time, and under silu 1.54 and 1.29. Backward
-    under an activation, likewise for a channel: 32,768 float32 numbers take 1.57 under silu, as slabs 1.39. And so for
-    many small sets of several channels, where vectors are not whole: on an H100 1024 of 784 float16 numbers took 2.41
-    by such, as slabs 2.15; but 1024 of 6272 1.36 and 1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and of
-    float32 for clusters whose channels begin within vectors and leave no room for their weights: 512 of 33,800 take
-    1.72 under silu, as slabs 1.54. Last, backward, for a channel of 16-bit numbers whose samples are whole lines of
-    memory: batch norm of 16 x 1024 x 32^2 takes 1.19 there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
+    They do in six cases. For what is as long as _is_better_as_slab asks. Forward, for rows of clusters of a channel of
+    16-bit numbers: 262,144 take 1.33, as slabs 1.22 of a copy's time, and under silu 1.54 and 1.29. Backward under an
+    activation, likewise for a channel: 32,768 float32 numbers take 1.57 under silu, as slabs 1.39. And so for many
+    small sets of several channels, where vectors are not whole: on an H100 1024 of 784 float16 numbers took 2.41 by
+    such, as slabs 2.15; but 1024 of 6272 1.36 and 1.65, and 2048 of 2048, by whole ones, 1.31 and 1.69; and of float32
+    for clusters whose channels begin within vectors and leave no room for their weights: 512 of 33,800 take 1.72 under
+    silu, as slabs 1.54. Last, backward, for a channel of 16-bit numbers whose samples are whole lines of memory: batch
+    norm of 16 x 1024 x 32^2 takes 1.19 there, as slabs 1.11; but of 32 x 512 x 28^2 1.18 and 1.23.
     """
     if _is_better_as_slab(rows, problem, device):
         return 16

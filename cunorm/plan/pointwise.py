@@ -121,6 +121,7 @@ def _steps(problem: PointwiseProblem, width: int) -> int:
 
 
 def plan(problem: PointwiseProblem, device: Device) -> Plan:
+    """The one plan there is for the problem."""
     builder = Builder()
     if isinstance(problem, PointwiseForward):
         return builder.finished(_plan_forward(problem, device, builder))
