@@ -4,10 +4,10 @@
 //   dweight = sum over rows of dz * xhat,  dbias = sum over rows of dz.
 // RMS norm (not CENTERED) has no mean, neither of x nor of g.
 //
-// Moves x and dy (and dresidual_out) once in and dx once out. Blocks are persistent: each takes every
+// Moves x and dy (and dresidual_out) once in and dx once out. Blocks that TAKE_TURNS are persistent: each takes every
 // (gridDim.x / BLOCKS_PER_ROW)-th group of ROWS_PER_BLOCK rows and keeps the sums of its columns in registers, so that
 // dweight and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several
-// CLASSES are shared out otherwise (see row_share.cuh).
+// CLASSES are shared out otherwise (see row_share.cuh). Others take one group.
 //
 // Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). Blocks have whole
 // channels, or channels whole blocks: each row leaves the sums of its channels, which column_sums adds over samples.
@@ -22,7 +22,7 @@
 #include "row_stage.cuh"
 #include "affine.cuh"
 #include "row_channels.cuh"
-constexpr bool FORWARD = false, TAKES_TURNS = true;
+constexpr bool FORWARD = false;
 #include "row_affine.cuh"
 #include "row_channel_sums.cuh"
 #include "row_share.cuh"
@@ -55,6 +55,8 @@ struct Arguments {
   long long segments[SEGMENT_NUMBERS];  // see row_segments.cuh
 #endif
 };
+
+static_assert(TAKES_TURNS || (stage == Stage::direct && CLASSES == 1));
 
 // What a thread has of dweight or dbias, since its share began.
 struct ColumnSums {
@@ -233,7 +235,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
   };
   int turn = 0;
-  for (; first_row < part.rows || (CLASSES > 1 && begin_next_share(turn));
+  // Without turns, there is a block for each first row.
+  for (; TAKES_TURNS ? first_row < part.rows || (CLASSES > 1 && begin_next_share(turn)) : turn == 0;
        first_row += step, ++turn, slot = slot_after(slot)) {
     const Place place = place_at(first_row);
     affine.go_to(place);

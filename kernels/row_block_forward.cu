@@ -313,7 +313,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     constexpr bool FETCHES_EARLY = weights_come == Weights::early && stage == Stage::direct && !KEEPS_WEIGHTS;
     if (FETCHES_EARLY && FETCHES_AT_ONCE && arguments.columns == 0) __trap();
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
-    const auto tells_of_row = [&] { return threadIdx.x == 0 && part.first_column == 0 && place.there; };
+    // One of its last warp, in which threads may have fewer numbers, or none.
+    constexpr int TELLING_THREAD = THREADS_PER_ROW > 32 ? THREADS_PER_ROW - 32 : 0;
+    const auto tells_of_row = [&] {
+      return threadIdx.x == TELLING_THREAD && part.first_column == 0 && place.there;
+    };
     RunningOfRow running;
     if (tells_of_row()) running.fetch(arguments, place.row);
 

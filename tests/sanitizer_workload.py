@@ -52,6 +52,7 @@ PROBLEMS = [
     ((33, 8), (-1,), "float16"),
     ((9, 100), (-1,), "float32"),
     ((5, 257), (-1,), "bfloat16"),
+    ((1, 256), (-1,), "bfloat16"),  # a block for itself
     ((301, 1024), (-1,), "bfloat16"),
     ((2500, 1024), (-1,), "bfloat16"),  # several rows for each block
     ((600, 4096), (-1,), "float16"),
@@ -180,6 +181,9 @@ CHANNEL_PROBLEMS = [
     (Shape("batch_norm", (16, 70, 7, 7), "NCHW"), "float16"),  # number by number
     (Shape("batch_norm", (12, 140, 28, 28), "NCHW"), "float32"),  # ahead
     (Shape("batch_norm", (6, 7, 7, 3), "NHWC"), "float32"),
+    (Shape("instance_norm", (4, 64, 14, 14), "NCHW"), "float16"),  # few short rows, of one turn
+    (Shape("batch_norm", (3, 14, 14, 64), "NHWC"), "float16"),  # vectors shorter than they could be
+    (Shape("group_norm", (2, 8, 8, 640), "NHWC", 32), "bfloat16"),
     (Shape("batch_norm", (40, 2008, 7, 7), "NCHW"), "float16"),  # along planes, of which the last block has fewer
     (Shape("batch_norm", (64, 40, 56, 56), "NCHW"), "float16"),  # rows in segments, in a pipeline
     (Shape("batch_norm", (256, 24, 32, 32), "NCHW"), "float32"),

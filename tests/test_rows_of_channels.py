@@ -23,11 +23,18 @@ from cases import (
     relative_error,
     view_of,
 )
-from plan_cases import GPUS, plain_channel_backward, plain_channel_forward, plain_channels, plan_rows
+from plan_cases import (
+    GPUS,
+    plain_channel_backward,
+    plain_channel_forward,
+    plain_channel_norm,
+    plain_channels,
+    plan_rows,
+)
 from plan_rules import rows_and_columns_are_covered
 
 from cunorm import reference, tuning_file
-from cunorm.plan import Plan, RowBlock, rows_of_channels
+from cunorm.plan import Plan, RowBlock, plan, rows_of_channels
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows
@@ -538,6 +545,21 @@ def test_rows_and_their_channels() -> None:
     assert (rows.channels.rows_per_sample, rows.channels.channels_per_row, rows.channels.positions) == (32, 10, 4096)
     back = as_rows(plain_channel_backward(8, 320, 10, 4096))
     assert isinstance(back, BackwardProblem) and back.channels == rows.channels and back.dx is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((4, 64, 196), (32, 4)), ((16, 128, 49), (32, 4)), ((1, 8, 16), (2, 16)), ((1, 1, 16), (2, 16))],
+)
+def test_few_short_rows_have_a_warp_or_less(shape: tuple[int, int, int], block: tuple[int, int]) -> None:
+    """Each takes one turn, for which it is compiled; many rows do not."""
+    for problem in plain_channel_norm(shape, "float16"):
+        item, *_ = plan(problem, GPUS["sm_90"]).launches
+        constants = dict(item.constants)
+        assert (item.block, constants["TAKES_TURNS"]) == (block, 0)
+    for problem in plain_channel_norm((1024, *shape[1:]), "float16"):
+        item, *_ = plan(problem, GPUS["sm_90"]).launches
+        assert shape[1] < 64 or item.block != block
 
 
 def test_without_weights_they_are_rows_like_all_others() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from cunorm.plan import channel_row_geometry, channel_row_peeled
+from cunorm.plan.channel_row_few import few_short
 from cunorm.plan.constants import are_rows, compute_itemsize, row_width
 from cunorm.plan.launches import Device
 from cunorm.plan.row_activated import activated_row_backward
@@ -46,6 +47,9 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         return None
     if problem.channels is None:
         return _forward_geometry(problem, device)
+    few = few_short(problem, device)
+    if few is not None:
+        return few
     geometry = channel_row_geometry.forward_geometry(problem, device)
     geometry = geometry or _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
     if geometry is None:
@@ -237,6 +241,9 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)
     if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
+    few = few_short(problem, device)
+    if few is not None:
+        return few
     geometry = channel_row_geometry.backward_geometry(problem, device)
     geometry = geometry or channel_row_peeled.backward_geometry(problem, device)
     if geometry is None:
@@ -255,7 +262,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     """That of rows whose weights are by column.
 
-    A single row of more than a warp has a vector a thread, and a block for itself: 768 and 1024 columns of bfloat16
+    A single row has a vector a thread, and a block for itself: 768 and 1024 columns of bfloat16
     take 5.1 and 5.1 us on an H100, else 5.4 and 5.2; 512 and 1024 of float32 5.1 and 5.2, else 5.6 and 5.5. Longer ones
     take as long with more.
     """
@@ -267,8 +274,8 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     if geometry is not None:
         return geometry
     vectors_per_row = problem.columns // width
-    if problem.rows == 1 and 32 < vectors_per_row <= (128 if itemsize == 2 else 256):
-        return with_room(RowBlock(width, 1, threads_for(vectors_per_row, 1)), problem, device)
+    if problem.rows == 1 and vectors_per_row <= (128 if itemsize == 2 else 256):
+        return with_room(RowBlock(width, 1, max(32, threads_for(vectors_per_row, 1))), problem, device)
     short = vectors_per_row <= (64 if itemsize == 2 else 127)
     geometry = (_short_rows_backward if short else _long_rows_backward)(problem, device, width)
     if geometry is None:
