@@ -580,6 +580,21 @@ def test_channels_of_some_size_are_slabs(shape: tuple[int, int, int], dtype: str
     assert ", ".join(dict.fromkeys((forward, backward))) == strategy
 
 
+def test_small_tensors_have_short_vectors_along_the_channels() -> None:
+    """Where there are few numbers, more threads have some; elsewhere vectors are as long as they can be."""
+
+    def vectors(shape: tuple[int, int, int], channels_per_set: int | None) -> set[int]:
+        problems = plain_channel_norm(shape, "float16", channels_per_set, last=True)
+        every = [dict(item.constants) for problem in problems for item in plan(problem, Device()).launches]
+        return {int(constants["VECTOR"]) for constants in every if "ALONG_CHANNELS" in constants}
+
+    assert vectors((1, 8, 16), 1) == {2}
+    for shape, channels_per_set in (((4, 64, 196), 1), ((4, 64, 196), None), ((2, 640, 64), 20)):
+        assert vectors(shape, channels_per_set) <= {2, 4}
+    for shape in ((8, 320, 4096), (8, 512, 1024)):
+        assert vectors(shape, shape[1] // 32) == {8}
+
+
 def test_slabs_where_rows_of_clusters_are_slower() -> None:
     assert _strategies((8, 32, 64**3), "float16") == ["channel_slab", "channel_slab"]
     assert _strategies((4, 256, 32**3), activation="silu") == _strategies((4, 256, 32**3)) == ["channel_slab"] * 2

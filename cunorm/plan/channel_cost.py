@@ -12,9 +12,9 @@ of 132 batch norms with the channels second, which slabs of one block and of 16 
 longer vectors of less than 16 bytes take was set by hand, to times on an H100 of 264 problems of planes and volumes of
 which most are odd.
 
-Slabs along the channels have become faster since, and what they take was fitted anew, to times on an H100 of 170
-problems with the channels last, by up to 13 ways each: it is off by 5 % on average, before that by 9 %, and the ways
-that come out first take 2.5 % more than the best. So were those along the points in whole vectors, twice, to times of
+Slabs along the channels have become faster since, and may have shorter vectors; what they take was fitted anew, to 6000
+times on an H100 of 473 problems with the channels last: it is off by 10 % on average, and the ways that come out first
+take 2.2 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %.
 """
 
@@ -38,6 +38,7 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
+_SECTOR_BYTES = 32
 
 
 def cost(way: Slab | Grid | ChannelPipeline | Split, problem: ChannelProblem, device: Device) -> float:
@@ -140,31 +141,36 @@ def _by_blocks(problem: ChannelProblem, slab: Slab, device: Device) -> float:
 
 def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     """Of a slab whose sums over the points are warps' first: these times are newer and finer than the others."""
-    forward, waves = isinstance(problem, ChannelForward), slab.waves(problem, device)
+    forward, waves, tiles = isinstance(problem, ChannelForward), slab.waves(problem, device), slab.tiles
     waste = _waste_of_slabs(problem, slab)
     stream = _time_to_move(problem.bytes_moved, device) * waste
-    # What the busiest multiprocessor moves.
-    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (2.75 if forward else 2.1)
+    # What the busiest multiprocessor moves, by sectors of memory.
+    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (4.4 if forward else 1.5)
     own *= math.sqrt(waste) / _ALONE_BYTES
+    if forward:
+        own *= max(1.0, _SECTOR_BYTES / (tiles.channels * problem.itemsize)) ** 0.3
     memory = math.sqrt(math.hypot(stream**2, own**2))
     if waves.number > 1:
-        memory *= 1 + 0.54 * (waves.number * waves.room / slab.grid(problem) - 1)
+        memory *= 1 + 0.3 * (waves.number * waves.room / slab.grid(problem) - 1)
         # Not timed on an H200 since slabs take less: there, what was timed beside other ways is chosen as it was.
         memory *= 1.35 if device.has_fast_memory else 1.0
 
-    elements = slab.vectors * 16 // problem.itemsize
-    busy = max(0.6, slab.tiles.threads * waves.busiest / 512)
-    latency = elements * busy * (0.006 if forward else 0.032)
+    busy = max(0.9 if forward else 1.0, tiles.threads * waves.busiest / 512)
+    of_vector, of_element = (0.076, 0.005) if forward else (0.11, 0.0044)
     if problem.activation is not None:
-        latency += elements * busy * (0.014 if forward else 0.026)
-    summed = slab.tiles.summed(problem)
-    if forward:
-        halvings = max(0, math.ceil(math.log2(32 / slab.tiles.channel_lanes)))
-        latency += 0.09 * busy * (2 + halvings) / summed
+        of_element += 0.018 if forward else 0.054
+    latency = slab.vectors * busy * (of_vector + of_element * tiles.width)
+    # The sums of a thread, over its warp and then over all warps, by as many threads as there are.
+    sums = tiles.width // tiles.summed(problem)
+    halvings = max(0, math.ceil(math.log2(32 / tiles.channel_lanes)))
+    latency += (0.005 if forward else 0.013) * sums * (2 + halvings)
+    rounds = math.ceil(sums * tiles.channel_lanes / tiles.threads)
+    latency += (0.048 if forward else 0.13) * tiles.sum_rows * rounds
     if slab.blocks_per_slab > 1:
-        sent = (3 if forward else 2) * slab.tiles.channels // summed * slab.blocks_per_slab  # by a block to the others
-        latency += 0.5 + 2.2e-4 * sent * waves.busiest
-    return (5.7 if forward else 6.8) + memory + latency * (1 + (waves.number - 1) / waves.resident)
+        # What a block tells the others.
+        sent = (3 if forward else 2) * tiles.channels // tiles.summed(problem) * slab.blocks_per_slab
+        latency += (0.45 if forward else 0.25) + 3.4e-4 * sent * waves.busiest
+    return 4.8 + memory + latency * (1 + (waves.number - 1) / waves.resident)
 
 
 def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> float:
