@@ -4,6 +4,9 @@
 // ROW_THREADS rows of threads each take every ROW_THREADS-th partial row and are added up through shared memory. The
 // sums are in double: there are few numbers to add here, and their rounding would be most of the result's. No rows at
 // all give zeros.
+//
+// Next to all of the time is waiting: for the kernel before, for memory, and for one instruction after the other. So a
+// thread asks for AT_ONCE rows, also where there are fewer, and counts them in 32 bits.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 
@@ -24,12 +27,21 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_THREADS, 1) co
   const bool second = place >= arguments.columns;
   const long long columns = second ? arguments.second_columns : arguments.columns;
   const long long column = second ? place - arguments.columns : place;
-  const Compute* partials = second ? arguments.second_partials : arguments.partials;
+  const Compute* own = (second ? arguments.second_partials : arguments.partials) + threadIdx.y * columns + column;
+  const long long step = ROW_THREADS * columns;
+  int left = column < columns ? static_cast<int>(arguments.rows) - static_cast<int>(threadIdx.y) : 0;
   wait_for_earlier_launches();
   double sum = 0;
-  if (column < columns) {
-#pragma unroll 8
-    for (long long row = threadIdx.y; row < arguments.rows; row += ROW_THREADS) sum += partials[row * columns + column];
+#pragma unroll 1
+  for (; left > 0; left -= AT_ONCE * ROW_THREADS) {
+    Compute values[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      values[i] = left > i * ROW_THREADS ? *own : 0;
+      own += step;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) sum += values[i];
   }
   if constexpr (ROW_THREADS > 1) {
     scratch[threadIdx.y][threadIdx.x] = sum;
