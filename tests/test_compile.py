@@ -192,6 +192,8 @@ def cases(arch: str) -> list[Case]:
     few_rows += [Case("bfloat16", 256, rows=512, norm=Norm(False)), Case("bfloat16", 768, rows=8192)]
     odd = [("bfloat16", 1023), ("bfloat16", 4097), ("float32", 1023)]
     few_rows += [Case(*case, rows=8, norm=norm, backward=False) for case in odd for norm in norms]
+    odd = [("bfloat16", 145), ("bfloat16", 257), ("bfloat16", 1023), ("float32", 257)]
+    few_rows += [Case(*case, rows=1024, norm=norm, backward=False) for case in odd for norm in norms]
     few_rows += [Case(dtype, columns, rows=1 << 20) for dtype, columns in SHORT]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
@@ -317,6 +319,7 @@ CHANNELS = [
     (16, 256, 8, 3969), (16, 256, 8, 4225), (16, 256, 8, 5625),
     (64, 2048, 64, 49), (64, 1024, 32, 196), (16, 1024, 32, 81), (16, 512, 16, 1089), (32, 512, 16, 256),
     (64, 512, 16, 64), (64, 64, 8, 6), (64, 64, 16, 3),
+    (1, 8, 1, 16), (4, 64, 1, 196), (16, 128, 1, 49), (2, 32, 1, 216),
 ]  # fmt: skip
 
 
@@ -404,6 +407,12 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((4, 32, 128**3), 1, True, "gelu"),
     ((2, 32, 216), 1, False, "gelu"),
     ((2, 32, 216), 1, True, None),
+    # Small enough for short vectors.
+    ((1, 8, 16), 1, True, "gelu"),
+    ((4, 64, 196), None, True, "gelu"),
+    ((16, 128, 49), None, True, None),
+    ((2, 640, 64), 20, True, "silu"),
+    ((4, 320, 196), 10, True, "gelu_tanh"),
     ((8, 320, 64 * 64), 10, False, "silu"),
     ((8, 320, 64 * 64), 10, True, "silu"),
     ((8, 128, 256 * 256), 4, True, None),

@@ -73,10 +73,10 @@ def test_no_batch_that_fills_a_gpu_compiles_a_kernel_of_its_own(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_small_batches_compile_few_kernels(columns: int, dtype: str) -> None:
     """Few rows are spread over more threads than many are: by powers of two, so there are few ways. Forward, weights of
-    long rows come in a way of their own between few and many."""
+    long rows come in a way of their own between few and many; backward, a single short row has a block for itself."""
     counts = (*range(1, 300), *range(300, 3000, 7))
     for make in (plain_forward, plain_backward):
-        ways = 5 if make is plain_forward and columns in (10_240, 16_384) else 4
+        ways = 5 if columns in ((10_240, 16_384) if make is plain_forward else (100, 256)) else 4
         every = _costly(*(plan(make(rows, columns, dtype), DEVICES["sm_90"]) for rows in counts))
         assert len({kernel for kernel, _ in every}) * ways >= len(every)
 
@@ -118,7 +118,8 @@ def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
     for make, kernels_a_size in ((plain_forward, 3), (plain_backward, 4)):
         plans = [[plan(make(n, columns, dtype), DEVICES["sm_90"]) for columns in MODEL_SIZES] for n in rows]
         assert len(kernels_of(*itertools.chain(*plans))) <= kernels_a_size * len(MODEL_SIZES) + 4
-        assert len(kernels_of(*plans[-1])) <= len(MODEL_SIZES) + 2
+        assert len(_costly(*plans[-1])) <= len(MODEL_SIZES)
+        assert len(kernels_of(*plans[-1])) <= len(MODEL_SIZES) + 4
 
 
 # ---- Which strategy for which size.
@@ -191,7 +192,7 @@ def test_rows_that_run_in_a_wave_or_two_have_eight_vectors() -> None:
 
 @pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 1023), ("float16", 2049), ("float32", 1023)])
 def test_few_odd_rows_have_a_vector_a_thread(dtype: str, columns: int) -> None:
-    for rows in (1, 8, 256):
+    for rows in (1, 8, 256, 512):
         way = row_geometry.forward_geometry(plain_forward(rows, columns, dtype), DEVICES["sm_90"])
         assert way is not None and way.peeled and way.vectors <= 2 < way.threads_per_row
     many = row_geometry.forward_geometry(plain_forward(1 << 15, columns, dtype), DEVICES["sm_90"])
