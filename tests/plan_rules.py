@@ -571,7 +571,7 @@ def _covers_merge(item: Launch, constants: Constants, arguments: dict[str, Any],
 
 def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     assert item.block == (constants["COLUMN_THREADS"], constants["ROW_THREADS"])
-    assert constants["AT_ONCE"] in (2, 4, 8, 14)
+    assert constants["AT_ONCE"] in (2, 4, 8, 10, 14)
     assert arguments["second_columns"] in (0, arguments["columns"])
     columns = arguments["columns"] + arguments["second_columns"]
     assert item.grid == -(-columns // constants["COLUMN_THREADS"])

@@ -119,7 +119,7 @@ def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
         plans = [[plan(make(n, columns, dtype), DEVICES["sm_90"]) for columns in MODEL_SIZES] for n in rows]
         assert len(kernels_of(*itertools.chain(*plans))) <= kernels_a_size * len(MODEL_SIZES) + 4
         assert len(_costly(*plans[-1])) <= len(MODEL_SIZES)
-        assert len(kernels_of(*plans[-1])) <= len(MODEL_SIZES) + 4
+        assert len(kernels_of(*plans[-1])) <= len(MODEL_SIZES) + 5, "column sums"
 
 
 # ---- Which strategy for which size.

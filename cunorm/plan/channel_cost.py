@@ -14,7 +14,7 @@ which most are odd.
 
 Slabs along the channels have become faster since, and may have shorter vectors; what they take was fitted anew, to 6000
 times on an H100 of 473 problems with the channels last: it is off by 10 % on average, and the ways that come out first
-take 2.2 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
+take 1.8 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %.
 """
 
@@ -145,32 +145,33 @@ def _cost_along_channels(slab: Slab, problem: ChannelProblem, device: Device) ->
     waste = _waste_of_slabs(problem, slab)
     stream = _time_to_move(problem.bytes_moved, device) * waste
     # What the busiest multiprocessor moves, by sectors of memory.
-    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (4.4 if forward else 1.5)
+    own = waves.number * waves.busiest * slab.shared_bytes(problem) * (5.6 if forward else 3.0)
     own *= math.sqrt(waste) / _ALONE_BYTES
-    if forward:
-        own *= max(1.0, _SECTOR_BYTES / (tiles.channels * problem.itemsize)) ** 0.3
+    own *= max(1.0, _SECTOR_BYTES / (tiles.channels * problem.itemsize)) ** 0.3
     memory = math.sqrt(math.hypot(stream**2, own**2))
     if waves.number > 1:
         memory *= 1 + 0.3 * (waves.number * waves.room / slab.grid(problem) - 1)
         # Not timed on an H200 since slabs take less: there, what was timed beside other ways is chosen as it was.
         memory *= 1.35 if device.has_fast_memory else 1.0
 
-    busy = max(0.9 if forward else 1.0, tiles.threads * waves.busiest / 512)
-    of_vector, of_element = (0.076, 0.005) if forward else (0.11, 0.0044)
+    later_waves = 1 + (waves.number - 1) / waves.resident
+    busy = max(1.0, tiles.threads * waves.busiest / 512)
+    of_vector, of_element = (0.138, 0.013) if forward else (0.3, 0.002)
     if problem.activation is not None:
-        of_element += 0.018 if forward else 0.054
-    latency = slab.vectors * busy * (of_vector + of_element * tiles.width)
+        of_element += 0.046 if forward else 0.072
+    work = slab.vectors * busy * (of_vector + of_element * tiles.width) * later_waves
+    work -= (0.89 if forward else 0.52) * min(work, memory)  # what numbers that arrive leave time for
     # The sums of a thread, over its warp and then over all warps, by as many threads as there are.
     sums = tiles.width // tiles.summed(problem)
     halvings = max(0, math.ceil(math.log2(32 / tiles.channel_lanes)))
-    latency += (0.005 if forward else 0.013) * sums * (2 + halvings)
+    latency = (0.0097 if forward else 0.025) * sums * (2 + halvings)
     rounds = math.ceil(sums * tiles.channel_lanes / tiles.threads)
-    latency += (0.048 if forward else 0.13) * tiles.sum_rows * rounds
+    latency += (0.057 if forward else 0.098) * tiles.sum_rows * rounds
     if slab.blocks_per_slab > 1:
         # What a block tells the others.
         sent = (3 if forward else 2) * tiles.channels // tiles.summed(problem) * slab.blocks_per_slab
-        latency += (0.45 if forward else 0.25) + 3.4e-4 * sent * waves.busiest
-    return 4.8 + memory + latency * (1 + (waves.number - 1) / waves.resident)
+        latency += 0.45 + (5.5e-4 if forward else 3.2e-4) * sent * waves.busiest
+    return 4.6 + memory + work + latency * later_waves
 
 
 def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> float:
@@ -198,8 +199,8 @@ def _waste_of_slabs(problem: ChannelProblem, slab: Slab) -> float:
         return 1.0
     waste = 1.0 if run % 64 == 0 else 1.5 if run % 32 == 0 else 3.1
     if run < 128:
-        waste *= 1.5 if run >= 64 else 96 / run
-    return 1 + (waste - 1) * min(1.0, 0.05 + problem.bytes_moved / 380e6)
+        waste *= 1.65 if run >= 64 else 96 / run
+    return 1 + (waste - 1) * min(1.0, 0.11 + problem.bytes_moved / 380e6)
 
 
 def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:

@@ -17,7 +17,7 @@ _FEW_ROWS = 8
 # of 396, takes 16.2 us so, by 16 16.9, and 2048 of 4096 28.1 and 28.6; but of 8192 49.3 and 48.7.
 _MANY_COLUMNS = 8192
 # Partial rows that a thread asks for at once: of few sizes, each of which is a kernel to compile.
-_AT_ONCE = (2, 4, 8, 14)
+_AT_ONCE = (2, 4, 8, 10, 14)
 
 
 def _gradient_length(problem: BackwardProblem | ChannelBackward) -> int:
