@@ -10,6 +10,7 @@ from cunorm import execute
 from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Op, Output, Results
 from cunorm.problem import View
+from cunorm.text import kind_of
 
 __all__ = ["ADAPTER"]
 
@@ -69,4 +70,4 @@ def _check_type(tensor: Any, name: str) -> None:
         raise no_tensor(name, tensor, "NumPy", "a NumPy array")
     if isinstance(tensor, np.ma.MaskedArray):
         must = f"it must be an array without one, such as {name}.data or {name}.filled(0)"
-        raise TypeError(f"{name} is a {type(tensor).__qualname__}, whose mask would be ignored; {must}")
+        raise TypeError(f"{name} is {kind_of(tensor)}, whose mask would be ignored; {must}")

@@ -10,6 +10,7 @@ from typing import Any
 from cunorm import adapters
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import as_float
+from cunorm.text import kind_of
 
 __all__ = ["batch_norm_stats", "merge_batch_norm_stats"]
 
@@ -130,7 +131,7 @@ def _shapes(given: Any, name: str) -> list[tuple[Any, ...]]:
         shape = _shape_of(given)
         if shape is None:
             must = "it must be a tensor of shape (K, C), or a sequence of K tensors of shape (C,)"
-            raise TypeError(f"{name} is a {type(given).__qualname__}; {must}")
+            raise TypeError(f"{name} is {kind_of(given)}; {must}")
         return [shape[1:]] * _first(shape, name, "(K, C)")
     shapes = []
     for item in given:
@@ -148,7 +149,7 @@ def _count_of(counts: Any) -> int:
     shape = _shape_of(counts)
     if shape is None:
         must = "it must be a sequence of whole numbers, or a tensor of shape (K,)"
-        raise TypeError(f"counts is a {type(counts).__qualname__}; {must}")
+        raise TypeError(f"counts is {kind_of(counts)}; {must}")
     if len(shape) > 1:
         raise ValueError(f"counts has shape {shape}; it must have shape (K,)")
     return _first(shape, "counts", "(K,)")

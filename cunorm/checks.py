@@ -12,6 +12,7 @@ import numpy as np
 
 from cunorm.execute import Output
 from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
+from cunorm.text import kind_of
 
 __all__ = [
     "as_float",
@@ -59,7 +60,7 @@ def no_tensor(name: str, given: Any, framework: str, must: str) -> TypeError:
     The name is "x" where x itself is none.
     """
     beside = "" if name == "x" else f"beside a {framework} x "
-    message = f"{name} is a {type(given).__qualname__}; {beside}it must be {must}"
+    message = f"{name} is {kind_of(given)}; {beside}it must be {must}"
     sizes = given if name == "weight" and isinstance(given, (tuple, list)) else ()
     if sizes and all(isinstance(size, numbers.Integral) for size in sizes):
         # In its place torch.nn.functional.layer_norm takes this.
@@ -101,14 +102,14 @@ def _real(name: str, value: Any, must: str) -> float:
     if type(value) is float:
         return value
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is a {type(value).__qualname__}; it must be {must}")
+        raise TypeError(f"{name} is {kind_of(value)}; it must be {must}")
     return as_float(value)
 
 
 def check_one_of(name: str, value: Any, known: Collection[str], must: str) -> str:
     """An argument of a user's call that is one of some strings."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__qualname__}; it must be {must}")
+        raise TypeError(f"{name} is {kind_of(value)}; it must be {must}")
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it must be {must}")
     return str(value)
@@ -155,7 +156,7 @@ def check_num_groups(num_groups: Any) -> int:
     try:
         count = operator.index(num_groups)
     except TypeError:
-        raise TypeError(f"num_groups is a {type(num_groups).__qualname__}; it must be a positive int") from None
+        raise TypeError(f"num_groups is {kind_of(num_groups)}; it must be a positive int") from None
     if count < 1:
         raise ValueError(f"num_groups is {count}; it must be positive")
     return count
@@ -164,7 +165,7 @@ def check_num_groups(num_groups: Any) -> int:
 def check_training(training: Any) -> bool:
     """The training of a user's call."""
     if not isinstance(training, (bool, np.bool_)):
-        raise TypeError(f"training is a {type(training).__qualname__}; it must be a bool")
+        raise TypeError(f"training is {kind_of(training)}; it must be a bool")
     return bool(training)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["byte_count", "counted", "duration", "rate", "table_lines"]
+__all__ = ["byte_count", "counted", "duration", "kind_of", "rate", "table_lines"]
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> Iterator[str]:
@@ -27,6 +27,12 @@ def byte_count(count: float) -> str:
 
 def rate(bytes_per_second: float) -> str:
     return f"{byte_count(bytes_per_second)}/s"
+
+
+def kind_of(value: object) -> str:
+    """The name of its type with an article, as messages have it: "an int", "a list", "an ndarray"."""
+    name = type(value).__qualname__
+    return f"{'an' if name[0].lower() in 'aeio' or name.startswith('nd') else 'a'} {name}"
 
 
 def counted(count: int, word: str) -> str:

@@ -407,7 +407,7 @@ def test_merging() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),
     [
-        ("counts", 3, TypeError, "counts is a int; it must be a sequence of whole numbers, or a tensor of shape (K,)"),
+        ("counts", 3, TypeError, "counts is an int; it must be a sequence of whole numbers, or a tensor of shape (K,)"),
         ("counts", np.ones((1, 1)), ValueError, "counts has shape (1, 1); it must have shape (K,)"),
         ("counts", np.array(1), ValueError, "counts has shape (); it must have shape (K,)"),
         ("counts", ["a"], TypeError, "counts has a str; they must be whole numbers"),
@@ -415,7 +415,7 @@ def test_merging() -> None:
         ("counts", [None], TypeError, "counts has a NoneType; they must be whole numbers"),
         ("counts", [1j], TypeError, "counts has a complex; they must be whole numbers"),
         ("counts", [1.5], ValueError, "counts has 1.5; they must be whole numbers"),
-        ("means", 3, TypeError, "means is a int; it must be a tensor of shape (K, C), or a sequence of K tensors of "),
+        ("means", 3, TypeError, "means is an int; it must be a tensor of shape (K, C), or a sequence of K tensors of "),
         ("means", zip(), TypeError, "means is a zip; it must be a tensor of shape (K, C), or a sequence of K tensors"),
         ("means", [[1.0]], TypeError, "means has a list; they must be tensors of shape (C,)"),
         ("variances", np.float32(1), ValueError, "variances has shape (); it must have shape (K, C)"),

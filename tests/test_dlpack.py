@@ -192,7 +192,7 @@ def test_errors() -> None:
     x, eight = Bare(np.ones((2, 8), np.float32)), np.ones(8, np.float32)
     with pytest.raises(ValueError, match=r"weight has shape \(7,\)"):
         cunorm.layer_norm(x, Bare(np.ones(7, np.float32)))
-    with pytest.raises(TypeError, match="weight is a ndarray; beside a Bare x it must be an array of the same lib"):
+    with pytest.raises(TypeError, match="weight is an ndarray; beside a Bare x it must be an array of the same lib"):
         cunorm.layer_norm(x, eight)
     with pytest.raises(TypeError, match="of the same library; layer_norm and rms_norm have no normalized_shape: see "):
         cunorm.layer_norm(x, (8,))

@@ -214,7 +214,7 @@ def test_tensors_of_another_framework(name: str) -> None:
     numpy_x, torch_x = as_numpy_array(values(*SHAPE)), as_torch_tensor(values(*SHAPE))
     message = f"{name} is a Tensor; beside a NumPy x it must be a NumPy array"
     refused(TypeError, message, numpy_x, **{name: as_torch_tensor(values(*shape))})
-    message = f"{name} is a ndarray; beside a PyTorch x it must be a PyTorch tensor"
+    message = f"{name} is an ndarray; beside a PyTorch x it must be a PyTorch tensor"
     refused(TypeError, message, torch_x, **{name: as_numpy_array(values(*shape))})
     message = f"{name} is a list; beside a NumPy x it must be a NumPy array"
     refused(TypeError, message, numpy_x, **{name: [1.0] * 8})

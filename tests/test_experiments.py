@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 @pytest.mark.parametrize(
     ("kernel", "error", "message"),
-    [("row_block", ValueError, "must be one of .*row_block_forward"), (3, TypeError, "kernel is a int; it must be a")],
+    [("row_block", ValueError, "must be one of .*row_block_forward"), (3, TypeError, "kernel is an int; it must be a")],
 )
 def test_kernels_that_there_are_not(kernel: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -284,7 +284,7 @@ def test_nothing_is_copied_or_written(no_compiler: None) -> None:
         ((like(3),), {}, TypeError, "x is a types.SimpleNamespace; it must be"),
         ((np.zeros(4, ">f4"),), {}, TypeError, "x has dtype >f4, which is not in this machine's byte order"),
         ((np.ma.zeros(4, "f4"),), {}, TypeError, "x is a MaskedArray, whose mask would be ignored"),
-        ((like((2, 3)),), {"weight": 1}, TypeError, "weight is a int; it must be a tensor, a bool or the name of"),
+        ((like((2, 3)),), {"weight": 1}, TypeError, "weight is an int; it must be a tensor, a bool or the name of"),
         ((like((2, 3)),), {"bias": np.float32}, TypeError, "bias is a type; it must be a tensor, a bool or the name"),
         (([1.0, 2.0],), {}, TypeError, "x is a builtins.list; it must be"),
         ((like((2, 4, 3)), "group_norm"), {}, TypeError, "^group_norm needs num_groups$"),

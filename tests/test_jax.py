@@ -358,7 +358,7 @@ def test_errors(jit: bool) -> None:
         cunorm.layer_norm(jax.ShapeDtypeStruct((2, 8), jnp.float32))
     with pytest.raises(TypeError, match="bias has dtype bool"):
         norm(x, None, jnp.ones(8, bool))
-    with pytest.raises(TypeError, match="weight is a ndarray; beside a JAX x it must be a JAX array"):
+    with pytest.raises(TypeError, match="weight is an ndarray; beside a JAX x it must be a JAX array"):
         norm(x, np.ones(8, np.float32))
     with pytest.raises(TypeError, match="beside a JAX x it must be a JAX array; layer_norm and rms_norm have no norm"):
         cunorm.layer_norm(x, (8,))
@@ -552,7 +552,7 @@ def test_running_statistics_cannot_be_updated(jit: bool) -> None:
     message = "running_mean and running_var cannot be updated in place for JAX arrays: they are immutable; leave them "
     with pytest.raises(TypeError, match=re.escape(message)):
         (jax.jit(norm) if jit else norm)(x, mean, var)
-    with pytest.raises(TypeError, match="running_var is a ndarray; beside a JAX x it must be a JAX array"):
+    with pytest.raises(TypeError, match="running_var is an ndarray; beside a JAX x it must be a JAX array"):
         cunorm.batch_norm(x, running_mean=mean, running_var=np.ones(4, np.float32), training=False)
     with pytest.raises(ValueError, match=r"running_var has shape \(5,\)"):
         cunorm.batch_norm(x, running_mean=mean, running_var=jnp.ones(5), training=False)

@@ -304,7 +304,7 @@ def test_errors(function: bool) -> None:
         norm(tf.constant(["a", "b"]))
     with pytest.raises(TypeError, match="bias has dtype bool"):
         norm(x, None, tf.ones(8, tf.bool))
-    with pytest.raises(TypeError, match="weight is a ndarray; beside a TensorFlow x it must be a dense"):
+    with pytest.raises(TypeError, match="weight is an ndarray; beside a TensorFlow x it must be a dense"):
         norm(x, np.ones(8, np.float32))
     with pytest.raises(TypeError, match="it must be a dense TensorFlow tensor; layer_norm and rms_norm have no norm"):
         cunorm.layer_norm(x, (8,))
@@ -505,7 +505,7 @@ def test_running_statistics_cannot_be_updated(kind: Any, function: bool) -> None
     message = "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable"
     with pytest.raises(TypeError, match=message):
         (tf.function(norm) if function else norm)(x)
-    with pytest.raises(TypeError, match="running_var is a ndarray; beside a TensorFlow x it must be a dense"):
+    with pytest.raises(TypeError, match="running_var is an ndarray; beside a TensorFlow x it must be a dense"):
         cunorm.batch_norm(x, running_mean=tf.zeros(4), running_var=np.ones(4, np.float32), training=False)
 
 

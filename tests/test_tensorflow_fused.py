@@ -194,7 +194,7 @@ def test_errors_of_the_fused_norms() -> None:
         fused_instance_norm(x, ones, tf.IndexedSlices(ones, tf.range(8), tf.constant([8])))
     with pytest.raises(ValueError, match="data_format is 'CNHW'"):
         fused_instance_norm(x, ones, ones, "CNHW")
-    with pytest.raises(TypeError, match="data_format is a int"):
+    with pytest.raises(TypeError, match="data_format is an int"):
         fused_instance_norm(x, ones, ones, 1)
 
 
@@ -237,7 +237,7 @@ def test_tensors_that_are_not_dense_are_refused(function: bool) -> None:
             (tf.function(cunorm.layer_norm) if function else cunorm.layer_norm)(sparse)
         with pytest.raises(TypeError, match=f"weight is a {name}; beside a TensorFlow x it must be a dense"):
             cunorm.rms_norm(x, sparse)
-    with pytest.raises(TypeError, match="weight is a ndarray; beside a TensorFlow x"):
+    with pytest.raises(TypeError, match="weight is an ndarray; beside a TensorFlow x"):
         cunorm.layer_norm(x, np.ones(8, np.float32))
 
 

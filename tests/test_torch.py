@@ -329,7 +329,7 @@ def test_errors() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(ValueError, match="out cannot be given"):
         cunorm.layer_norm(x.clone().requires_grad_(), out=torch.empty(2, 8))
-    with pytest.raises(TypeError, match="weight is a ndarray"):
+    with pytest.raises(TypeError, match="weight is an ndarray"):
         cunorm.layer_norm(x, np.ones(8, np.float32))
     with pytest.raises(RuntimeError, match="weight is on device meta"):
         cunorm.layer_norm(x, torch.empty(8, device="meta"))

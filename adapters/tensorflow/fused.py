@@ -17,6 +17,7 @@ from cunorm.channels import instance_norm
 from cunorm.checks import check_axis
 from cunorm.problem import DTYPES
 from cunorm.rows import layer_norm
+from cunorm.text import kind_of
 
 __all__ = ["fused_instance_norm", "fused_layer_norm"]
 
@@ -137,7 +138,7 @@ def _dense(**arguments: Any) -> list[Any]:
     tensors = []
     for name, value in arguments.items():
         if isinstance(value, tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor):
-            raise TypeError(f"{name} is a {type(value).__qualname__}; it must be dense")
+            raise TypeError(f"{name} is {kind_of(value)}; it must be dense")
         if value is not None and not isinstance(value, tf.Tensor):
             value = tf.convert_to_tensor(value)
         if value is not None and value.dtype.name not in DTYPES:

@@ -17,6 +17,7 @@ from cunorm.adapters.torch import host, library
 from cunorm.checks import no_tensor
 from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
+from cunorm.text import kind_of
 
 __all__ = ["ADAPTER"]
 
@@ -157,7 +158,7 @@ class TorchAdapter(Adapter):
         if tensor.is_neg() or tensor._is_zerotensor():
             raise _StandsForAnother
         if not tensor.data_ptr() and tensor.numel():
-            raise RuntimeError(f"{name} is a {type(tensor).__qualname__} without memory of its own")
+            raise RuntimeError(f"{name} is {kind_of(tensor)} without memory of its own")
         return view._replace(pointer=tensor.data_ptr())
 
     def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:

@@ -23,6 +23,7 @@ from cunorm.adapters.torch import modules
 from cunorm.adapters.torch.library import is_tracing
 from cunorm.adapters.torch.proof import Formula, prove
 from cunorm.checks import check_eps, check_momentum
+from cunorm.text import kind_of
 
 __all__ = ["Entry", "Report", "replace_norms"]
 
@@ -89,7 +90,7 @@ class Report:
         """Make the layers what they were. A RuntimeError where one has become something else since."""
         for entry in self.replaced:
             if type(entry.module) not in (entry.kind, entry.now):
-                found = f"{entry.name or 'the model'} is a {type(entry.module).__qualname__} by now"
+                found = f"{entry.name or 'the model'} is {kind_of(entry.module)} by now"
                 raise RuntimeError(f"{found}; undo first what was done to it after replace_norms")
             if "forward" in vars(entry.module):
                 found = f"{entry.name or 'the model'} has got a forward of its own, which may call that of cunorm"
@@ -184,7 +185,7 @@ def replace_norms(
     True
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__qualname__}; it must be a torch.nn.Module")
+        raise TypeError(f"model is {kind_of(model)}; it must be a torch.nn.Module")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, Iterable) else kinds
     if not isinstance(kinds, list) or not set(kinds) <= set(_KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be {' or '.join(map(repr, _KINDS))}, or a sequence of them")
@@ -277,7 +278,7 @@ def _untouchable(module: nn.Module) -> str | None:
         if torch.nn.parameter.is_lazy(tensor):
             return "it is not initialized yet"
         if type(tensor) not in (nn.Parameter, Tensor):
-            return f"its {name} is a {type(tensor).__name__}"
+            return f"its {name} is {kind_of(tensor)}"
         if tensor.device.type not in ("cuda", "cpu", "meta"):
             return f"its {name} is on {tensor.device}"
         if tensor.dtype not in _DTYPES and name != "num_batches_tracked":

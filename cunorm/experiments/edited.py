@@ -14,6 +14,7 @@ from cunorm import execute, gpus, kernels, launch
 from cunorm.gpus import KNOWN_GPUS
 from cunorm.plan import Device
 from cunorm.problem import DTYPES
+from cunorm.text import kind_of
 
 if TYPE_CHECKING:
     from cunorm.experiments.bench import BenchReport
@@ -48,7 +49,7 @@ class Experiment:
 
     def __init__(self, kernel: str) -> None:
         if not isinstance(kernel, str):
-            raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a str, the name of a kernel")
+            raise TypeError(f"kernel is {kind_of(kernel)}; it must be a str, the name of a kernel")
         if kernel not in kernels.kernel_names():
             raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(kernels.kernel_names())}")
         self.kernel = kernel
@@ -302,7 +303,7 @@ def _by_file(text: str) -> dict[str, list[str]]:
 def _checked(kernel: str, text: Any) -> str:
     """A text made complete, if it can be that of the kernel."""
     if not isinstance(text, str):
-        raise TypeError(f"source is a {type(text).__name__}; it must be a str, the text of {kernel}")
+        raise TypeError(f"source is {kind_of(text)}; it must be a str, the text of {kernel}")
     text = "\n".join(text.splitlines())  # those of Windows too
     code = _COMMENT.sub("", text)
     if not code.strip():

@@ -11,6 +11,7 @@ from cunorm import adapters
 from cunorm.execute import NOWHERE, Described, Op, Prepared
 from cunorm.prepare import views_of
 from cunorm.problem import AnyProblem, View, contiguous_strides
+from cunorm.text import kind_of
 
 __all__ = ["Call", "operand", "seen"]
 
@@ -61,8 +62,8 @@ def seen(tensor: Any, name: str) -> tuple[View, int | None]:
     except Exception:  # it has no memory: a tracer, a tensor on PyTorch's meta device, an object that speaks of one
         sizes = getattr(tensor, "shape", None)
         if name != "x" and not isinstance(sizes, Iterable):
-            kind = type(tensor).__qualname__
-            raise TypeError(f"{name} is a {kind}; it must be a tensor, a bool or the name of a dtype") from None
+            what = f"{name} is {kind_of(tensor)}; it must be a tensor, a bool or the name of a dtype"
+            raise TypeError(what) from None
         if isinstance(tensor, np.ndarray) or not isinstance(sizes, Iterable) or not hasattr(tensor, "dtype"):
             raise
         shape = tuple(-1 if size is None else int(size) for size in sizes)

@@ -1,4 +1,4 @@
-"""Few short rows of one channel each, those of small instance norms: by a warp or less of it.
+"""Few short rows of one channel each, those of small instance norms: by a warp or less.
 
 What a norm so small takes is no time to move numbers, but the launch, one way to the memory and back, and instructions
 one after the other: threads with fewer numbers have fewer, and a warp has no others to wait for.

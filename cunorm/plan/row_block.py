@@ -31,10 +31,10 @@ __all__ = ["RowBlock"]
 # Rows for each group of blocks that takes turns, from which on they are claimed. 528 rows of 65,536 bfloat16 numbers, 8
 # for each cluster, take 1.12 either way, the clearing of the counter included; 1024 1.11, with fixed shares 1.19.
 _LEAST_CLAIMED = 8
-# Vectors of a thread, at most, of rows of channels of which a block is compiled for one group.
-_MOST_IN_ONE_TURN = 4
 # Rows that are claimed, which 32 bits count.
 _MOST_CLAIMED = 1 << 31
+# Vectors of a thread, at most, of rows of channels of which a block is compiled for one group.
+_MOST_IN_ONE_TURN = 4
 # As kernels/copy_async.cuh has it.
 _COPY_ALIGNMENT = 128
 
@@ -214,8 +214,8 @@ class RowBlock:
         """Whether each block is compiled for one group of rows, backward, where it has no more.
 
         On an H100 tiny norms of channels take 0.96 to 0.99 of the time so, layer norm of one row 0.89 to 0.98. But
-        channels of 7 vectors a thread take 1.07 to 1.10, rows that clusters share 1.03 to 1.07, and of layer norm 512
-        rows of 256 and 1024 numbers 1.01 to 1.04: fewer 0.99 to 1.03, for which they are not compiled apart.
+        channels of 7 vectors a thread take 1.07 to 1.10, rows that clusters share 1.03 to 1.07, and layer norm of 512
+        rows of 256 and 1024 numbers 1.01 to 1.04; that of fewer, 0.99 to 1.03, is not worth a kernel of its own.
         """
         groups = self.groups(problem, device)
         if self.stage != "direct" or self.blocks_per_row > 1 or groups * self.rows_per_block < problem.rows:

@@ -262,9 +262,9 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
 def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     """That of rows whose weights are by column.
 
-    A single row has a vector a thread, and a block for itself: 768 and 1024 columns of bfloat16
-    take 5.1 and 5.1 us on an H100, else 5.4 and 5.2; 512 and 1024 of float32 5.1 and 5.2, else 5.6 and 5.5. Longer ones
-    take as long with more.
+    A single row has a vector a thread, and a block for itself: 768 and 1024 columns of bfloat16 take 5.1 and 5.1 us on
+    an H100, else 5.4 and 5.2; 512 and 1024 of float32 5.1 and 5.2, else 5.6 and 5.5. Longer ones take as long with
+    more.
     """
     itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
