@@ -13,6 +13,7 @@ from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_re
 import cunorm
 from cunorm import adapters, execute
 from cunorm.problem import View
+from cunorm.text import kind_of
 
 SHAPE = (4, 6, 8)
 NAN = float("nan")
@@ -80,7 +81,7 @@ def test_data_format_that_is_not_known(make: Make, name: str, data_format: str) 
 
 @pytest.mark.parametrize("data_format", [None, 1, b"NCHW", ["NCHW"]])
 def test_data_format_of_another_type(make: Make, name: str, data_format: Any) -> None:
-    message = f"data_format is a {type(data_format).__qualname__}; it must be one of {FORMATS}"
+    message = f"data_format is {kind_of(data_format)}; it must be one of {FORMATS}"
     refused(name, TypeError, message, make(values(*SHAPE)), data_format=data_format)
 
 
@@ -116,7 +117,7 @@ def test_num_groups_that_is_not_positive(make: Make, num_groups: int) -> None:
 
 @pytest.mark.parametrize("num_groups", [2.0, None, "2", [2], 1.5])
 def test_num_groups_of_another_type(make: Make, num_groups: Any) -> None:
-    message = f"num_groups is a {type(num_groups).__qualname__}; it must be a positive int"
+    message = f"num_groups is {kind_of(num_groups)}; it must be a positive int"
     refused("group_norm", TypeError, message, make(values(*SHAPE)), num_groups=num_groups)
     gradient_refused("group_norm", TypeError, message, make(values(*SHAPE)), make, num_groups=num_groups)
 
@@ -177,11 +178,11 @@ def test_dtypes(make: Make, name: str, argument: str, dtype: str) -> None:
 def test_tensors_of_another_framework(argument: str) -> None:
     shape = SHAPE if argument == "out" else (6,)
     for make, other, kind in (
-        (as_numpy_array, as_torch_tensor, "Tensor"),
-        (as_torch_tensor, as_numpy_array, "ndarray"),
+        (as_numpy_array, as_torch_tensor, "a Tensor"),
+        (as_torch_tensor, as_numpy_array, "an ndarray"),
     ):
         options = running(make) | {argument: other(np.ones(shape))}
-        message = f"{argument} is a {kind}; beside a "
+        message = f"{argument} is {kind}; beside a "
         refused("batch_norm", TypeError, message, make(values(*SHAPE)), **options)
 
 
@@ -252,7 +253,7 @@ def test_what_is_read_only(name: str) -> None:
 
 @pytest.mark.parametrize("training", [None, 1, "True", np.array([True])])
 def test_training_of_another_type(make: Make, training: Any) -> None:
-    message = f"training is a {type(training).__qualname__}; it must be a bool"
+    message = f"training is {kind_of(training)}; it must be a bool"
     refused("batch_norm", TypeError, message, make(values(*SHAPE)), training=training)
     gradient_refused("batch_norm", TypeError, message, make(values(*SHAPE)), make, training=training)
 
@@ -270,7 +271,7 @@ def test_momentum_out_of_range(make: Make, momentum: float) -> None:
 
 @pytest.mark.parametrize("momentum", [None, "0.1", [0.1], torch.tensor(0.1)])
 def test_momentum_of_another_type(make: Make, momentum: Any) -> None:
-    message = f"momentum is a {type(momentum).__qualname__}; it must be a number from 0 to 1"
+    message = f"momentum is {kind_of(momentum)}; it must be a number from 0 to 1"
     refused("batch_norm", TypeError, message, make(values(*SHAPE)), momentum=momentum)
 
 

@@ -21,6 +21,7 @@ from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_re
 import cunorm
 from cunorm import adapters, execute, gpus, launch, resources
 from cunorm.problem import View
+from cunorm.text import kind_of
 
 SHAPE = (4, 6, 8)
 NAN = float("nan")
@@ -105,7 +106,7 @@ def test_numbers_that_no_float_is_as_large_as(make: Make, huge: Any, value: str)
 
 @pytest.mark.parametrize("eps", ["1e-5", None, 1j, b"1", [1e-5], np.array([1e-5]), torch.tensor(1e-5)])
 def test_eps_of_another_type(make: Make, eps: Any) -> None:
-    message = f"eps is a {type(eps).__qualname__}; it must be a number, finite and not negative"
+    message = f"eps is {kind_of(eps)}; it must be a number, finite and not negative"
     refused(TypeError, message, make(values(*SHAPE)), eps=eps)
 
 
@@ -128,8 +129,7 @@ def test_activation_that_is_not_known(make: Make, function: Any, activation: str
 @pytest.mark.parametrize("function", FORWARD)
 @pytest.mark.parametrize("activation", [1, True, b"relu", ["relu"], torch.nn.functional.relu])
 def test_activation_of_another_type(make: Make, function: Any, activation: Any) -> None:
-    kind = type(activation).__qualname__
-    message = f"activation is a {kind}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
+    message = f"activation is {kind_of(activation)}; it must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh'"
     assert_refused(function, TypeError, message, (make(values(*SHAPE)),), {"activation": activation})
 
 
@@ -142,7 +142,7 @@ def test_weight_offset_out_of_range(make: Make, weight_offset: Any) -> None:
 
 @pytest.mark.parametrize("weight_offset", ["1", None, 1j, [1.0], np.array([1.0])])
 def test_weight_offset_of_another_type(make: Make, weight_offset: Any) -> None:
-    message = f"weight_offset is a {type(weight_offset).__qualname__}; it must be a finite number"
+    message = f"weight_offset is {kind_of(weight_offset)}; it must be a finite number"
     arguments = (make(values(*SHAPE)), make(np.ones(8)))
     assert_refused(cunorm.rms_norm, TypeError, message, arguments, {"weight_offset": weight_offset})
 

@@ -17,6 +17,7 @@ from test_tensorflow import on_the_cpu  # noqa: F401
 
 import cunorm
 from cunorm.adapters.tensorflow import fused_instance_norm, fused_layer_norm
+from cunorm.text import kind_of
 
 DEVICES = [pytest.param("CPU", id="cpu"), pytest.param("GPU", id="cuda", marks=pytest.mark.gpu)]
 MODES = [pytest.param(False, id="eager"), pytest.param(True, id="function")]
@@ -190,7 +191,7 @@ def test_errors_of_the_fused_norms() -> None:
         fused_layer_norm(x, tf.ones(8, tf.int32), ones)
     with pytest.raises(TypeError, match="x is a RaggedTensor; it must be dense"):
         fused_layer_norm(tf.ragged.constant([[1.0], [1.0, 2.0]]), ones, ones)
-    with pytest.raises(TypeError, match="beta is a IndexedSlices; it must be dense"):
+    with pytest.raises(TypeError, match="beta is an IndexedSlices; it must be dense"):
         fused_instance_norm(x, ones, tf.IndexedSlices(ones, tf.range(8), tf.constant([8])))
     with pytest.raises(ValueError, match="data_format is 'CNHW'"):
         fused_instance_norm(x, ones, ones, "CNHW")
@@ -232,10 +233,10 @@ def test_tensors_that_are_not_dense_are_refused(function: bool) -> None:
         tf.RaggedTensor.from_row_lengths(tf.ones(5), [2, 3]),
         tf.sparse.from_dense(x),
     ):
-        name = type(sparse).__name__
-        with pytest.raises(TypeError, match=f"x is a {name}; it must be a dense TensorFlow tensor"):
+        kind = kind_of(sparse)
+        with pytest.raises(TypeError, match=f"x is {kind}; it must be a dense TensorFlow tensor"):
             (tf.function(cunorm.layer_norm) if function else cunorm.layer_norm)(sparse)
-        with pytest.raises(TypeError, match=f"weight is a {name}; beside a TensorFlow x it must be a dense"):
+        with pytest.raises(TypeError, match=f"weight is {kind}; beside a TensorFlow x it must be a dense"):
             cunorm.rms_norm(x, sparse)
     with pytest.raises(TypeError, match="weight is an ndarray; beside a TensorFlow x"):
         cunorm.layer_norm(x, np.ones(8, np.float32))

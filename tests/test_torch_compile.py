@@ -28,6 +28,7 @@ from torch_cases import (
 )
 
 import cunorm
+from cunorm.text import kind_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -182,7 +183,7 @@ def test_wrong_arguments_in_compiled_code() -> None:
 
 @pytest.mark.parametrize("weight", [(8,), [8], np.ones(8, np.float32)], ids=["tuple", "list", "array"])
 def test_a_weight_that_is_no_tensor(weight: Any) -> None:
-    x, message = data(3, 8), f"weight is a {type(weight).__name__}; beside a PyTorch x it must be a PyTorch tensor"
+    x, message = data(3, 8), f"weight is {kind_of(weight)}; beside a PyTorch x it must be a PyTorch tensor"
     with pytest.raises(TypeError, match=message):
         torch.compile(lambda x: cunorm.layer_norm(x, weight), backend="aot_eager")(x)
     with pytest.raises(TypeError, match=message):
