@@ -5,9 +5,9 @@
 // RMS norm (not CENTERED) has no mean, neither of x nor of g.
 //
 // Moves x and dy (and dresidual_out) once in and dx once out. A block takes one group of ROWS_PER_BLOCK rows or, where
-// it TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th, and keeps the sums of its columns in registers, so that dweight
-// and dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several CLASSES
-// are shared out otherwise (see row_share.cuh).
+// it TAKES_TURNS, every (gridDim.x / BLOCKS_PER_ROW)-th, and keeps the sums of its columns in registers: dweight and
+// dbias cost one row of partial sums a block, which column_sums adds up in a fixed order. Rows of several CLASSES are
+// shared out otherwise (see row_share.cuh).
 //
 // Instance norm and group norm are layer norm with weights by channel (see row_channels.cuh). Blocks have whole
 // channels, or channels whole blocks: each row leaves the sums of its channels, which column_sums adds over samples.
