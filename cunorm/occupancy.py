@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cunorm.plan.launches import REGISTERS, RESERVED_BYTES, Device
+from cunorm.plan.device import REGISTERS, RESERVED_BYTES, Device
 
 __all__ = ["Occupancy", "occupancy"]
 

@@ -32,7 +32,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
-from cunorm.plan.constants import are_shifted, vector_width
+from cunorm.plan.row_memory import are_shifted, vector_width
 from cunorm.problem import (
     BackwardProblem,
     ChannelBackward,

@@ -25,7 +25,7 @@ from plan_cases import plain_backward, plain_forward
 from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with
-from cunorm.plan.constants import are_shifted
+from cunorm.plan.row_memory import are_shifted
 from cunorm.problem import Matrix
 
 Offsets = tuple[int, int, int]  # of x, dy, and the residual or its gradient

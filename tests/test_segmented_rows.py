@@ -25,7 +25,7 @@ from plan_cases import (
 )
 
 from cunorm.plan import Device, Plan, RowBlock, plan
-from cunorm.plan.constants import lie_alike, vector_width
+from cunorm.plan.row_memory import lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_with
 from cunorm.problem import (

@@ -32,9 +32,9 @@ from cunorm.plan import Device, Launch, Plan, Way, channel, channel_grid, channe
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
-from cunorm.plan.constants import are_rows, lie_alike, vector_width
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows import RowWay
 from cunorm.pointwise import Pointwise

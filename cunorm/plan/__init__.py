@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from cunorm.plan import channel, channel_candidates, pointwise, row_candidates, rows
 from cunorm.plan.channel import Way
-from cunorm.plan.launches import Device, Launch, Plan, Scratch
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.running import with_numbers_of
 from cunorm.problem import (

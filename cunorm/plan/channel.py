@@ -12,7 +12,8 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import direction
-from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.rows import RowWay

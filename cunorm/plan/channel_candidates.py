@@ -13,7 +13,7 @@ from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.problem import ChannelProblem
 
 __all__ = ["candidates"]

@@ -27,7 +27,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline, units
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split, direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["cost"]

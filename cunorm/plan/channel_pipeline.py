@@ -15,8 +15,9 @@ from cunorm.plan.channel_tiles import (
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.constants import compute_itemsize
-from cunorm.plan.launches import MOST_STATIC_BYTES, Builder, Constants, Device, Value
+from cunorm.plan.device import MOST_STATIC_BYTES, Device
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import compute_itemsize
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor

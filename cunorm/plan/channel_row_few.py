@@ -6,10 +6,10 @@ one after the other: threads with fewer numbers have fewer, and a warp has no ot
 
 from __future__ import annotations
 
-from cunorm.plan.constants import vector_width
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits
+from cunorm.plan.row_memory import vector_width
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.problem import Problem
 

@@ -20,7 +20,8 @@ from cunorm.plan.channel_tiles import (
     tile_lanes,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.launches import MOST_STATIC_BYTES, REGISTERS, Builder, Constants, Device
+from cunorm.plan.device import MOST_STATIC_BYTES, REGISTERS, Device
+from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
 

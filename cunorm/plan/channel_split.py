@@ -17,8 +17,10 @@ from cunorm.plan.channel_tiles import (
     least_lanes,
     pass_arguments,
 )
-from cunorm.plan.constants import compute_constants, compute_itemsize, gradient_constants
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.constants import compute_constants, gradient_constants
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import compute_itemsize
 from cunorm.plan.running import running_pointers, running_types
 from cunorm.plan.split_merge import launch_merge, merge_block
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor

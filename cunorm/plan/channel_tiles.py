@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants
+from cunorm.plan.constants import dtype_constants, vector_constants
 from cunorm.plan.launches import Constants, Value
+from cunorm.plan.row_memory import compute_itemsize
 from cunorm.problem import ChannelBackward, ChannelProblem, ChannelTensor, Vector
 
 __all__ = [

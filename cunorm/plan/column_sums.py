@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cunorm.plan.constants import compute_constants, compute_itemsize
+from cunorm.plan.constants import compute_constants
 from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import compute_itemsize
 from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, ChannelBackward
 
 __all__ = ["column_sum_targets", "launch_column_sums", "launch_sum"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import launch_sum
-from cunorm.plan.constants import compute_itemsize, dtype_constants, vector_constants, vector_width
-from cunorm.plan.launches import Builder, Constants, Device, Plan, Value
+from cunorm.plan.constants import dtype_constants, vector_constants
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Constants, Plan, Value
+from cunorm.plan.row_memory import compute_itemsize, vector_width
 from cunorm.problem import DTYPES, Matrix, PointwiseBackward, PointwiseForward, PointwiseProblem
 
 __all__ = ["plan"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early
+from cunorm.plan.row_memory import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.row_spread import threads_for, three_ahead
 from cunorm.problem import BackwardProblem
 

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
-    are_shifted,
     channel_numbers,
-    columns_per_block,
-    compute_itemsize,
     dtype_constants,
-    lie_alike,
-    margin_of,
     row_strides,
     segment_numbers,
     shift_constants,
+)
+from cunorm.plan.device import REGISTERS, Device
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import (
+    are_shifted,
+    columns_per_block,
+    compute_itemsize,
+    lie_alike,
+    margin_of,
     vector_shift,
     weights_of,
 )
-from cunorm.plan.launches import REGISTERS, Builder, Constants, Device, Value
 from cunorm.plan.running import running_numbers, running_pointers, running_types
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem

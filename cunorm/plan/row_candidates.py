@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan.constants import (
+from cunorm.plan.device import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
+from cunorm.plan.row_memory import (
     are_rows,
     are_segmented,
     can_be_shared,
@@ -15,9 +18,6 @@ from cunorm.plan.constants import (
     margin_of,
     row_width,
 )
-from cunorm.plan.launches import Device
-from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_short import SHORT_BYTES
 from cunorm.problem import ForwardProblem, Problem
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.constants import are_shifted, compute_itemsize, lie_alike
-from cunorm.plan.launches import REGISTERS, Device
+from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_memory import are_shifted, compute_itemsize, lie_alike
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [

@@ -12,11 +12,11 @@ from typing import Any
 
 from cunorm.plan import channel_row_geometry, channel_row_peeled
 from cunorm.plan.channel_row_few import few_short
-from cunorm.plan.constants import are_rows, compute_itemsize, row_width
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
+from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_spread import (

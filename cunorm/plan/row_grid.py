@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan.constants import (
-    affine_constants,
-    are_rows,
-    channel_numbers,
-    columns_per_block,
-    compute_itemsize,
-    dtype_constants,
-    lie_alike,
-    row_strides,
-    vector_width,
-    weights_of,
-)
-from cunorm.plan.launches import Builder, Constants, Device
+from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Constants
+from cunorm.plan.row_memory import are_rows, columns_per_block, compute_itemsize, lie_alike, vector_width, weights_of
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cunorm.plan.constants import lie_alike
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_peeled_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import (
@@ -20,6 +19,7 @@ from cunorm.plan.row_fit import (
     persistent,
     resident,
 )
+from cunorm.plan.row_memory import lie_alike
 from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row

@@ -6,19 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.constants import (
-    affine_constants,
-    are_rows,
-    are_segmented,
-    channel_numbers,
-    columns_per_block,
-    compute_itemsize,
-    dtype_constants,
-    lie_alike,
-    row_strides,
-    vector_width,
-)
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import are_rows, are_segmented, columns_per_block, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem

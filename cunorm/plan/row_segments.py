@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.constants import are_rows, are_segmented, vector_width
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_memory import are_rows, are_segmented, vector_width
 from cunorm.plan.row_spread import threads_for
 from cunorm.problem import GELUS, BackwardProblem, ForwardProblem, Problem
 

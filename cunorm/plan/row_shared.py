@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cunorm.plan import row_grid
-from cunorm.plan.constants import can_be_shared, columns_per_block, margin_of
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
+from cunorm.plan.row_memory import can_be_shared, columns_per_block, margin_of
 from cunorm.plan.row_spread import MOST_THREADS
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 

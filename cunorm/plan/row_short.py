@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.constants import lie_alike
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_memory import lie_alike
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 

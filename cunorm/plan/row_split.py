@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
-from cunorm.plan.constants import (
-    affine_constants,
-    are_rows,
-    compute_itemsize,
-    dtype_constants,
-    lie_alike,
-    vector_width,
-)
-from cunorm.plan.launches import Builder, Constants, Device, Value
+from cunorm.plan.constants import affine_constants, dtype_constants
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_memory import are_rows, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.split_merge import launch_merge
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from cunorm.plan.constants import row_width
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits_registers
+from cunorm.plan.row_memory import row_width
 from cunorm.problem import Problem
 
 __all__ = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cunorm.plan.constants import affine_constants, dtype_constants, gradient_constants, row_strides, vector_width
-from cunorm.plan.launches import Builder, Device
+from cunorm.plan.constants import affine_constants, dtype_constants, gradient_constants, row_strides
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder
+from cunorm.plan.row_memory import vector_width
 from cunorm.problem import BackwardProblem
 
 __all__ = ["are_better_apart", "launch"]

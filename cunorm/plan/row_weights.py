@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.launches import Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, fits_early, resident_by_memory
 from cunorm.plan.row_spread import MOST_THREADS, vectors_for_all_threads

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from cunorm.plan import row_geometry, row_grid, row_pipeline, row_split, row_weight_gradients
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.launches import Builder, Device, Plan
+from cunorm.plan.device import Device
+from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline

@@ -1,0 +1,55 @@
+"""What plans need to know of a GPU, and what is alike in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "RESERVED_BYTES", "Device"]
+
+REGISTERS = 65536  # of a multiprocessor
+# Of shared memory: what the runtime keeps for each block, from sm_80 on; and what a kernel may declare.
+RESERVED_BYTES, MOST_STATIC_BYTES = 1024, 48 * 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    arch: str = "sm_90"
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+    # How many clusters of 2, 4, 8 and 16 blocks, each filling a multiprocessor, run at the same time. They lie within
+    # groups of multiprocessors, so some of these stay idle; how many differs even between two chips of a model.
+    clusters: tuple[int, int, int, int] = (66, 30, 15, 7)
+    # Bytes that a copy moves in a microsecond for each multiprocessor, those read and those written.
+    memory_rate: float = 32e3
+
+    @property
+    def capability(self) -> int:
+        """The compute capability as the architecture has it: 90 for sm_90."""
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def has_fast_memory(self) -> bool:
+        """Whether each multiprocessor moves more bytes than it can easily work on: an H200's do, an H100's do not."""
+        return self.memory_rate > 26e3
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory of a block."""
+        # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.
+        return {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
+
+    def blocks_with(self, shared_bytes: int) -> int:
+        """How many blocks with so much shared memory, that which kernels declare included, a multiprocessor has."""
+        return (self.shared_bytes + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
+
+    def shared_bytes_of(self, blocks: int) -> int:
+        """How much shared memory each of so many blocks of a multiprocessor may have."""
+        return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
+
+    def groups(self, blocks: int) -> int:
+        """How many groups of 1, 2, 4, 8 or 16 blocks, each filling a multiprocessor, run at the same time; or 0."""
+        if blocks == 1:
+            return self.multiprocessors
+        return self.clusters[blocks.bit_length() - 2] if self.capability >= 90 else 0
