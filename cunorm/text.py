@@ -31,7 +31,7 @@ def rate(bytes_per_second: float) -> str:
 
 def kind_of(value: object) -> str:
     """The name of its type with an article, as messages have it: "an int", "a list", "an ndarray"."""
-    name = type(value).__qualname__
+    name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeio' or name.startswith('nd') else 'a'} {name}"
 
 
