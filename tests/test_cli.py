@@ -670,20 +670,6 @@ def test_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.5 s"), (0.00125, "1.25 ms"), (3.1e-5, "31 µs"), (1e-9, "0.001 µs")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert output.duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (134217728, "134.2 MB"), (4.3e12, "4.3 TB")]
-)
-def test_byte_counts(count: float, text: str) -> None:
-    assert output.byte_count(count) == text
-
-
-@pytest.mark.parametrize(
     "settings",
     [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}],
     ids=["C", "ascii"],

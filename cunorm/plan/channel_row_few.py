@@ -10,7 +10,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits
 from cunorm.plan.row_memory import vector_width
-from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
+from cunorm.plan.row_spread import leave_threads_idle, threads_for
 from cunorm.problem import Problem
 
 __all__ = ["few_short"]
@@ -30,7 +30,7 @@ def few_short(problem: Problem, device: Device) -> RowBlock | None:
         return None
     width = vector_width(problem)
     vectors = problem.columns // width
-    if vectors > _MOST_VECTORS * _WARP or vectors_for_all_threads(problem, device, vectors) > 0.5:
+    if vectors > _MOST_VECTORS * _WARP or not leave_threads_idle(problem, device, vectors):
         return None
     threads = min(_WARP, threads_for(vectors, 1))
     rows = _BLOCK_THREADS // threads

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "Builder",
-    "Constants",
-    "Launch",
-    "Plan",
-    "Scratch",
-    "Value",
-]
+__all__ = ["Builder", "Constants", "Launch", "Plan", "Scratch", "Value"]
 
 Value = int | float | str | tuple[float, ...]
 Constants = dict[str, int | str]

@@ -15,6 +15,7 @@ from cunorm.problem import Problem
 __all__ = [
     "MOST_THREADS",
     "at",
+    "leave_threads_idle",
     "more_threads",
     "of_few",
     "rows_per_block",
@@ -85,7 +86,7 @@ def of_few(problem: Problem, device: Device, vectors_per_row: int, vectors: floa
     on average, 0.73 to 1.00; with up to one vector 0.93 to 1.13. Backward as many are faster for it as slower, 256 of
     4097 under the exact gelu by a third.
     """
-    if problem.rows > 2 * device.multiprocessors and vectors_for_all_threads(problem, device, vectors_per_row) > 0.5:
+    if problem.rows > 2 * device.multiprocessors and not leave_threads_idle(problem, device, vectors_per_row):
         return vectors
     return min(vectors, max(1.0, 2 * vectors_for_all_threads(problem, device, vectors_per_row)))
 
@@ -93,3 +94,8 @@ def of_few(problem: Problem, device: Device, vectors_per_row: int, vectors: floa
 def vectors_for_all_threads(problem: Problem, device: Device, vectors_per_row: int) -> float:
     """How many vectors each thread has where all threads that the device can hold have some."""
     return problem.rows * vectors_per_row / (device.multiprocessors * device.threads_per_multiprocessor)
+
+
+def leave_threads_idle(problem: Problem, device: Device, vectors_per_row: int) -> bool:
+    """Whether no more than every second thread that the device can hold would have a vector."""
+    return vectors_for_all_threads(problem, device, vectors_per_row) <= 0.5
