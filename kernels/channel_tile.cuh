@@ -120,7 +120,7 @@ struct RowsOfSums {
 
 template <int COUNT>
 __device__ __forceinline__ void sum_over_points(Compute (&values)[COUNT], Compute* scratch) {
-  if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch);
+  if constexpr (!ALONG_CHANNELS) return row_sum<POINT_LANES>(values, scratch, threadIdx.y);
   if constexpr (PLANE > 1) return sum_over_planes(values, scratch);
   const RowsOfSums<COUNT> rows = {scratch};
   rows.put(values);

@@ -23,13 +23,13 @@ __device__ __forceinline__ void warp_sum(Compute (&values)[COUNT]) {
   }
 }
 
-// Scratch: COUNT * THREADS_PER_ROW / 32 * ROWS_PER_BLOCK values.
+// Of the block's row-th row. Scratch: COUNT * THREADS_PER_ROW / 32 values for each of its rows.
 template <int THREADS_PER_ROW_, int COUNT>
-__device__ __forceinline__ void row_sum(Compute (&values)[COUNT], Compute* scratch) {
+__device__ __forceinline__ void row_sum(Compute (&values)[COUNT], Compute* scratch, unsigned row) {
   warp_sum<(THREADS_PER_ROW_ < 32 ? THREADS_PER_ROW_ : 32), 1>(values);
   if constexpr (THREADS_PER_ROW_ > 32) {
     constexpr int WARPS = THREADS_PER_ROW_ / 32;
-    Compute* row_scratch = scratch + threadIdx.y * COUNT * WARPS;
+    Compute* row_scratch = scratch + row * COUNT * WARPS;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) row_scratch[i * WARPS + threadIdx.x / 32] = values[i];

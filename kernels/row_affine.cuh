@@ -71,7 +71,7 @@ struct Parameter {
     if constexpr (STAGED_AS_IN_MEMORY) return stage_as_in_memory(place.cut.columns);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != threadIdx.y) continue;
+      if (STAGED_ROWS < ROWS_PER_BLOCK && i % ROWS_PER_BLOCK != row_in_block()) continue;
       if (!place.reaches(i)) continue;
       constexpr int STEP = PEELED ? 1 : ACCESS_BYTES / sizeof(T) < VECTOR ? ACCESS_BYTES / sizeof(T) : VECTOR;
 #pragma unroll
@@ -140,7 +140,7 @@ struct ChannelTurns {
   // Puts what was fetched where all threads find it.
   __device__ __forceinline__ void put(int turn) {
     if constexpr (!STAGES_CHANNELS) return;
-    Compute* numbers = staged + (turn % 2 * ROWS_PER_BLOCK + threadIdx.y) * THREADS_PER_ROW * STAGED_NUMBERS;
+    Compute* numbers = staged + (turn % 2 * ROWS_PER_BLOCK + row_in_block()) * THREADS_PER_ROW * STAGED_NUMBERS;
     if (threadIdx.x < count) {
       Compute* own = numbers + threadIdx.x * STAGED_NUMBERS;
       if constexpr (HAS_WEIGHT) own[0] = next_weight[0];

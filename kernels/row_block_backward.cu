@@ -18,6 +18,7 @@
 #include "copy_async.cuh"
 #include "row_cut.cuh"
 #include "activation.cuh"
+#include "reciprocal.cuh"
 #include "row_segments.cuh"
 #include "row_stage.cuh"
 #include "affine.cuh"
@@ -162,8 +163,8 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     });
   };
 
-  // Adds over threadIdx.y, and writes the share's row of sums. The upper half of the rows gives its sums to the lower
-  // one, by column, until there is one row: two rows may be peeled differently.
+  // Adds over the rows of a block, and writes the share's row of sums. The upper half of the rows gives its sums to the
+  // lower one, by column, until there is one row: two rows may be peeled differently.
   const auto for_each_sum = [&](const Place& place, ColumnSums& own, auto use) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -188,7 +189,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     };
 #pragma unroll 1
     for (int rows = ROWS_PER_BLOCK / 2; rows > 0; rows /= 2) {
-      const int y = threadIdx.y;
+      const int y = row_in_block();
       __syncthreads();
       if (y >= rows && y < 2 * rows) {
         for_each_sum(place, own, [&](int column, Compute& sum) { shared(y - rows, column) = sum; });
@@ -203,10 +204,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (PEELED) {
       // In the order of the columns, which no thread has vectors of.
       __syncthreads();
-      if (threadIdx.y == 0) for_each_sum(place, own, [&](int column, Compute& sum) { shared(0, column) = sum; });
+      if (row_in_block() == 0) for_each_sum(place, own, [&](int column, Compute& sum) { shared(0, column) = sum; });
       __syncthreads();
       for (int i = thread_in_block(); i < part.columns; i += BLOCK_THREADS) narrow(shared(0, i), sums[i]);
-    } else if (threadIdx.y == 0) {
+    } else if (row_in_block() == 0) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (place.has(i)) store_rounded(sums + place.column(i), own.vectors[i]);
@@ -254,6 +255,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     edges = next_edges;
     get_vectors(x, part, place, slot, x_values);
     get_vectors(dy, part, place, slot, dy_values);
+    if constexpr (KEEPS_OFFSETS) end_basic_block(arguments.columns);
     if constexpr (!SKIPS) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -372,7 +374,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     if constexpr (FETCHES_LATE) fetch_next();
     if constexpr (!WANTS_DX && SUMS_CHANNELS) write_channels(place, turn);
     if constexpr (!WANTS_DX && weights_of != WeightsOf::part) continue;
-    row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2]);
+    row_sum<THREADS_PER_ROW>(sums, scratch[turn % 2], row_in_block());
     if constexpr (weights_of == WeightsOf::part) {
       if (threadIdx.x == 0 && place.there) write_channel(place.row, channels.of_column(0), sums[0], sums[1]);
       if constexpr (!WANTS_DX) continue;

@@ -17,6 +17,7 @@
 #include "copy_async.cuh"
 #include "row_cut.cuh"
 #include "activation.cuh"
+#include "reciprocal.cuh"
 #include "row_segments.cuh"
 #include "row_stage.cuh"
 #include "affine.cuh"
@@ -37,8 +38,10 @@ struct Arguments {
   X_TYPE* y;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
+#if HAS_RESIDUAL > 0
   const X_TYPE* residual;
   X_TYPE* residual_out;
+#endif
 #if CLAIMS > 0
   unsigned* claimed;  // counters of rows
 #endif
@@ -64,6 +67,20 @@ struct Arguments {
   double running[RUNNING_NUMBERS];  // kept, taken, taken of the variance: see channel_running.cuh
 #endif
 };
+
+// The residual and what it becomes; null where there is none.
+struct Residuals {
+  const X_TYPE* in;
+  X_TYPE* out;
+};
+
+__device__ __forceinline__ Residuals residuals_of(const Arguments& arguments) {
+#if HAS_RESIDUAL > 0
+  return {arguments.residual, arguments.residual_out};
+#else
+  return {};
+#endif
+}
 
 // The running statistics that those of a row move, where there are any.
 struct RunningOfRow {
@@ -199,10 +216,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     return taken;
   };
   const Rows<const X_TYPE, X_SHIFT> x = {arguments.x, arguments.x_stride, take(stage != Stage::direct)};
-  const Rows<const X_TYPE, RESIDUAL_SHIFT> residual = {arguments.residual, arguments.residual_stride,
+  const Residuals residuals = residuals_of(arguments);
+  const Rows<const X_TYPE, RESIDUAL_SHIFT> residual = {residuals.in, arguments.residual_stride,
                                                        take(stage != Stage::direct && HAS_RESIDUAL)};
   const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
-  const Rows<X_TYPE> residual_out = {arguments.residual_out, arguments.residual_out_stride,
+  const Rows<X_TYPE> residual_out = {residuals.out, arguments.residual_out_stride,
                                      take(stage == Stage::run && HAS_RESIDUAL)};
   Affine affine = affine_of(arguments, part, unused);
 
@@ -304,14 +322,6 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     fetch_rows(CLAIMS ? claims.following : first_row + ROWS_AHEAD * step, slot);
     if constexpr (stage == Stage::ahead) fetch_edges(place_at(CLAIMS ? claims.following : first_row + step));
     if constexpr (!KEEPS_WEIGHTS) affine.fetch_early(place);
-    // Never true; but a branch ends a basic block. Else ptxas puts most of the early weights behind the first use of x,
-    // and so behind its way from memory: on an H200 RMS norm of 4096 x 1024 bfloat16 numbers takes 0.98 so, else 1.06,
-    // and layer norm of 64 x 1000 5.2 us, else 5.7. Other layer norms, shorter rows of RMS norm, and those with a
-    // residual take up to 1.04 of the time.
-    constexpr bool IS_LIGHT = !CENTERED && !HAS_RESIDUAL && BLOCKS_PER_ROW == 1;
-    constexpr bool FETCHES_AT_ONCE = WHOLE_VECTORS < VECTORS || (IS_LIGHT && VECTORS >= 4);
-    constexpr bool FETCHES_EARLY = weights_come == Weights::early && stage == Stage::direct && !KEEPS_WEIGHTS;
-    if (FETCHES_EARLY && FETCHES_AT_ONCE && arguments.columns == 0) __trap();
     if constexpr (stage == Stage::direct) affine.by_channel.fetch(part, place.row);
     // One of its last warp, in which threads may have fewer numbers, or none.
     constexpr int TELLING_THREAD = THREADS_PER_ROW > 32 ? THREADS_PER_ROW - 32 : 0;
@@ -320,6 +330,13 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     };
     RunningOfRow running;
     if (tells_of_row()) running.fetch(arguments, place.row);
+    // Weights that come early, and rows in segments. On an H200 RMS norm of 4096 x 1024 bfloat16 numbers takes 0.98 so,
+    // else 1.06, and layer norm of 64 x 1000 5.2 us, else 5.7. Other layer norms, shorter rows of RMS norm, and those
+    // with a residual take up to 1.04 of the time. On an H100 batch norm of 4 x 32 x 28^2 float16 numbers 0.95.
+    constexpr bool IS_LIGHT = !CENTERED && !HAS_RESIDUAL && BLOCKS_PER_ROW == 1;
+    constexpr bool FETCHES_AT_ONCE = WHOLE_VECTORS < VECTORS || (IS_LIGHT && VECTORS >= 4);
+    constexpr bool FETCHES_EARLY = weights_come == Weights::early && stage == Stage::direct && !KEEPS_WEIGHTS;
+    if constexpr ((FETCHES_EARLY && FETCHES_AT_ONCE) || KEEPS_OFFSETS) end_basic_block(arguments.columns);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
@@ -334,7 +351,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
         if (place.has_edge(i)) add_values(edges.x[i], sum);
       }
       affine.by_channel.put(turn);
-      row_sum<THREADS_PER_ROW>(sum, scratch[0]);
+      row_sum<THREADS_PER_ROW>(sum, scratch[0], row_in_block());
       statistics.mean = mean_of(sum[0]);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) forget_widened(values[i]);
@@ -357,11 +374,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     }
     claims.tell_block(turn);
     if constexpr (CENTERED) {
-      row_sum<THREADS_PER_ROW>(sums, scratch[1]);
+      row_sum<THREADS_PER_ROW>(sums, scratch[1], row_in_block());
       statistics.remainder = mean_of(sums[0]);
     } else {
       Compute squares[1] = {sums[1]};
-      row_sum<THREADS_PER_ROW>(squares, scratch[turn % 2]);
+      row_sum<THREADS_PER_ROW>(squares, scratch[turn % 2], row_in_block());
       sums[1] = squares[0];
     }
     statistics.variance = not_negative(mean_of(sums[1]) - statistics.remainder * statistics.remainder);

@@ -6,8 +6,7 @@ __device__ __forceinline__ long long place_of_sum(const Channels& channels, long
   const long long place = row * channels.channels_per_row + channel;
   const unsigned parts = BLOCKS_PER_ROW / channels.channels_per_row;
   if (BLOCKS_PER_ROW == 1 || parts <= 1) return place;
-  const unsigned sample = static_cast<unsigned>(row) / channels.rows_per_sample;
-  const long long parts_before = sample * (parts - 1) + static_cast<unsigned>(rank_in_row()) % parts;
+  const long long parts_before = channels.sample_of(row) * (parts - 1) + static_cast<unsigned>(rank_in_row()) % parts;
   return place + parts_before * channels.rows_per_sample * channels.channels_per_row;
 }
 
@@ -26,11 +25,11 @@ struct ChannelSums {
   Compute sums[2] = {};  // of the thread, since the last entry
 
   __device__ __forceinline__ Compute* entries_of(int turn, int which) const {
-    return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + threadIdx.y) * ENTRIES;
+    return entries + ((turn % 2 * 2 + which) * ROWS_PER_BLOCK + row_in_block()) * ENTRIES;
   }
 
   __device__ __forceinline__ Compute& head_of(int channel, int turn, int which) const {
-    const int place = ((channel * 2 + turn % 2) * 2 + which) * ROWS_PER_BLOCK + static_cast<int>(threadIdx.y);
+    const int place = ((channel * 2 + turn % 2) * 2 + which) * ROWS_PER_BLOCK + row_in_block();
     return entries[4 * ROWS_PER_BLOCK * ENTRIES + place];
   }
 

@@ -26,6 +26,8 @@
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "reciprocal.cuh"
+constexpr bool TAKES_TURNS = true;
 #include "row_channels.cuh"
 #include "statistics.cuh"
 #include "group_part.cuh"
@@ -254,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
         if (place.has(i)) add_values(arrived(i), sum);
       });
       if (place.has_edge()) add_values(edge, sum);
-      row_sum<THREADS>(sum, scratch[0]);
+      row_sum<THREADS>(sum, scratch[0], 0);
       statistics.mean = sum[0] / (min(PIVOT_VECTORS * THREADS, place.cut.vectors) * VECTOR + place.cut.edges());
 #pragma unroll
       for (int i = 0; i < PIVOT_VECTORS; ++i) {
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
       }
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);
-    row_sum<THREADS>(sums, scratch[1]);
+    row_sum<THREADS>(sums, scratch[1], 0);
     statistics.remainder = sums[0] / part.count;
     statistics.variance = not_negative(sums[1] / part.count - statistics.remainder * statistics.remainder);
     exchange.publish(statistics, turn);

@@ -16,6 +16,8 @@
 #include "copy_async.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
+#include "reciprocal.cuh"
+constexpr bool TAKES_TURNS = true;
 #include "row_channels.cuh"
 #include "statistics.cuh"
 #include "channel_running.cuh"

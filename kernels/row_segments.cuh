@@ -7,13 +7,10 @@ constexpr bool SEGMENTED = SEGMENT_NUMBERS > 0;
 // Offsets within a row are less than 2^31, so that 32 bits do.
 struct Segments {
   unsigned gap;  // what lies between the end of a segment and the next, in elements
-  // column / columns of a segment is column * factor >> shift, as in row_channels.cuh.
-  unsigned factor;
-  int shift;
+  Reciprocal by_columns;  // of a segment
 
   __device__ __forceinline__ int offset_of(int column) const {
-    const unsigned segment = static_cast<unsigned>(static_cast<unsigned long long>(column) * factor >> shift);
-    return column + static_cast<int>(segment * gap);
+    return column + static_cast<int>(by_columns.quotient_of(column) * gap);
   }
 };
 #else
@@ -26,8 +23,7 @@ struct Segments {
 template <typename KernelArguments>
 __device__ __forceinline__ Segments segments_of(const KernelArguments& arguments) {
 #if SEGMENT_NUMBERS > 0
-  return {static_cast<unsigned>(arguments.segments[0]), static_cast<unsigned>(arguments.segments[1]),
-          static_cast<int>(arguments.segments[2])};
+  return {static_cast<unsigned>(arguments.segments[0]), reciprocal_in(arguments.segments[1])};
 #else
   return {};
 #endif

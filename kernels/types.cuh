@@ -126,6 +126,12 @@ __device__ __forceinline__ T* pinned_shared(T* pointer) {
 #endif
 }
 
+// Ends a basic block, out of which ptxas moves no load: by a branch that is never taken, since there are columns. Else
+// it may use what has come before it asks for the next, and nothing else keeps it from that.
+__device__ __forceinline__ void end_basic_block(long long columns) {
+  if (columns == 0) __trap();
+}
+
 // Makes the compiler forget what it has widened, so that the next pass widens the same registers again: it would keep
 // both, and spill.
 template <typename T, int COUNT>

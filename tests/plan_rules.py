@@ -459,7 +459,8 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
     # Groups of rows: one each, or where blocks are persistent as many groups as run together. Peeled rows need a step
     # of whole vectors, for which there may have to be a few more.
     groups, all_groups = item.grid // item.cluster, -(-arguments["rows"] // rows)
-    if item.kernel == "row_block_backward" or groups != all_groups:
+    by_channel = bool(arguments["channels"])  # whose sums leave with each row
+    if (item.kernel == "row_block_backward" and not by_channel) or groups != all_groups:
         together = device.groups(item.cluster) * max(1, device.threads_per_multiprocessor // (threads * rows))
         assert 1 <= groups <= min(all_groups, max(together, width if constants["PEELED"] else 1))
     if constants.get("CLAIMS"):
@@ -619,14 +620,12 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
             continue
         width: Any = constants["VECTOR"]
         per_block: Any = arguments["columns_per_block"]
-        rows_per_sample, channels_per_row, positions, factor, shift = _integers(arguments["channels"])
+        rows_per_sample, channels_per_row, positions, by_rows, by_positions = _integers(arguments["channels"])
         assert (rows_per_sample, channels_per_row, positions) == (*_sizes_of(problem),)
         assert channels_per_row * positions == problem.columns < 2**31 and problem.rows < 2**31
-        assert constants["CHANNEL_NUMBERS"] == 5 and 0 < factor < 2**32
-        for quotient in _some(channels_per_row + 1):
-            for column in (quotient * positions - 1, quotient * positions, quotient * positions + 1):
-                if 0 <= column <= problem.columns:
-                    assert column * factor >> shift == column // positions and column * factor < 2**64
+        assert constants["CHANNEL_NUMBERS"] == 5
+        _assert_divides(by_rows, rows_per_sample, problem.rows)
+        _assert_divides(by_positions, positions, problem.columns)
         if constants["WEIGHTS_OF"] == "part":
             assert channels_per_row == 1 or positions % per_block == 0
         elif constants["WEIGHTS_OF"] == "vector":
@@ -643,6 +642,15 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
         if isinstance(problem, BackwardProblem) and constants["WEIGHTS_OF"] == "vector":
             assert per_block % positions == 0
             _assert_entries_lie_in_channels(constants, positions)
+
+
+def _assert_divides(reciprocal: int, divisor: int, most: int) -> None:
+    """As kernels/reciprocal.cuh divides numbers up to ``most``."""
+    factor, shift = reciprocal % 2**32, reciprocal >> 32
+    for quotient in _some(most // divisor + 1):
+        for number in (quotient * divisor - 1, quotient * divisor, quotient * divisor + 1):
+            if 0 <= number <= most:
+                assert number * factor >> shift == number // divisor and number * factor < 2**64
 
 
 def _integers(values: Any) -> tuple[int, ...]:

@@ -75,27 +75,28 @@ def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
 def channel_numbers(problem: Problem) -> tuple[int, ...]:
     """What the kernels are told of the channels that a row has; nothing where weights are by column.
 
-    Of columns // positions they have the `_reciprocal` (see kernels/row_channels.cuh).
+    Rows are divided by those of a sample, columns by positions (see kernels/row_channels.cuh).
     """
     channels = problem.channels
     if channels is None:
         return ()
-    return channels.rows_per_sample, channels.channels_per_row, channels.positions, *_reciprocal(channels.positions)
+    divisors = channels.rows_per_sample, channels.positions
+    return divisors[0], channels.channels_per_row, divisors[1], *map(_reciprocal, divisors)
 
 
 def segment_numbers(problem: Problem) -> tuple[int, ...]:
     """What the kernels are told of the segments of rows, if there are any (see kernels/row_segments.cuh)."""
     if len(problem.column_sizes) == 1:
         return ()
-    return problem.x.column_strides[0] - problem.column_sizes[1], *_reciprocal(problem.column_sizes[1])
+    return problem.x.column_strides[0] - problem.column_sizes[1], _reciprocal(problem.column_sizes[1])
 
 
-def _reciprocal(divisor: int) -> tuple[int, int]:
-    """A factor and a shift: for numbers below 2^31, number // divisor is number * factor >> shift.
+def _reciprocal(divisor: int) -> int:
+    """A factor, and above its 32 bits a shift: for numbers below 2^31, number // divisor is number * factor >> shift.
 
     With 2^shift at least 2^31 * divisor, and factor 2^shift / divisor rounded up, the product is too large by less than
     the quotient lacks of the next integer (Granlund, Montgomery 1994, "Division by invariant integers using
     multiplication").
     """
     shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
+    return -(-(1 << shift) // divisor) | shift << 32
