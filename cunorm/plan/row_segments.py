@@ -20,16 +20,19 @@ __all__ = ["geometry"]
 
 # Threads: of a block, at least; of a row, of a vector each, at most; and of longer rows.
 _LEAST_THREADS, _SOME_THREADS, _MOST_THREADS = 64, 256, 512
-# Vectors of a thread, at most; and of a row that a warp has, or less of it.
-_MOST_VECTORS, _OF_A_WARP = 8, 64
+# Vectors of a thread: of one whose block is compiled for a single turn, and at most.
+_FEW_VECTORS, _MOST_VECTORS = 4, 8
+# Threads of those that a multiprocessor runs at once, forward and backward.
+_AT_ONCE, _AT_ONCE_BACKWARD = 1280, 2048
+_WARP = 32
 # So many rows for each multiprocessor are many.
 _MANY = 3
 # With fewer rows, clusters leave fewer multiprocessors idle, if rows have more vectors than these.
 _LEAST_ROWS_OF_LONG, _LONG = 44, 2048
 # Forward of more bytes, slabs take no longer than a copy. Vectors of less than 16 bytes take them much longer.
 _MOST_BYTES = 12 << 20
-# Of vectors of 8 bytes, forward; and of fewer bytes, or backward. Backward many rows have fewer.
-_MOST_HALF, _MOST_NARROW, _MOST_OF_MANY = 3584, 1792, 1024
+# Forward, of vectors of 8 bytes or of few rows; and of others, or backward. Backward many rows have fewer.
+_MOST_FORWARD, _MOST_NARROW, _MOST_OF_MANY = 3584, 1792, 1024
 
 
 def geometry(problem: Problem, device: Device) -> RowBlock | None:
@@ -39,7 +42,7 @@ def geometry(problem: Problem, device: Device) -> RowBlock | None:
     width, forward = vector_width(problem), isinstance(problem, ForwardProblem)
     vectors, narrow = problem.columns // width, width * problem.itemsize < 16
     per_multiprocessor = -(-problem.rows // device.multiprocessors)
-    threads = _threads(vectors, per_multiprocessor)
+    threads = _threads(problem, vectors, per_multiprocessor)
     if threads > _MOST_THREADS or _are_better_slabs(problem, device, vectors, width * problem.itemsize):
         return None
     found = RowBlock(width, -(-vectors // threads), threads, max(1, _LEAST_THREADS // threads))
@@ -59,35 +62,42 @@ def geometry(problem: Problem, device: Device) -> RowBlock | None:
     return found if fits(found, problem, device) else None
 
 
-def _threads(vectors: int, rows_per_multiprocessor: int) -> int:
-    """Threads for a row of so many vectors.
+def _threads(problem: Problem, vectors: int, rows_per_multiprocessor: int) -> int:
+    """Threads for a row of so many vectors: one vector for each, or two to four where there would be too many threads.
 
-    Those of a warp need not meet: 8 rows of 16 float16 numbers take 0.83 by 2 threads each, by 64 0.95. Of longer rows
-    each has one vector, and up to 8 where there would be too many threads. Of many rows a multiprocessor has several at
-    once, if they have fewer threads: 1024 of 784 numbers that come one by one 0.77 by 128 threads of 7, by 256 of 4
-    0.87.
+    Blocks with more of a thread take turns, which is slower: 512 rows of 392 to 800 numbers that come one by one or by
+    four take 0.92 to 0.97 by threads of up to 4, forward 256 of 12,544 float16 numbers 0.94. But where these do not all
+    run at once, fewer with 8 have less to wait for: forward 1024 rows of 784 numbers that come one by one take 1.17 by
+    256 threads of 4, backward 0.95; and backward 256 of 6272 float16 numbers 1.12 by 512 threads. Many rows of up to 64
+    vectors are better by one warp, or less of it: 1024 of 512 float16 numbers take as long by 64 threads or up to 1.06,
+    few 0.97 to 1.00.
     """
-    each_one, least = threads_for(vectors, 1), threads_for(vectors, _MOST_VECTORS)
-    if vectors <= _OF_A_WARP:
-        return min(32, each_one)
-    return least if rows_per_multiprocessor > _MANY else max(least, min(_SOME_THREADS, each_one))
+    many, forward = rows_per_multiprocessor > _MANY, isinstance(problem, ForwardProblem)
+    threads = threads_for(vectors, _FEW_VECTORS)
+    light = forward or vector_width(problem) * problem.itemsize < 8
+    at_once = _AT_ONCE if forward else _AT_ONCE_BACKWARD
+    if threads > (_MOST_THREADS if light else _SOME_THREADS) or threads * rows_per_multiprocessor > at_once:
+        threads = threads_for(vectors, _MOST_VECTORS)
+    return max(threads, min(_WARP if many else _SOME_THREADS, threads_for(vectors, 1)))
 
 
 def _are_better_slabs(problem: Problem, device: Device, vectors: int, vector_bytes: int) -> bool:
     """Whether rows of so many vectors take less time as slabs.
 
-    Backward 1024 rows of 1568 numbers that come one by one take 1.07 of it, 256 of 3136 vectors of 8 bytes 1.05.
-    Forward 512 rows of 8192 float32 numbers take 1.08, as slabs 0.95 of a copy's time; 256 of 2.25 MB in all 0.96. 32
-    rows of 4096 vectors of 16 bytes 1.09.
+    Backward 1024 rows of 1568 numbers that come one by one take 1.08 of it, 512 of float16 0.84, 256 of 3136 vectors of
+    8 bytes 1.05. Forward 128 and 256 of 3136 numbers that come one by one take 0.70 to 0.81, 512 rows of 8192 float32
+    numbers 1.08, as slabs 0.95 of a copy's time; 256 of 2.25 MB in all 0.96. 32 rows of 4096 vectors of 16 bytes 1.09.
     """
     forward = isinstance(problem, ForwardProblem)
     if problem.rows < _LEAST_ROWS_OF_LONG and vectors > _LONG:
         return True
     if vector_bytes == 16:
         return forward and problem.rows * problem.columns * problem.itemsize > _MOST_BYTES
-    if not forward and problem.rows > _MANY * device.multiprocessors:
+    many = _MANY + (vector_bytes < 8)
+    if not forward and problem.rows > many * device.multiprocessors:
         return vectors > _MOST_OF_MANY
-    return vectors > (_MOST_HALF if forward and vector_bytes == 8 else _MOST_NARROW)
+    some = vector_bytes == 8 or problem.rows <= 2 * device.multiprocessors
+    return vectors > (_MOST_FORWARD if forward and some else _MOST_NARROW)
 
 
 def _is_heavy(found: RowBlock, problem: Problem, device: Device) -> bool:
