@@ -10,8 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cunorm.plan import channel_row_geometry, channel_row_peeled
-from cunorm.plan.channel_row_few import few_short
+from cunorm.plan import channel_row_geometry, channel_row_peeled, channel_row_single
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
@@ -47,9 +46,9 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         return None
     if problem.channels is None:
         return _forward_geometry(problem, device)
-    few = few_short(problem, device)
-    if few is not None:
-        return few
+    single = channel_row_single.geometry(problem, device)
+    if single is not None:
+        return single
     geometry = channel_row_geometry.forward_geometry(problem, device)
     geometry = geometry or _forward_geometry(replace(problem, **_NO_WEIGHTS), device)
     if geometry is None:
@@ -241,9 +240,9 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)
     if sum_bytes > max(few_bytes, problem.bytes_moved // 3):
         return None
-    few = few_short(problem, device)
-    if few is not None:
-        return few
+    single = channel_row_single.geometry(problem, device)
+    if single is not None:
+        return single
     geometry = channel_row_geometry.backward_geometry(problem, device)
     geometry = geometry or channel_row_peeled.backward_geometry(problem, device)
     if geometry is None:
