@@ -40,10 +40,10 @@ class _Spread:
 
 # Under an activation, what was fastest or nearly so of 3 to 24 ways. Instance norm of 16 x 64 planes of 75^2, 151^2,
 # 181^2 and 257^2 16-bit numbers takes 1.04, 1.11, 1.10 and 1.13 under silu, 1.23, 1.34, 1.25 and 1.29 under gelu; as
-# layer norm lies 1.22, 1.29, 1.43 and 1.39, and 1.41, 1.34, 1.73 and 1.83. Of 45^2, 75^2, 151^2 and 181^2 float32
-# numbers it takes 1.14, 1.13, 1.16 and 1.21 under both, as layer norm 1.28, 1.39, 1.52 and 1.92.
+# layer norm lies 1.22, 1.29, 1.43 and 1.39, and 1.41, 1.34, 1.73 and 1.83. Of 75^2, 151^2 and 181^2 float32 numbers it
+# takes 1.13, 1.16 and 1.21 under both, as layer norm 1.39, 1.52 and 1.92. Shorter rows: see channel_row_single.py.
 _LIGHT = (
-    _Spread(250, 768, 128, 1, "direct", 0),
+    _Spread(513, 768, 128, 1, "direct", 0),
     _Spread(769, 1280, 256, 1, "direct", 0),
     _Spread(1281, 1536, 128, 2, "direct", 3),
     _Spread(1537, 3072, 512, 1, "direct", 0),
@@ -54,7 +54,6 @@ _LIGHT = (
     _Spread(14_337, 24_576, 512, 8, "direct", 1),
 )
 _HEAVY = (
-    _Spread(250, 512, 128, 1, "direct", 0),
     _Spread(513, 1536, 256, 1, "direct", 0),
     _Spread(1537, 2560, 256, 2, "ahead", 2),
     _Spread(2561, 3072, 512, 2, "ahead", 1),
@@ -63,7 +62,6 @@ _HEAVY = (
     _Spread(10_241, 20_480, 512, 8, "ahead", 1),
 )
 _WIDE = (
-    _Spread(250, 512, 128, 1, "direct", 0),
     _Spread(513, 1536, 256, 1, "direct", 0),
     _Spread(4097, 5120, 128, 8, "ahead", 4),
     _Spread(5121, 6144, 128, 8, "direct", 4),
