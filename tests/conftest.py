@@ -28,7 +28,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("CUNORM_COMPILED_CALLS", "0")
 
 # What asserts for tests says what it found, as they do.
-pytest.register_assert_rewrite("plan_rules", *(file.stem for file in Path(__file__).parent.glob("*cases.py")))
+pytest.register_assert_rewrite(
+    "plan_rules", "channel_plan_rules", *(file.stem for file in Path(__file__).parent.glob("*cases.py"))
+)
 
 NO_GPU = "needs an NVIDIA GPU"
 

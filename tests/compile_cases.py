@@ -1,0 +1,460 @@
+"""What test_compile.py compiles: of every kernel that a plan asks for.
+
+All that could be compiled is too much: hundreds of geometries times types of weights, activations and architectures, of
+which one takes from a tenth of a second to two. Covered is:
+
+1. Each way in which a plan lays out rows, at sizes on both sides of where it changes its mind, for every dtype, forward
+   and backward. The newest architectures get all of these: the plan gives clusters to them alone, and ptxas is least
+   alike there. The others, for which it compiles alike, share them.
+2. What takes more registers (a residual, RMS norm, each activation, wider weights, tensors that are not aligned) at the
+   sizes where there are fewest to spare, dealt out to the architectures, each to two; and each combination that has
+   spilled on its architecture.
+3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
+   sm_90 gets all of these, the others share them.
+4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
+   row_pipeline_* with few rows on their way and many, short parts of them and long, and rows that begin anywhere,
+   channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
+   row_weight_gradients, zeros and column_sums: for every dtype, and all of it for sm_90. The architectures that are
+   alike share most of it, sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
+
+The kernels are not listed here but asked of ``plan``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from plan_cases import (
+    GPUS,
+    Problem,
+    plain_channel_backward,
+    plain_channel_forward,
+    plain_channel_norm,
+    plan_batch,
+    plan_of,
+    plan_rows,
+)
+
+from cunorm.plan import Device, Launch, channel_pipeline, plan
+from cunorm.plan.channel_cost import cost
+from cunorm.plan.rows_of_channels import as_rows
+from cunorm.problem import (
+    ACTIVATIONS,
+    DTYPES,
+    AnyProblem,
+    BackwardProblem,
+    ChannelForward,
+    ChannelProblem,
+    ForwardProblem,
+    Matrix,
+    Norm,
+    PointwiseBackward,
+    PointwiseForward,
+    RunningStatistics,
+    Vector,
+)
+
+ARCHS = list(GPUS)
+ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
+NEWEST = ["sm_100", "sm_120"]
+SHARED = ("pointwise", "row_split", "row_pipeline", "row_grid", "channel_grid", "channel_split", "split_merge")
+ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", "zeros")
+Constants = tuple[tuple[str, int | str], ...]  # as launches have them
+
+LAYER_NORM = Norm()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A norm of contiguous rows, and its gradients."""
+
+    dtype: str
+    columns: int
+    rows: int = 4096
+    norm: Norm = LAYER_NORM
+    residual: bool = False
+    weight: str | None = "x's"
+    offset: int = 0
+    late: int = 0  # elements that what is read alone begins late
+    backward: bool = True
+
+    def problems(self) -> list[Problem]:
+        x = Matrix(self.dtype, (self.columns,), (1,), self.offset)
+        read = dataclasses.replace(x, offset=self.late * DTYPES[self.dtype].itemsize) if self.late else x
+        added, sum_added = (read, x) if self.residual else (None, None)
+        weight = self.dtype if self.weight == "x's" else self.weight
+        vector, sums = None if weight is None else Vector(weight), weight or self.dtype
+        bias = vector if self.norm.activation is not None else None
+        shape = (self.rows,), (self.columns,)
+        forward = ForwardProblem(*shape, read, added, x, sum_added, vector, vector, True, 1e-5, self.norm)
+        backward = BackwardProblem(*shape, read, read, added, x, vector, bias, sums, sums, self.norm)
+        return [forward, backward] if self.backward else [forward]
+
+
+SIZES = {
+    "float16": [1, 64, 120, 1024, 4097, 16_384, 36_898, 65_536],
+    "bfloat16": [3, 10, 64, 256, 257, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 10_240, 11_000, 12_288, 16_384, 16_385,
+                 20_000,
+                 32_768, 36_000, 50_257, 60_000, 65_536, 100_000, 262_144],
+    "float32": [1, 10, 100, 257, 1000, 1024, 4096, 4097, 5120, 10_000, 12_288, 17_000, 20_000, 50_257, 65_536, 100_000,
+                131_072, 295_121, 298_112],
+    "float64": [7, 100, 257, 1024, 1025, 2048, 4096, 4097, 5120, 8192, 20_001, 65_536, 147_565, 262_144],
+}  # fmt: skip
+PLAIN = [Case(dtype, columns) for dtype, sizes in SIZES.items() for columns in sizes]
+
+# Short rows are laid otherwise where there are many.
+SHORT = [("float16", 20), ("float16", 25), ("float16", 30), ("float16", 101), ("bfloat16", 100), ("float32", 25),
+         ("float32", 63), ("float64", 17)]  # fmt: skip
+
+# What takes more registers than PLAIN, at sizes with few to spare.
+OPTIONS: list[dict[str, object]] = [
+    {"norm": Norm(False), "residual": True},
+    {"norm": Norm(True, 0.0, "gelu"), "residual": True},
+    {"norm": Norm(False, 1.0, "silu")},
+    {"norm": Norm(True, 0.0, "gelu_tanh")},
+    {"norm": Norm(False, 0.0, "relu"), "residual": True},
+    {"residual": True, "weight": "float32"},
+    {"weight": "float64"},
+    {"weight": None, "residual": True},
+    {"offset": "itemsize", "residual": True},
+    {"offset": "itemsize"},
+]
+HEAVY = [("bfloat16", 256), ("bfloat16", 4096), ("bfloat16", 4097), ("bfloat16", 16_384), ("bfloat16", 65_536),
+         ("float32", 10), ("float32", 4097), ("float32", 10_000), ("float32", 50_257),
+         ("float64", 1025), ("float64", 5120)]  # fmt: skip
+# What has spilled.
+SPILLED = {
+    "sm_90": [
+        Case("bfloat16", 256, rows=65_536, norm=Norm(False, 0.0, "silu")),
+        Case("bfloat16", 26_352, norm=Norm(False), residual=True),
+        Case("float64", 10, rows=1 << 20, norm=Norm(True, 0.0, "gelu")),
+    ],
+    "sm_100": [
+        Case("float64", 5120),
+        Case("bfloat16", 4097, norm=Norm(False), residual=True),
+        Case("float16", 41, rows=1 << 20, residual=True),
+    ],
+    "sm_120": [
+        Case("float64", 5120),
+        Case("bfloat16", 4097, norm=Norm(False), residual=True),
+        Case("bfloat16", 16_384, norm=Norm(True, 0.0, "gelu"), residual=True),
+    ],
+}
+
+# Bytes that ptxas spills all the same, for sm_90: of sixteen-bit rows in the geometry that was measured to be best, and
+# of doubles where it spills nothing with a vector more.
+KNOWN_SPILLS = {("float16", 16_384): 16, ("bfloat16", 12_288): 64, ("float64", 20_001): 24}
+
+
+def with_options() -> list[Case]:
+    cases = []
+    for dtype, columns in HEAVY:
+        for options in OPTIONS:
+            changes = options | {"offset": DTYPES[dtype].itemsize} if "offset" in options else options
+            cases.append(dataclasses.replace(Case(dtype, columns), **changes))  # type: ignore[arg-type]
+    whole = [(dtype, columns) for dtype, columns in HEAVY if columns * DTYPES[dtype].itemsize % 16 == 0]
+    return cases + [Case(*case, residual=residual, late=1) for case in whole for residual in (False, True)]
+
+
+def cases(arch: str) -> list[Case]:
+    """What an architecture compiles of rows in one piece."""
+    place = ARCHS.index(arch)
+    few = {"bfloat16": (256, 257, 4096, 8192), "float16": (16_384, 32_768), "float32": (257, 768, 4096, 400_001)}
+    few_rows = [Case(dtype, columns, rows=4) for dtype, sizes in few.items() for columns in sizes]
+    few_rows += [Case("bfloat16", 1024, rows=512), Case("float32", 1024, rows=512)]
+    few_rows += [Case("float16", 32_768, rows=4, norm=Norm(True, 0.0, "gelu_tanh"))]
+    # Weights early or through shared memory: one to eight vectors of a thread, in all sorts of blocks.
+    staged = [("bfloat16", size) for size in (1024, 3000, 5120, 7168, 8192, 12_288)]
+    staged += [("float16", 1024), ("float16", 8192), ("float32", 1024), ("float32", 3584), ("float32", 4096)]
+    norms = (LAYER_NORM, Norm(False), Norm(True, 0.0, "silu"))
+    few_rows += [Case(*case, rows=1500, norm=norm, backward=False) for case in staged for norm in norms]
+    few_rows += [Case("bfloat16", 256, rows=512, norm=Norm(False)), Case("bfloat16", 768, rows=8192)]
+    odd = [("bfloat16", 1023), ("bfloat16", 4097), ("float32", 1023)]
+    few_rows += [Case(*case, rows=8, norm=norm, backward=False) for case in odd for norm in norms]
+    odd = [("bfloat16", 145), ("bfloat16", 257), ("bfloat16", 1023), ("float32", 257)]
+    few_rows += [Case(*case, rows=1024, norm=norm, backward=False) for case in odd for norm in norms]
+    few_rows += [Case(dtype, columns, rows=1 << 20) for dtype, columns in SHORT]
+    mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
+    for number, case in enumerate(with_options()):
+        if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):
+            mine.append(case)
+    return list(dict.fromkeys([*mine, *SPILLED.get(arch, [])]))
+
+
+def split_problems(dtype: str) -> Iterator[Problem]:
+    """Rows that no block holds and rows that are not contiguous: along and across rows, one dimension and many."""
+    itemsize = DTYPES[dtype].itemsize
+    long, width = (100_000_000,), 16 // itemsize
+    layouts = [
+        ((8,), long, Matrix(dtype, long, (1,)), Norm(True, 0.0, "gelu")),
+        ((8,), (100_000_001,), Matrix(dtype, (100_000_001,), (1,)), Norm(False)),
+        ((8, 4, 2), (2, 4, 8 * width), Matrix(dtype, (64, 4096, 2**18), (32, 1024, 1)), Norm()),
+        ((4096,), (512,), Matrix(dtype, (1,), (4096,)), Norm(False, 1.0, "silu")),
+        ((2, 2, 32), (4, 4, 8), Matrix(dtype, (4096, 2048, 1), (2**20, 2**18, 32)), Norm()),
+        # Few chunks, which the last launch merges.
+        ((4,), (400_001,), Matrix(dtype, (400_001,), (1,)), Norm()),
+        ((2,), (262_144 * width // 4,), Matrix(dtype, (262_144 * width // 4,), (1,)), Norm(False)),
+    ]
+    for number, (row_sizes, column_sizes, x, norm) in enumerate(layouts):
+        added = x if number % 2 == 0 and number < 5 else None
+        vector = Vector((dtype, "float32", "float64")[number % 3])
+        bias = vector if norm.activation is not None else None
+        yield ForwardProblem(row_sizes, column_sizes, x, added, x, added, vector, vector, True, 1e-5, norm)
+        yield BackwardProblem(row_sizes, column_sizes, x, x, added, x, vector, bias, dtype, vector.dtype, norm)
+
+
+def grid_problems(dtype: str) -> Iterator[Problem]:
+    """Rows for all blocks: several ahead in shared memory, one in part in registers, one that is not all on chip."""
+    weights = (dtype, "float32", dtype if dtype == "float64" else "float16")
+    norms = (Norm(), Norm(True, 0.0, "gelu"), Norm(False, 1.0, "silu"), Norm(False))
+    options = itertools.cycle(itertools.product(weights, norms))
+    for row_bytes, odd, residual in itertools.product((1.5e6, 8e6, 16e6, 40e6), (0, 1), (False, True)):
+        columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64 + odd
+        (weight, norm), x = next(options), Matrix(dtype, (columns,), (1,))
+        added = x if residual else None
+        # Of long rows that begin anywhere those without weights.
+        vector = None if odd and row_bytes > 2e6 else Vector(weight)
+        yield ForwardProblem((5,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
+
+
+def pipeline_problems(dtype: str) -> Iterator[Problem]:
+    """Rows in a pipeline, of one vector a thread and of many, some turns later, with all that takes registers."""
+    weights = (dtype, None, "float32", "float16", "float64")
+    norms = (Norm(), Norm(True, 0.0, "gelu"), Norm(False, 0.0, "silu"), Norm(False), Norm(True, 0.0, "gelu_tanh"))
+    options = itertools.cycle(itertools.product(weights, norms))
+    for rows, row_bytes, residual in itertools.product(
+        (8, 1000), (0.6e6, 1.1e6, 1.6e6, 2.2e6, 3e6, 4.2e6), (False, True)
+    ):
+        columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64
+        (weight, norm), x = next(options), Matrix(dtype, (columns,), (1,))
+        added, vector, sums = x if residual else None, weight and Vector(weight), weight or dtype
+        bias = vector if norm.activation is not None else None
+        yield ForwardProblem((rows,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
+        yield BackwardProblem((rows,), (columns,), x, x, added, x, vector, bias, sums, sums, norm)
+    for points, activation in itertools.product((1_200_000, 2**21, 700_001, 1_100_001), (None, "silu", "gelu")):
+        for make in (plain_channel_forward, plain_channel_backward):
+            problem = as_rows(make(8, 8, 1, points, dtype, activation))
+            assert problem is not None
+            yield problem
+
+
+def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Batch norms by the pipeline of rows: long parts of rows and short, and all that takes registers.
+
+    Architectures that are alike share them.
+    """
+    shapes = [(64, 256, 56**2), (32, 64, 112**2), (64, 64, 112**2), (256, 64, 32**2), (64, 1024, 14**2), (8, 16, 2**16)]
+    # Whose segments begin anywhere, and of some of which a block has whole rows.
+    shapes += [(16, 64, 257**2), (32, 64, 147**2), (16, 256, 33**2), (16, 2048, 33**2), (128, 192, 289), (4, 8, 501**2)]
+    kinds = itertools.cycle((dtype, "float32", None, "float16", "float64"))
+    place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
+    for number, (shape, activation) in enumerate(itertools.product(shapes, (None, *ACTIVATIONS))):
+        kind = next(kinds)
+        if number % share != place % share:
+            continue
+        for plain in plain_channel_norm(shape, dtype, None, activation=activation):
+            vector = kind and Vector(kind)
+            problem = dataclasses.replace(plain, weight=vector, bias=vector)
+            if isinstance(problem, ChannelForward) and kind:
+                running = RunningStatistics(Vector(kind), Vector(kind), False, 0.9, 0.1)
+                problem = dataclasses.replace(problem, running=running)
+            batch = plan_batch(problem, GPUS[arch])
+            yield from () if batch is None else batch.launches
+
+
+# Of a batch norm that blocks hold: samples, channels and points.
+SEGMENTS = [
+    (2, 32, 216), (4, 64, 196), (16, 128, 49), (32, 512, 49), (32, 256, 49), (8, 64, 3136), (128, 256, 64),
+    (64, 256, 256), (64, 512, 196), (3, 7, 35), (16, 1024, 256), (16, 64, 1024), (8, 512, 196), (4, 1024, 64),
+]  # fmt: skip
+
+
+def segment_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of SEGMENTS, for sm_90 under all activations, else under one; architectures that are alike share them."""
+    place, share = ARCHS.index(arch), len(ALIKE) if arch in ALIKE else 1
+    kinds = itertools.cycle((dtype, "float32", "float64", "float16"))
+    for number, shape in enumerate(SEGMENTS):
+        some = (None, *ACTIVATIONS)[(number + place + list(DTYPES).index(dtype)) % 5]
+        for activation in (None, *ACTIVATIONS) if arch == "sm_90" else (some,):
+            vector = Vector(next(kinds))
+            for plain in plain_channel_norm(shape, dtype, None, activation=activation):
+                problem = dataclasses.replace(plain, weight=vector, bias=vector)
+                if isinstance(problem, ChannelForward):
+                    running = RunningStatistics(vector, vector, False, 0.9, 0.1)
+                    problem = dataclasses.replace(problem, running=running)
+                chosen = plan_rows(problem, GPUS[arch]) if number % share == place % share else None
+                yield from () if chosen is None else chosen.launches
+
+
+# Samples, channels, how many of them a row has, and points of each.
+CHANNELS = [
+    (64, 32, 1, 49), (8, 64, 1, 1000), (8, 64, 1, 4097), (8, 64, 1, 24_000), (8, 64, 1, 32_768), (8, 64, 1, 40_001),
+    (8, 64, 1, 262_144), (4, 2, 1, 1_000_000), (4, 2, 1, 1_000_001),
+    (64, 32, 4, 2), (16, 256, 8, 49), (16, 256, 8, 196), (8, 64, 4, 64), (8, 1280, 40, 256), (8, 288, 9, 4096),
+    (8, 320, 10, 4096), (8, 512, 16, 4096), (2, 64, 2, 19_683), (2, 128, 4, 65_536),
+    (2, 640, 20, 4096), (2, 960, 30, 4096), (1, 512, 16, 16_384),
+    (16, 64, 1, 2025), (16, 64, 1, 5625), (16, 64, 1, 7225), (16, 64, 1, 11_025), (16, 64, 1, 16_641),
+    (16, 64, 1, 22_801), (16, 64, 1, 28_561), (16, 64, 1, 44_521), (16, 64, 1, 66_049), (16, 64, 1, 116_281),
+    (16, 256, 8, 3969), (16, 256, 8, 4225), (16, 256, 8, 5625),
+    (64, 2048, 64, 49), (64, 1024, 32, 196), (16, 1024, 32, 81), (16, 512, 16, 1089), (32, 512, 16, 256),
+    (64, 512, 16, 64), (64, 64, 8, 6), (64, 64, 16, 3),
+    (1, 8, 1, 16), (4, 64, 1, 196), (16, 128, 1, 49), (2, 32, 1, 216),
+]  # fmt: skip
+
+
+def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of CHANNELS for sm_90; every second for each other new architecture, every fourth for each that is alike."""
+    place = ARCHS.index(arch)
+    share = len(ALIKE) if arch in ALIKE else 1 if arch == "sm_90" else 2
+    for number in range(place % share, len(CHANNELS), share):
+        # With a dtype an activation, with the next none; for sm_90 all of rows that begin anywhere, but of doubles.
+        activation = ("gelu", "silu", "gelu_tanh")[number % 3] if (number + list(DTYPES).index(dtype)) % 2 else None
+        every = arch == "sm_90" and CHANNELS[number][3] % 2 > 0 and dtype != "float64"
+        for plain, some in itertools.product(
+            (plain_channel_forward, plain_channel_backward), (None, *ACTIVATIONS) if every else (activation,)
+        ):
+            chosen = plan_rows(plain(*CHANNELS[number], dtype, some), GPUS[arch])
+            yield from () if chosen is None else chosen.launches
+
+
+def cheapest_pipeline(problem: ChannelProblem, device: Device) -> channel_pipeline.ChannelPipeline | None:
+    every = channel_pipeline.candidates(problem, device)
+    return min(every, key=lambda way: cost(way, problem, device), default=None)
+
+
+def slab_pipeline_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Slabs of whole samples and of tiles, with sets of a channel and of many, and all that takes registers.
+
+    Architectures that are alike share them.
+    """
+    shapes = [((8, 320, 4096), 10), ((8, 512, 4096), 16), ((8, 128, 256**2), 4), ((4, 256, 32**3), 1)]
+    shapes += [((64, 64, 4096), 1), ((8, 96, 112**2), 3), ((1, 1024, 56**2), 1)]
+    weights = itertools.cycle((dtype, "float32", None, "float16", "float64"))
+    place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
+    for number, ((shape, channels_per_set), activation) in enumerate(
+        itertools.product(shapes, (None, "silu", "gelu", "gelu_tanh"))
+    ):
+        weight = next(weights)
+        if number % share != place % share:
+            continue
+        for plain in plain_channel_norm(shape, dtype, channels_per_set, last=True, activation=activation):
+            vector = weight and Vector(weight)
+            problem = dataclasses.replace(plain, weight=vector, bias=vector)
+            if (way := cheapest_pipeline(problem, GPUS[arch])) is not None:
+                yield from plan_of(way, problem).launches
+
+
+def sums_problems(dtype: str) -> Iterator[Problem]:
+    """Gradients of every type, of two vectors and of one, of few rows, and those that a single block finishes."""
+    x = Matrix(dtype, (1024,), (1,))
+    for kind in DTYPES:
+        yield BackwardProblem((4096,), (1024,), x, x, None, x, None, None, kind, dtype)
+    yield BackwardProblem((4096,), (1024,), x, x, None, None, None, None, dtype, None)
+    yield BackwardProblem((1,), (1024,), x, x, None, x, Vector("float64"), None, None, "float16")
+    few = [(60, 1024, Norm(True, 0.0, "gelu")), (200, 1023, Norm(False)), (200, 4096, Norm()), (200, 12, Norm())]
+    for rows, columns, norm in few:
+        x, bias = Matrix(dtype, (columns,), (1,)), Vector(dtype) if norm.activation is not None else None
+        yield BackwardProblem((rows,), (columns,), x, x, None, x, Vector("float32"), bias, dtype, "float32", norm)
+
+
+def pointwise_problems(dtype: str) -> Iterator[AnyProblem]:
+    """One run of memory, with and without 16-byte vectors; a bias along rows of every length; strides."""
+    itemsize = DTYPES[dtype].itemsize
+    run, unaligned = Matrix(dtype, (0,), (1,)), Matrix(dtype, (0,), (1,), itemsize)
+    layouts: list[tuple[tuple[int, ...], int, Matrix, str | None]] = [
+        ((1,), 100_000, run, None),
+        ((1,), 100_000, unaligned, None),
+        ((64, 8, 3), 50, Matrix(dtype, (4096, 512, 64), (1,)), None),
+        ((64,), 5000, Matrix(dtype, (1,), (64,)), None),
+        ((4096,), 16_384, Matrix(dtype, (16_384,), (1,)), dtype),
+        ((4096,), 4097, Matrix(dtype, (4097,), (1,)), "float32"),
+        ((4096,), 64, Matrix(dtype, (64,), (1,)), "float64"),
+        ((2, 40), 3, Matrix(dtype, (4096, 3), (1,)), "bfloat16"),
+    ]
+    for activation, (rows, columns, x, bias) in itertools.product(("gelu", "gelu_tanh"), layouts):
+        vector = None if bias is None else Vector(bias)
+        yield PointwiseForward(rows, (columns,), x, x, vector, activation)
+        yield PointwiseBackward(rows, (columns,), x, x, x, vector, bias, activation)
+        if bias is not None:
+            yield PointwiseBackward(rows, (columns,), x, x, None, vector, bias, activation)
+            yield PointwiseBackward(rows, (columns,), x, x, x, vector, None, activation)
+
+
+# Samples by channels by points, channels a set (None: a batch norm), whether the channels are last, the activation.
+CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] = [
+    ((2, 64, 128**3), 1, False, None),
+    ((4, 32, 128**3), 1, True, "gelu"),
+    ((2, 32, 216), 1, False, "gelu"),
+    ((2, 32, 216), 1, True, None),
+    # Small enough for short vectors.
+    ((1, 8, 16), 1, True, "gelu"),
+    ((4, 64, 196), None, True, "gelu"),
+    ((16, 128, 49), None, True, None),
+    ((2, 640, 64), 20, True, "silu"),
+    ((4, 320, 196), 10, True, "gelu_tanh"),
+    ((8, 320, 64 * 64), 10, False, "silu"),
+    ((8, 320, 64 * 64), 10, True, "silu"),
+    ((8, 128, 256 * 256), 4, True, None),
+    ((2, 512, 64 * 64), 16, False, None),
+    ((64, 256, 56 * 56), None, False, None),
+    ((64, 256, 56 * 56), None, True, "silu"),
+    ((64, 2048, 49), None, True, None),
+    ((64, 2048, 49), None, False, "silu"),
+    ((700, 24, 169), None, False, None),
+    # Runs of memory that begin anywhere: whole chunks of one, several to a chunk, and such that chunks cut.
+    ((16, 64, 257**2), 1, False, None),
+    ((16, 64, 257**2), 2, False, None),
+    ((16, 256, 65**2), None, False, "gelu"),
+    ((16, 512, 33**2), None, False, None),
+    ((16, 512, 33**2), 16, False, "silu"),
+    # So many points that no grid takes them: a thread would have too many of a slab.
+    ((1, 8, 512**3), 1, True, None),
+]
+
+
+def channel_problems(dtype: str) -> Iterator[ChannelProblem]:
+    """Instance, group and batch norms as models have them: on chip and not, in both layouts."""
+    for shape, channels_per_set, last, activation in CHANNEL_NORMS:
+        yield from plain_channel_norm(shape, dtype, channels_per_set, last=last, activation=activation)
+
+
+def launches(problems: Iterable[AnyProblem], arch: str) -> Iterator[Launch]:
+    for problem in problems:
+        yield from plan.__wrapped__(problem, GPUS[arch]).launches
+
+
+@functools.cache
+def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
+    """The launches of all kernels, by kernel, with each set of constants once."""
+    rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
+    others = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
+    every = itertools.chain(
+        launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
+        channel_launches(dtype, arch),
+        segment_launches(dtype, arch),
+    )
+    # Their other launches are like those of other problems.
+    pipelines = itertools.chain(
+        launches(pipeline_problems(dtype), arch), slab_pipeline_launches(dtype, arch), batch_launches(dtype, arch)
+    )
+    found: dict[str, dict[Constants, Launch]] = {}
+    for item in itertools.chain(every, (item for item in pipelines if "pipeline" in item.kernel)):
+        found.setdefault(item.kernel, {})[item.constants] = item
+    return found
+
+
+def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
+    """Those to compile: for sm_90 all. Of many that plans lay out the same everywhere, architectures that are alike
+    share them; the two after sm_90 share what is not of rows in one piece, and so do the dtypes of sixteen bits."""
+    every = mine = list(launches_for(arch, dtype).get(kernel, {}).values())
+    alike = ALIKE[1:] if kernel.startswith(ASYNCHRONOUS) else ALIKE
+    for archs, is_shared in ((alike, kernel.startswith(SHARED)), (NEWEST, not kernel.startswith("row_block"))):
+        if arch in archs and is_shared:
+            mine = mine[archs.index(arch) :: len(archs)]
+    if arch != "sm_90" and DTYPES[dtype].itemsize == 2 and not kernel.startswith("row_block"):
+        mine = mine[("float16", "bfloat16").index(dtype) :: 2]
+    return mine or every[:1]
