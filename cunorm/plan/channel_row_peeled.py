@@ -16,7 +16,7 @@ from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "with_more_blocks"]
 
-# Shorter rows are spread as others are.
+# Shorter rows are spread as others are, or as channel_row_single.py has them.
 _FEWEST_VECTORS = 1281
 # Vectors of a thread, at most, and blocks of a cluster. Where clusters of 16 share multiprocessors, synccheck of
 # compute-sanitizer 2025.3.1 ends with an illegal address, of which nothing else is seen.

@@ -70,10 +70,9 @@ def _few_short(problem: Problem, width: int, vectors: int) -> RowBlock:
 def _backward(problem: Problem, width: int) -> RowBlock | None:
     """Two vectors of a thread, of longer rows up to four; None for rows longer than that.
 
-    Fetched ahead by blocks that take turns they took longer: 45 instance norms of 2 to 50 MB take 0.91 on average, 0.77
-    to 1.03, 64 x 256 x 28^2 float16 numbers 0.86, under silu 0.88; 32 x 128 x 64^2 0.95 and 0.91; 256 x 256 x 14^2
-    float32 numbers 0.93 and 0.84. So do those that begin anywhere: 64 x 256 x 17^2 float16 numbers 0.83 and 0.87, 16 x
-    64 x 45^2 0.93 and 0.93.
+    Fetched ahead by blocks that take turns they took longer: 90 instance norms of 0.8 to 50 MB take 0.91 on average,
+    0.77 to 1.03, 64 x 256 x 28^2 float16 numbers 0.87, under silu 0.91; 32 x 128 x 64^2 0.97 and 0.89; 256 x 256 x 14^2
+    float32 numbers 0.93 and 0.84. So do those that begin anywhere: 64 x 256 x 17^2 float16 numbers 0.83 and 0.90.
     """
     peeled = width * problem.itemsize < 8
     if peeled and not _have_pieces(problem):
@@ -110,6 +109,7 @@ def _have_pieces(problem: Problem) -> bool:
 def _numbers(problem: Problem) -> RowBlock:
     """Short rows of numbers that come one by one.
 
+    With 8 of a thread the kernel is compiled for turns, and takes one.
     64 x 256 x 7^2 numbers of float16 take 0.93 forward and 0.92 backward, of float32 0.98 and 0.92; 256 x 512 x 7^2 of
     float16 under silu 0.81 and 0.90.
     """

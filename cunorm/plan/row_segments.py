@@ -22,7 +22,7 @@ __all__ = ["geometry"]
 _LEAST_THREADS, _SOME_THREADS, _MOST_THREADS = 64, 256, 512
 # Vectors of a thread: of one whose block is compiled for a single turn, and at most.
 _FEW_VECTORS, _MOST_VECTORS = 4, 8
-# Threads of those that a multiprocessor runs at once, forward and backward.
+# Up to so many threads for each multiprocessor, forward and backward, rows have few vectors a thread.
 _AT_ONCE, _AT_ONCE_BACKWARD = 1280, 2048
 _WARP = 32
 # So many rows for each multiprocessor are many.
@@ -31,7 +31,8 @@ _MANY = 3
 _LEAST_ROWS_OF_LONG, _LONG = 44, 2048
 # Forward of more bytes, slabs take no longer than a copy. Vectors of less than 16 bytes take them much longer.
 _MOST_BYTES = 12 << 20
-# Forward, of vectors of 8 bytes or of few rows; and of others, or backward. Backward many rows have fewer.
+# Vectors of a row, at most: forward, of 8 bytes or of up to 2 rows a multiprocessor; of others, and backward; and of
+# many rows backward.
 _MOST_FORWARD, _MOST_NARROW, _MOST_OF_MANY = 3584, 1792, 1024
 
 
