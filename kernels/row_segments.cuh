@@ -10,7 +10,8 @@ struct Segments {
   Reciprocal by_columns;  // of a segment
 
   __device__ __forceinline__ int offset_of(int column) const {
-    return column + static_cast<int>(by_columns.quotient_of(column) * gap);
+    // Unsigned, also where no row has the column: nobody uses that.
+    return static_cast<int>(column + by_columns.quotient_of(column) * gap);
   }
 };
 #else

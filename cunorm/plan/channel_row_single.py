@@ -19,15 +19,14 @@ from cunorm.problem import ForwardProblem, Problem
 __all__ = ["geometry"]
 
 _WARP, _BLOCK_THREADS = 32, 128
-# Vectors of a thread, of few short rows.
+# Vectors of a thread, of few short rows; of other rows, of up to so many vectors; and of longer ones.
 _MOST_OF_FEW = 2
-# Backward: those of rows of up to so many vectors, and of longer ones, which have no peeled vectors. Threads of a
-# multiprocessor that have registers for them.
-_BACKWARD, _MOST_SHORT, _BACKWARD_OF_LONG, _MOST_LONG = 2, 512, 4, 1024
+_SOME_VECTORS, _MOST_SHORT = 2, 512
+_MORE_VECTORS, _MOST_LONG = 4, 1024
+# Threads of a multiprocessor that have registers for some, and for more.
 _CROWD, _CROWD_OF_LONG = 1024, 512
-# Forward: those of rows of more than so many numbers, by bytes of each, and of shorter ones of sixteen bits.
-_FORWARD, _LEAST_NUMBERS = 4, {2: 128, 4: 256}
-_FORWARD_OF_SHORT = 2
+# Numbers of a row that is short forward, at most, by the bytes of each.
+_MOST_SHORT_NUMBERS = {2: 128, 4: 256}
 # Numbers that come one by one: of a row, at most, and of a thread.
 _MOST_NUMBERS, _NUMBERS, _SIXTEEN_BIT_BACKWARD = 64, 4, 8
 
@@ -82,23 +81,23 @@ def _backward(problem: Problem, width: int) -> RowBlock | None:
     if vectors > (_MOST_SHORT if peeled else _MOST_LONG):
         return None
     short = vectors <= _MOST_SHORT
-    each = _BACKWARD if short else _BACKWARD_OF_LONG
+    each = _SOME_VECTORS if short else _MORE_VECTORS
     return _spread(width, vectors, threads_for(vectors, each), _CROWD if short else _CROWD_OF_LONG, peeled)
 
 
 def _forward(problem: Problem, width: int) -> RowBlock | None:
-    """Rows that begin anywhere, up to four vectors of a thread; None for others.
+    """Rows that begin anywhere, up to four vectors of a thread, and two of short ones; None for others.
 
-    With more blocks take turns: 16 x 128 x 31^2 float16 numbers take 0.83, 16 x 256 x 21^2 0.92, of float32 0.89; 64 x
-    256 x 9^2 of float16 0.89, under silu 0.87. But shorter ones of float32 1.00 to 1.03.
+    With more than four a kernel is compiled for turns: 16 x 128 x 31^2 float16 numbers take 0.83 of that, 16 x 256 x
+    21^2 0.92, of float32 0.89; 64 x 256 x 9^2 of float16 0.89, under silu 0.87. But short ones of float32 1.00 to 1.03.
     """
     if width * problem.itemsize >= 8 or not _have_pieces(problem):
         return None
-    width, short = 16 // problem.itemsize, problem.columns <= _LEAST_NUMBERS[problem.itemsize]
+    width, short = 16 // problem.itemsize, problem.columns <= _MOST_SHORT_NUMBERS[problem.itemsize]
     vectors = problem.columns // width
     if vectors > _MOST_SHORT or (short and problem.itemsize > 2):
         return None
-    return _spread(width, vectors, threads_for(vectors, _FORWARD_OF_SHORT if short else _FORWARD), _CROWD, True)
+    return _spread(width, vectors, threads_for(vectors, _SOME_VECTORS if short else _MORE_VECTORS), _CROWD, True)
 
 
 def _have_pieces(problem: Problem) -> bool:
@@ -109,9 +108,9 @@ def _have_pieces(problem: Problem) -> bool:
 def _numbers(problem: Problem) -> RowBlock:
     """Short rows of numbers that come one by one.
 
-    With 8 of a thread the kernel is compiled for turns, and takes one.
-    64 x 256 x 7^2 numbers of float16 take 0.93 forward and 0.92 backward, of float32 0.98 and 0.92; 256 x 512 x 7^2 of
-    float16 under silu 0.81 and 0.90.
+    With 8 of a thread the kernel is compiled for turns, and takes one. 64 x 256 x 7^2 numbers of
+    float16 take 0.93 forward and 0.92 backward, of float32 0.98 and 0.92; 256 x 512 x 7^2 of float16 under silu 0.81
+    and 0.90.
     """
     forward = isinstance(problem, ForwardProblem)
     each = _SIXTEEN_BIT_BACKWARD if problem.itemsize == 2 and not forward else _NUMBERS
