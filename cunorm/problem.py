@@ -200,6 +200,19 @@ class _RowNormProblem(_RowProblem):
         """The weight and the bias, if they are there."""
         return _present(self.weight, self.bias)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is by column or by channel: no weight and no bias, and no sums are wanted."""
+        return not self.parameters
+
+    @property
+    def is_by_channel(self) -> bool:
+        """Whether kernels are to know of channels: of several to a row, or of what one has.
+
+        Several may be bare: but without them 8 x 320 x 64^2 float16 numbers in 32 groups under silu would spill.
+        """
+        return self.channels is not None and (self.channels.channels_per_row > 1 or not self.is_bare)
+
 
 @dataclass(frozen=True)
 class ForwardProblem(_RowNormProblem):
@@ -266,6 +279,10 @@ class BackwardProblem(_RowNormProblem, _Gradients):
     dbias: str | None
     norm: Norm = Norm()
     channels: Channels | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        return not self.parameters and not self.sums
 
     @property
     def matrices_read(self) -> tuple[Matrix, ...]:

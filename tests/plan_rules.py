@@ -459,8 +459,9 @@ def _covers_row_block(item: Launch, constants: Constants, arguments: dict[str, A
     # Groups of rows: one each, or where blocks are persistent as many groups as run together. Peeled rows need a step
     # of whole vectors, for which there may have to be a few more.
     groups, all_groups = item.grid // item.cluster, -(-arguments["rows"] // rows)
-    by_channel = bool(arguments["channels"])  # whose sums leave with each row
-    if (item.kernel == "row_block_backward" and not by_channel) or groups != all_groups:
+    # Those whose sums leave with each row, or that have none, need not share their blocks.
+    keeps_sums = not arguments["channels"] and (arguments.get("dweight", 0) or arguments.get("dbias", 0))
+    if keeps_sums or groups != all_groups:
         together = device.groups(item.cluster) * max(1, device.threads_per_multiprocessor // (threads * rows))
         assert 1 <= groups <= min(all_groups, max(together, width if constants["PEELED"] else 1))
     if constants.get("CLAIMS"):
@@ -614,7 +615,8 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
     """As kernels/row_channels.cuh and row_channel_sums.cuh count them."""
     for item in chosen.launches:
         constants, arguments = dict(item.constants), dict(item.arguments)
-        if problem.channels is None or "WEIGHTS_OF" not in constants:
+        unaware = problem.is_bare and not arguments.get("channels")
+        if problem.channels is None or unaware or "WEIGHTS_OF" not in constants:
             assert constants.get("WEIGHTS_OF", "columns") == "columns"
             assert item.kernel == "split_merge" or not arguments.get("channels")  # whose are sets
             continue

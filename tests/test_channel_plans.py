@@ -12,6 +12,9 @@ from plan_cases import DEVICES, plain_channel_norm
 from cunorm.plan import Device, channel_slab, plan
 from cunorm.plan.channel_tiles import Direction, along_planes
 
+# Its memory is not as fast as that of an H200, which Device() is.
+H100 = dataclasses.replace(Device(), memory_rate=21.8e3)
+
 
 def _strategies(*arguments: Any, **options: Any) -> list[str]:
     return [plan(problem, Device()).strategy for problem in plain_channel_norm(*arguments, **options)]
@@ -55,8 +58,29 @@ def test_slabs_where_rows_of_clusters_are_slower() -> None:
     assert _strategies((4, 256, 32**3), activation="silu") == _strategies((4, 256, 32**3)) == ["channel_slab"] * 2
     for shape in ((1, 512, 128**2), (4, 512, 128**2), (1, 256, 256**2), (8, 128, 256**2)):
         for activation in (None, "silu"):
-            assert _strategies(shape, "float16", shape[1] // 32, activation=activation) == ["channel_slab"] * 2
+            for problem in plain_channel_norm(shape, "float16", shape[1] // 32, activation=activation):
+                assert plan(problem, H100).strategy == "channel_slab"
     assert _strategies((4, 512, 64**2), "float16", 16) == ["row_cluster"] * 2, "short ones are faster as rows"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "together", "activation", "expected"),
+    [
+        ((8, 32, 64**3), "float32", 1, None, ["channel_slab", "row_pipeline"]),
+        ((8, 32, 64**3), "float16", 1, "silu", ["channel_slab", "row_cluster"]),
+        ((8, 128, 256**2), "float16", 4, None, ["channel_slab", "channel_slab"]),
+        ((8, 128, 256**2), "float16", 4, "silu", ["channel_slab", "row_cluster"]),
+        ((2, 256, 256**2), "float32", 8, None, ["row_cluster", "channel_grid"]),
+        ((8, 512, 64**2), "float32", 16, "silu", ["row_cluster", "channel_slab"]),
+    ],
+)
+def test_rows_outrun_some_slabs_where_memory_is_fast(
+    shape: tuple[int, int, int], dtype: str, together: int, activation: str | None, expected: list[str]
+) -> None:
+    problems = plain_channel_norm(shape, dtype, together, activation=activation)
+    assert [plan(problem, Device()).strategy for problem in problems] == expected
+    if "row_cluster" in expected:
+        assert [plan(problem, H100).strategy for problem in problems] != expected
 
 
 @pytest.mark.parametrize(
@@ -187,9 +211,9 @@ def test_groups_that_are_slabs_backward_under_an_activation() -> None:
     assert _strategies((16, 512, 32**2), "float16", 16, activation="silu") == ["row_block", "row_cluster"]
 
 
-@pytest.mark.parametrize(("shape", "arch"), [((8, 128, 256**2), "sm_90"), ((8, 320, 64**2), "sm_80")])
+@pytest.mark.parametrize(("shape", "arch"), [((2, 128, 512**2), "sm_90"), ((8, 320, 64**2), "sm_80")])
 def test_groups_without_weights_in_a_pipeline(shape: tuple[int, int, int], arch: str) -> None:
-    """They are rows like all others; what slabs are better than is asked of blocks and clusters alone."""
+    """Which is as good for groups as for one channel; what slabs are better than is asked of blocks and clusters."""
     _, backward = plain_channel_norm(shape, "float16", shape[1] // 32, activation="silu")
     plain = dataclasses.replace(backward, weight=None, bias=None, dweight=None, dbias=None)
     assert plan(plain, DEVICES[arch]).strategy == "row_pipeline"

@@ -14,6 +14,7 @@ from cases import (
     AXES,
     EPS,
     LONG_SIZES,
+    NORM_TOLERANCE,
     OLD_DEVICE,
     RUNNERS,
     SIZES,
@@ -135,6 +136,27 @@ def test_only_the_gradients_asked_for(runner: Any, shape: Any, axis: Any, mask: 
     for wanted, one, other in zip(mask, some, every):
         assert (one is not None) == wanted
         assert one is None or relative_error(one, float64(other)) <= 1e-7
+
+
+# Whole vectors and rows that begin anywhere, read directly; a residual, and short rows of few bytes at a time.
+KEEP_NOTHING = [((50, 256), "bfloat16", False), ((9, 1025), "float32", False), ((20, 96), "float32", True)]
+KEEP_NOTHING += [((900, 36), "bfloat16", False)]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("shape", "dtype", "residual"), KEEP_NOTHING, ids=str)
+def test_rows_that_keep_nothing(runner: Any, shape: tuple[int, int], dtype: str, residual: bool) -> None:
+    """Without a weight and a bias, whose gradients nobody asks for."""
+    case, dy = Case(data(0, shape, dtype), residual=data(3, shape, dtype) if residual else None), data(1, shape, dtype)
+    dresidual_out = data(4, shape, dtype) if residual else None
+    backward = case.backward(runner.forward(case), dy, (True, False, False), dresidual_out)
+    dx, dweight, dbias = runner.backward(backward)
+    assert dweight is None and dbias is None
+    expected, _, _ = case.expected_gradients(dy, dresidual_out)
+    size = np.abs(float64(dy)) * case.expected().rstd[:, None]
+    if dresidual_out is not None:
+        size = size + np.abs(float64(dresidual_out))
+    assert relative_error(dx, expected, size) <= NORM_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

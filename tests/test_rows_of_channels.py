@@ -25,6 +25,7 @@ from cases import (
 )
 from plan_cases import (
     GPUS,
+    plain_backward,
     plain_channel_backward,
     plain_channel_forward,
     plain_channel_norm,
@@ -217,15 +218,21 @@ def check_backward(norm: Norm, choose: Choice = planned, dy: Array | None = None
     dx, dweight, dbias = backward(norm, dy, choose)
     assert dx is not None and dweight is not None and dbias is not None
     assert norm.x.tobytes() == before[0].tobytes() and dy.tobytes() == before[1].tobytes(), "an input was modified"
-    expected_dx, dweight_terms, dbias_terms = norm.expected_gradients(dy)
-    # dx is a difference of terms of this size; with few numbers a row it is much smaller than they are.
-    weight_size = 1.0 if norm.weight is None else np.abs(float64(norm.weight)).max()
-    _, _, rstd, _, xhat = norm.expected()
-    size = norm.rows(np.abs(float64(dy)) * weight_size) * rstd[:, :, None]
-    assert relative_error(dx, expected_dx, size) <= NORM_TOLERANCE[dtype]
+    assert_dx(norm, dy, dx)
+    _, dweight_terms, dbias_terms = norm.expected_gradients(dy)
+    _, _, _, _, xhat = norm.expected()
     assert_sums(dbias, dbias_terms.sum(axis=(0, 2)), float64(dy), (1,), dtype)
     sizes = float64(dy) * np.maximum(1, np.abs(xhat))
     assert_sums(dweight, dweight_terms.sum(axis=(0, 2)), sizes, (1,), dtype)
+
+
+def assert_dx(norm: Norm, dy: Array, dx: Array) -> None:
+    expected_dx, _, _ = norm.expected_gradients(dy)
+    # It is a difference of terms of this size; with few numbers a row it is much smaller than they are.
+    weight_size = 1.0 if norm.weight is None else np.abs(float64(norm.weight)).max()
+    _, _, rstd, _, _ = norm.expected()
+    size = norm.rows(np.abs(float64(dy)) * weight_size) * rstd[:, :, None]
+    assert relative_error(dx, expected_dx, size) <= NORM_TOLERANCE[norm.x.dtype.name]
 
 
 def check(norm: Norm, choose: Choice = planned) -> None:
@@ -281,6 +288,28 @@ def test_weight_and_bias_are_optional_and_of_any_dtype(
     sizes: tuple[Any, ...], weight: str | None, bias: str | None
 ) -> None:
     check(norm_of(*sizes, "silu", weight, bias))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(3, 4, 1, 64, "float16"), (33, 3, 1, 100, "bfloat16"), (7, 5, 1, 257, "float32"), (2, 8, 4, 49, "float16")],
+    ids=str,
+)
+def test_without_weights_and_sums(sizes: tuple[Any, ...], activation: str | None) -> None:
+    norm, dy = norm_of(*sizes, activation, None, None), data(17, sizes[:2] + sizes[3:4], sizes[4], shift=0.1)
+    check_forward(norm)
+    dx, _, _ = backward(norm, dy, mask=(True, False, False))
+    assert dx is not None
+    assert_dx(norm, dy, dx)
+
+
+@pytest.mark.parametrize("sizes", [(400, 3, 1, 25, "float16"), (400, 3, 1, 17, "float32")], ids=str)
+def test_many_short_rows_come_as_a_run(sizes: tuple[Any, ...]) -> None:
+    norm = norm_of(*sizes)
+    chosen = planned(forward_problem(norm, norm.x))
+    assert chosen is not None and dict(chosen.launches[0].constants)["STAGE"] == "run"
+    check(norm)
 
 
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
@@ -573,10 +602,43 @@ def test_few_short_rows_have_a_warp_or_less(shape: tuple[int, int, int], block: 
         assert shape[1] < 64 or (item.block, dict(item.constants)["MIN_BLOCKS"]) != (block, 1)
 
 
-def test_without_weights_they_are_rows_like_all_others() -> None:
-    plain = plain_channel_forward(8, 320, 10, 4096)
-    rows = as_rows(replace(plain, weight=None, bias=None))
-    assert rows is not None and rows.channels is None
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 256, 28**2), "float16"), ((64, 256, 9**2), "float32")])
+def test_without_weights_they_lie_as_with_them(shape: tuple[int, int, int], dtype: str) -> None:
+    """As instance norm of torch.nn has none by default."""
+    laid = ("STAGE", "VECTOR", "VECTORS", "THREADS_PER_ROW", "ROWS_PER_BLOCK", "PEELED", "TAKES_TURNS")
+    _, backward = plain_channel_norm(shape, dtype)
+    plain = replace(backward, weight=None, bias=None, dweight=None, dbias=None)
+    bare, full = (dict(plan(problem, GPUS["sm_90"]).launches[0].constants) for problem in (plain, backward))
+    assert [bare[name] for name in laid] == [full[name] for name in laid]
+    assert bare["STAGE"] == "direct"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "threads"),
+    [
+        ((4096, 1024), "bfloat16", 64),
+        ((131072, 256), "bfloat16", 16),
+        ((4096, 768), "float32", 128),
+        ((16384, 1025), "float32", 128),
+    ],
+)
+def test_rows_that_keep_nothing_lie_as_those_of_a_channel(shape: tuple[int, int], dtype: str, threads: int) -> None:
+    """Layer norm without weight and bias, backward; but not short ones of few bytes at a time."""
+    nothing: dict[str, Any] = {"weight": None, "bias": None, "dweight": None, "dbias": None}
+    (item,) = plan(replace(plain_backward(*shape, dtype), **nothing), GPUS["sm_90"]).launches
+    constants = dict(item.constants)
+    assert (constants["STAGE"], constants["THREADS_PER_ROW"], constants["TAKES_TURNS"]) == ("direct", threads, 0)
+    (item,) = plan(replace(plain_backward(1 << 20, 36, "bfloat16"), **nothing), GPUS["sm_90"]).launches
+    assert dict(item.constants)["STAGE"] == "ahead"
+    first, *_ = plan(plain_backward(*shape, dtype), GPUS["sm_90"]).launches
+    assert dict(first.constants)["STAGE"] == "ahead", "with weights there are sums to keep"
+
+
+def test_short_rows_of_a_channel_have_no_branches_around_vectors() -> None:
+    for shape, dtype, whole in (((256, 1024, 49), "float16", 24), ((64, 64, 56**2), "float16", 0)):
+        forward, _ = plain_channel_norm(shape, dtype, activation="silu")
+        constants = dict(plan(forward, GPUS["sm_90"]).launches[0].constants)
+        assert constants["WHOLE_VECTORS"] == whole
 
 
 CHANNELS_LAST = ChannelTensor("float32", 64 * 100, 1, (64,))

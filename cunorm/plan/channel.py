@@ -27,6 +27,8 @@ _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
 # Of a channel or group that is better held as a slab: see _is_better_as_slab.
 _LEAST_BYTES, _LEAST_BYTES_OF_FEW, _LEAST_BYTES_OF_GROUPS = 32 << 10, 96 << 10, 256 << 10
+# Of one that rows hold faster where memory is as fast as an H200's: see _outrun_slabs.
+_LEAST_BYTES_OF_FASTER_ROWS, _LEAST_BYTES_OF_FASTER_CHANNELS = 1 << 20, 512 << 10
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -66,16 +68,17 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     """The best way to move every number once: rows, or slabs; two passes where these take less time.
 
     Rows are best where they are possible, but where slabs are (_most_blocks_of_better_slabs), those whose blocks all
-    wait for each other (row_grid), and such that take clusters of 16 blocks, which leave many idle: 2,097,152 numbers
-    of float32 took 1.28 of a copy's time by row_grid on an H200, and take 1.17 by row_pipeline; 262,144 backward 1.53
-    by clusters, 1.34 by slabs.
+    wait for each other (row_grid), and such that take clusters of 16 blocks, which leave many idle, unless slabs take
+    longer still (_outrun_slabs): 2,097,152 numbers of float32 took 1.28 of a copy's time by row_grid on an H200, and
+    take 1.17 by row_pipeline.
     """
     rows = rows_of_channels.way_of(problem, device)
     most_blocks = None if rows is None else _most_blocks_of_better_slabs(rows, problem, device)
     slab = None if most_blocks == 0 else _least(channel_slab.candidates(problem, device), problem, device)
     if slab is not None and most_blocks is not None and _is_better_slab(slab, most_blocks, problem):
         return slab
-    if rows is not None and not isinstance(rows, RowGrid) and not _leaves_many_idle(rows):
+    leave_idle = rows is not None and _leaves_many_idle(rows) and not _outrun_slabs(problem, device)
+    if rows is not None and not isinstance(rows, RowGrid) and not leave_idle:
         return rows
     grid = _least(channel_grid.candidates(problem, device), problem, device)
     if grid is not None and not grid.is_worth_its_words(problem):
@@ -111,7 +114,24 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     if problem.channels_per_set == 1 and device.capability >= 90 and nbytes < _LEAST_BYTES_OF_GROUPS:
         return nbytes >= (_LEAST_BYTES if problem.sets > device.multiprocessors else _LEAST_BYTES_OF_FEW)
     shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
-    return shared and nbytes >= _LEAST_BYTES_OF_GROUPS
+    return shared and nbytes >= _LEAST_BYTES_OF_GROUPS and not _outrun_slabs(problem, device)
+
+
+def _outrun_slabs(problem: ChannelProblem, device: Device) -> bool:
+    """Whether rows that blocks share take less time than slabs where memory is as fast as an H200's.
+
+    There what slabs wait for is no longer hidden. Backward, channels of 1 MB take 0.86 to 0.89 of the time, under silu
+    0.75 to 0.78, of 512 KB of 16-bit numbers under silu 0.80 to 0.98; groups of 1 MB of float32 0.91 and 0.96, under
+    silu 0.82 and 0.87, but of 512 KB 1.01 to 1.06; groups of 256 KB and more of float16 under silu 0.75 to 0.96, one of
+    eleven 1.07. Forward, groups of float32 0.81 to 1.10, 0.95 on average; but of float16 0.93 to 1.28.
+    """
+    if not device.has_fast_memory:
+        return False
+    one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize
+    if isinstance(problem, ChannelForward):
+        return problem.itemsize == 4 and not one
+    heavy = problem.itemsize == 2 and problem.activation is not None
+    return nbytes >= (_LEAST_BYTES_OF_FASTER_CHANNELS if heavy and one else 0 if heavy else _LEAST_BYTES_OF_FASTER_ROWS)
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:

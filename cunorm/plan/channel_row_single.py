@@ -1,8 +1,9 @@
 """Rows of one channel each, those of instance norm, that blocks read directly, each its own rows.
 
 A channel has one weight, and what is summed leaves with each row: so there is nothing that a block could keep from one
-row to the next, and many small blocks wait for memory at different times. The numbers are of an H100, as the time over
-that of rows which lie like others.
+row to the next, and many small blocks wait for memory at different times. So it is backward with rows of layer norm
+that have no weight and no bias. The numbers are of an H100 where nothing else is said, as the time over that of rows
+which lie like others.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_fit import fits, fits_crowd, has_several_channels
 from cunorm.plan.row_memory import lie_alike, vector_width
 from cunorm.plan.row_spread import leave_threads_idle, threads_for
-from cunorm.problem import ForwardProblem, Problem
+from cunorm.problem import BackwardProblem, Channels, ForwardProblem, Problem
 
 __all__ = ["geometry"]
 
@@ -23,31 +24,57 @@ _WARP, _BLOCK_THREADS = 32, 128
 _MOST_OF_FEW = 2
 _SOME_VECTORS, _MOST_SHORT = 2, 512
 _MORE_VECTORS, _MOST_LONG = 4, 1024
+# Rows of so many vectors, of which half of the threads would have one of the two, or none, have three.
+_BY_THREES = range(9, 13)
 # Threads of a multiprocessor that have registers for some, and for more.
 _CROWD, _CROWD_OF_LONG = 1024, 512
 # Numbers of a row that is short forward, at most, by the bytes of each.
 _MOST_SHORT_NUMBERS = {2: 128, 4: 256}
-# Numbers that come one by one: of a row, at most, and of a thread.
-_MOST_NUMBERS, _NUMBERS, _SIXTEEN_BIT_BACKWARD = 64, 4, 8
+# Numbers that come one by one backward: of a row, at most, by the bytes of each; of a thread; and of one of few.
+_MOST_NUMBERS = {2: 64, 4: 96}
+_NUMBERS, _NUMBERS_OF_FEW = 8, 4
+# Rows of so many sixteen-bit ones come as a run (see row_short.py), but under an activation.
+_AS_RUN = range(17, 33)
+# Rows of layer norm whose vectors have less than 16 bytes lie as they do with weights, if they are no longer.
+_MOST_BYTES_BY_COLUMN = 100
 
 
 def geometry(problem: Problem, device: Device) -> RowBlock | None:
     """How they lie over threads; None for others."""
-    if problem.channels is None or problem.channels.channels_per_row > 1 or problem.columns == 0:
+    if isinstance(problem, BackwardProblem) and _has_nothing_by_column(problem):
+        problem = replace(problem, channels=Channels(1, 1, problem.columns))
+    if problem.channels is None or has_several_channels(problem):
         return None
-    width = vector_width(problem)
-    vectors = problem.columns // width
-    if vectors <= _MOST_OF_FEW * _WARP and leave_threads_idle(problem, device, vectors):
-        found: RowBlock | None = _few_short(problem, width, vectors)
-    elif problem.itemsize == 8 or device.capability != 90:
-        return None  # as others do, where this was not timed
-    elif width == 1 and problem.columns <= _MOST_NUMBERS:
-        found = _numbers(problem)
-    else:
-        found = (_forward if isinstance(problem, ForwardProblem) else _backward)(problem, width)
+    found = _layout(problem, device)
     while found is not None and found.min_blocks > 1 and not fits_crowd(found, problem, device, found.min_blocks):
         found = replace(found, min_blocks=found.min_blocks - 1)
     return found if found is not None and fits(found, problem, device) else None
+
+
+def _has_nothing_by_column(problem: BackwardProblem) -> bool:
+    """Whether rows of layer norm had better lie as those of a channel.
+
+    On an H200 84 norms of 128 to 4096 columns take 0.95 on average, 0.86 to 1.01: 4096 rows of 768 float32 numbers
+    0.86, 131,072 of 256 of bfloat16 0.95. But 50 and 36 columns of bfloat16 1.42 and 1.25, 10 of float32 1.14.
+    """
+    if problem.channels is not None or not problem.is_bare or problem.dresidual_out is not None:
+        return False
+    short = problem.columns * problem.itemsize <= _MOST_BYTES_BY_COLUMN
+    return not (short and vector_width(problem) * problem.itemsize < 16)
+
+
+def _layout(problem: Problem, device: Device) -> RowBlock | None:
+    width = vector_width(problem)
+    vectors = problem.columns // width
+    if vectors <= _MOST_OF_FEW * _WARP and leave_threads_idle(problem, device, vectors):
+        return _few_short(problem, width, vectors)
+    if problem.itemsize == 8 or device.capability != 90:
+        return None  # as others do, where this was not timed
+    if isinstance(problem, ForwardProblem):
+        return _forward(problem, width)
+    if width == 1 and problem.columns <= _MOST_NUMBERS[problem.itemsize]:
+        return _numbers_backward(problem, device)
+    return _backward(problem, width)
 
 
 def _few_short(problem: Problem, width: int, vectors: int) -> RowBlock:
@@ -80,12 +107,21 @@ def _backward(problem: Problem, width: int) -> RowBlock | None:
     vectors = problem.columns // width
     if vectors > (_MOST_SHORT if peeled else _MOST_LONG):
         return None
-    short = vectors <= _MOST_SHORT
-    each = _SOME_VECTORS if short else _MORE_VECTORS
-    return _spread(width, vectors, threads_for(vectors, each), _CROWD if short else _CROWD_OF_LONG, peeled)
+    if vectors <= _MOST_SHORT:
+        return _spread(width, vectors, threads_for(vectors, _some(vectors, peeled)), _CROWD, peeled)
+    return _spread(width, vectors, threads_for(vectors, _MORE_VECTORS), _CROWD_OF_LONG, peeled)
 
 
-def _forward(problem: Problem, width: int) -> RowBlock | None:
+def _some(vectors: int, peeled: bool) -> int:
+    """Vectors of a thread of a row that has so many.
+
+    With three of each 64 x 4096 x 6^2 float16 numbers take 0.92 of the time of two backward on an H200, under silu
+    0.85; of float32 1.00 and 0.78.
+    """
+    return _SOME_VECTORS + (not peeled and vectors in _BY_THREES)
+
+
+def _forward(problem: ForwardProblem, width: int) -> RowBlock | None:
     """Rows that begin anywhere, up to four vectors of a thread, and two of short ones; None for others.
 
     With more than four a kernel is compiled for turns: 16 x 128 x 31^2 float16 numbers take 0.83 of that, 16 x 256 x
@@ -102,20 +138,22 @@ def _forward(problem: Problem, width: int) -> RowBlock | None:
 
 def _have_pieces(problem: Problem) -> bool:
     """Whether rows have whole pieces of 16 bytes, the same in all tensors, and not too few."""
-    return problem.columns > _MOST_NUMBERS and lie_alike(problem)
+    return problem.columns > _MOST_NUMBERS[2] and lie_alike(problem)
 
 
-def _numbers(problem: Problem) -> RowBlock:
-    """Short rows of numbers that come one by one.
+def _numbers_backward(problem: BackwardProblem, device: Device) -> RowBlock | None:
+    """Short rows of numbers that come one by one; None where these come as a run.
 
-    With 8 of a thread the kernel is compiled for turns, and takes one. 64 x 256 x 7^2 numbers of
-    float16 take 0.93 forward and 0.92 backward, of float32 0.98 and 0.92; 256 x 512 x 7^2 of float16 under silu 0.81
-    and 0.90.
+    With 8 of a thread the kernel is compiled for turns, and takes one. 64 x 256 x 7^2 numbers of float16 take 0.92, of
+    float32 0.92, with 8 of each 0.88 on an H200; 256 x 512 x 7^2 of float16 under silu 0.90. There 64 x 1024 x 9^2 of
+    float32 take 0.97 of what they do as rows that begin anywhere, under silu 0.90.
     """
-    forward = isinstance(problem, ForwardProblem)
-    each = _SIXTEEN_BIT_BACKWARD if problem.itemsize == 2 and not forward else _NUMBERS
-    threads = threads_for(problem.columns, each)
-    return _spread(1, problem.columns, threads, _CROWD if forward else _CROWD_OF_LONG, False)
+    if problem.itemsize == 2 and problem.columns in _AS_RUN and problem.norm.activation is None:
+        return None
+    threads = threads_for(problem.columns, _NUMBERS)
+    if problem.itemsize > 2 and problem.rows * threads < _CROWD_OF_LONG * device.multiprocessors:
+        threads = threads_for(problem.columns, _NUMBERS_OF_FEW)
+    return _spread(1, problem.columns, threads, _CROWD_OF_LONG, False)
 
 
 def _spread(width: int, vectors: int, threads: int, crowd: int, peeled: bool) -> RowBlock:

@@ -73,12 +73,12 @@ def vector_constants(name: str, vector: Vector | None, width: int) -> Constants:
 
 
 def channel_numbers(problem: Problem) -> tuple[int, ...]:
-    """What the kernels are told of the channels that a row has; nothing where weights are by column.
+    """What the kernels are told of the channels that a row has; nothing where they need not know.
 
     Rows are divided by those of a sample, columns by positions (see kernels/row_channels.cuh).
     """
     channels = problem.channels
-    if channels is None:
+    if channels is None or not problem.is_by_channel:
         return ()
     divisors = channels.rows_per_sample, channels.positions
     return divisors[0], channels.channels_per_row, divisors[1], *map(_reciprocal, divisors)

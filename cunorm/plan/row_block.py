@@ -38,6 +38,8 @@ _LEAST_CLAIMED = 8
 _MOST_CLAIMED = 1 << 31
 # Vectors of a thread, at most, of rows of channels of which a block is compiled for one group.
 _MOST_IN_ONE_TURN = 4
+# Of a row of one channel, at most, that has no branches around vectors forward.
+_MOST_SHORT_BYTES = 2048
 # As kernels/copy_async.cuh has it.
 _COPY_ALIGNMENT = 128
 
@@ -146,9 +148,13 @@ class RowBlock:
         Read directly, peeled rows of 4097 columns take 1.06 so, else 1.22; RMS norm of 5120 1.02 and 1.08, but 4000 of
         layer norm 1.02 and 0.99. Backward 65,537 take 1.32 so, else 1.50, but 50,257, of which a thread has 7 vectors,
         1.40 and 1.30. Under an activation 8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so:
-        50,257 columns take 1.16 backward, else 1.22. Rows of channels were not measured.
+        50,257 columns take 1.16 backward, else 1.22. Rows of several channels were not measured.
         """
-        if problem.channels is not None or (self.peeled and self.width < 8):
+        if problem.channels is not None:
+            one, forward = problem.channels.channels_per_row == 1, isinstance(problem, ForwardProblem)
+            if not (one and forward and problem.is_bare):  # which are as rows of layer norm
+                return not (one and self._is_short_of_one_channel(problem))
+        if self.peeled and self.width < 8:
             return True
         activated = problem.norm.activation is not None
         if isinstance(problem, BackwardProblem):
@@ -157,6 +163,19 @@ class RowBlock:
             return False
         like_x = [item for item in problem.parameters if item.dtype == problem.x.dtype]
         return self.stage == "direct" and (self.peeled or problem.residual is not None or len(like_x) < 2)
+
+    def _is_short_of_one_channel(self, problem: Problem) -> bool:
+        """Whether branches cost more than they are good for, in a row that is short, of a channel.
+
+        On an H200 256 x 1024 x 7^2 float16 numbers take 0.49 without as a run (see row_short.py), 64 x 4096 x 6^2 under
+        silu 0.76, 256 x 256 x 14^2 0.92, 64 x 256 x 28^2 0.98; but 64 x 64 x 56^2 1.08. Backward 128 x 2048 x 5^2
+        float32 numbers under silu 0.80, but 256 x 512 x 7^2 of float16 1.04.
+        """
+        if self.peeled or problem.itemsize == 8:
+            return False
+        if isinstance(problem, BackwardProblem):
+            return self.width == 1 and (problem.itemsize == 4 or self.stage == "run")
+        return problem.columns * problem.itemsize <= _MOST_SHORT_BYTES
 
     def weights_of(self, problem: Problem) -> str:
         return weights_of(problem, self.columns_per_block(problem), self.width, self.peeled)
@@ -208,7 +227,7 @@ class RowBlock:
         """
         if self.blocks_per_multiprocessor > 0:
             return True
-        if problem.channels is not None:
+        if problem.channels is not None and not problem.is_bare:
             return self.vectors > _MOST_IN_ONE_TURN
         narrow = self.width * problem.itemsize < 16
         return narrow and self.capacity != problem.columns and self.weights == "late"
@@ -223,7 +242,7 @@ class RowBlock:
         groups = self.groups(problem, device)
         if self.stage != "direct" or self.blocks_per_row > 1 or groups * self.rows_per_block < problem.rows:
             return False
-        if problem.channels is not None:
+        if problem.channels is not None or problem.is_bare:
             return self.vectors <= _MOST_IN_ONE_TURN
         return groups == 1
 

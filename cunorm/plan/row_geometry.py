@@ -234,7 +234,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     if not are_rows(problem):
         return None
     if problem.channels is None:
-        return _backward_geometry(problem, device)
+        return channel_row_single.geometry(problem, device) or _backward_geometry(problem, device)
     # Every row leaves sums of its channels: where those are short, as much as is moved else.
     sum_bytes = len(problem.sums) * problem.rows * problem.channels.channels_per_row * compute_itemsize(problem)
     few_bytes = min(_FEW_SUM_BYTES, device.multiprocessors << 18)

@@ -114,7 +114,7 @@ def weights_of(problem: Problem, columns_per_block: int, width: int, peeled: boo
     The kinds are those of kernels/row_channels.cuh.
     """
     channels = problem.channels
-    if channels is None:
+    if channels is None or not problem.is_by_channel:
         return "columns"
     if channels.channels_per_row == 1 or channels.positions % columns_per_block == 0:
         return "part"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, has_several_channels
 from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
 from cunorm.problem import GELUS, ForwardProblem
@@ -158,7 +158,7 @@ def _long(problem: ForwardProblem, device: Device, width: int) -> RowBlock | Non
     of 256 threads 10,001 and 15,873 columns of layer norm take 1.09 and 1.08. Under silu 15,873 take 1.22, ahead 1.21.
     """
     vectors_per_row, activation = problem.columns // width, problem.norm.activation
-    measured = device.capability == 90 and problem.channels is None and not are_wide(problem)
+    measured = device.capability == 90 and not has_several_channels(problem) and not are_wide(problem)
     measured = measured and problem.rows > 2 * device.multiprocessors and problem.itemsize < 8
     if not measured or vectors_per_row <= 768:
         return None

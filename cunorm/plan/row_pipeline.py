@@ -9,6 +9,7 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_fit import has_several_channels
 from cunorm.plan.row_memory import are_rows, are_segmented, columns_per_block, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
@@ -21,7 +22,7 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters"]
 # Shorter rows are left to clusters. 400 rows of 300,000 float32 numbers take 1.10, otherwise 1.72 (backward 1.09 and
 # 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14, by RMS
 # norm 1.10 and 1.08 (backward 1.15 and 1.12). Where weights are by channel, 256 rows of 262,144 float32 numbers take
-# 1.10 and 1.09.
+# 1.10 and 1.09; but backward this takes 0.95 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
 # Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
@@ -158,6 +159,8 @@ class RowPipeline:
 
     def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""
+        if problem.is_bare:
+            problem = replace(problem, channels=None)
         if isinstance(problem, ForwardProblem):
             _plan_forward(problem, self, builder)
         else:
@@ -165,7 +168,7 @@ class RowPipeline:
         return "row_pipeline"
 
 
-def is_faster_than_clusters(problem: Problem, blocks: int) -> bool:
+def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bool:
     """Whether rows are better not left to clusters of so many blocks, where a pipeline is possible."""
     row_bytes = problem.columns * problem.itemsize
     if _are_peeled(problem):
@@ -173,7 +176,9 @@ def is_faster_than_clusters(problem: Problem, blocks: int) -> bool:
         most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
         return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
-    return row_bytes > most and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
+    as_long = row_bytes == most and isinstance(problem, BackwardProblem) and device.has_fast_memory
+    longer = row_bytes > most or as_long
+    return longer and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
@@ -182,7 +187,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     They need cp.async (sm_80), and rows that are contiguous and of whole vectors of 16 bytes; where threads keep
     nothing of the columns, rows may be in equal segments and begin anywhere. Of float64 ptxas would spill. Rows of
     several channels are better left to slabs: four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31,
-    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68.
+    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68. Without weights they are as good as one.
 
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
@@ -202,7 +207,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
-    if problem.channels is not None and problem.channels.channels_per_row > 1:
+    if has_several_channels(problem) and not problem.is_bare:
         return None
 
     if _keeps_nothing(problem):

@@ -116,7 +116,8 @@ def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) ->
     Where memory is slower, rows are long or there is an activation behind a residual, more threads make whole sectors
     of what leaves in parts. On an H100 RMS norm of 60 columns takes 0.99 by eight threads, by four 1.16; with a
     residual 36 take 1.03 by four, as a run 1.06; under silu behind that 20 and 100 1.04 and 1.01 by 2 and 8, by half as
-    many 1.52 and 1.20; layer norm of 100 0.99 by eight, by four 1.03.
+    many 1.52 and 1.20; layer norm of 100 0.99 by eight, by four 1.03. Rows of a channel had better have eight anywhere:
+    instance norm of 256 x 256 x 10^2 numbers takes 13.4 us so on an H200, by four 14.3, under silu 13.7 and 14.8.
     """
     vectors_per_row, activated = problem.columns // width, problem.norm.activation is not None
     fast, light, residual = device.has_fast_memory, _is_light(problem), problem.residual is not None
@@ -130,7 +131,7 @@ def _sixteen_bit_forward(problem: ForwardProblem, device: Device, width: int) ->
     if width == 4 and vectors_per_row > (14 if fast else 5):
         if residual or not problem.norm.centered:
             return 5, 0, threads_for(vectors_per_row, 2.7)
-        if not fast and not activated and vectors_per_row > 20:
+        if vectors_per_row > 20 and (problem.channels is not None or not (fast or activated)):
             return 5, 0, 8
     run = (14 if width == 4 else 29) if light else 0
     return (3 if light else 5) if width == 4 else 7, run, threads

@@ -65,7 +65,7 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
 def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> RowPipeline | None:
     """How rows are shared by all blocks, where that is faster than the built-in geometry, or there is none."""
     blocks = 0 if geometry is None else geometry.blocks_per_row
-    if blocks == 1 or (blocks > 1 and not row_pipeline.is_faster_than_clusters(problem, blocks)):
+    if blocks == 1 or (blocks > 1 and not row_pipeline.is_faster_than_clusters(problem, device, blocks)):
         return None
     return row_pipeline.geometry(problem, device)
 

@@ -66,7 +66,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
         reaches = whole_channels and geometry.peeled
         if reaches or not can_be_shared(as_row_problem, geometry.blocks_per_row, geometry.width):
             continue
-        found = with_channels(geometry, as_row_problem, device) if as_row_problem.channels else geometry
+        found = with_channels(geometry, as_row_problem, device)
         if found not in seen and fits(found, as_row_problem, device):
             seen.add(found)
             yield found
@@ -100,10 +100,7 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
     sizes = (sets,), problem.point_sizes if channels == 1 else (columns,)
     norm = Norm(activation=problem.activation)
     vectors = problem.weight, problem.bias
-    wanted = (None, None) if isinstance(problem, ChannelForward) else (problem.dweight, problem.dbias)
-    # Where nothing is by channel, they are rows like all others.
-    by_channel = any((*vectors, *wanted))
-    of_channels = Channels(problem.channels // channels, channels, points) if by_channel else None
+    of_channels = Channels(problem.channels // channels, channels, points)
     if isinstance(problem, ChannelForward):
         if problem.y is None or (problem.running is not None and problem.running.given):
             return None
@@ -114,7 +111,7 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
         return None
     dy, x = matrices[:2]
     dx = matrices[2] if problem.dx else None
-    return BackwardProblem(*sizes, x, dy, None, dx, *vectors, *wanted, norm, of_channels)
+    return BackwardProblem(*sizes, x, dy, None, dx, *vectors, problem.dweight, problem.dbias, norm, of_channels)
 
 
 def _matrix(problem: ChannelProblem, tensor: ChannelTensor) -> Matrix | None:
