@@ -27,10 +27,13 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from plan_cases import (
     GPUS,
     Problem,
+    plain_backward,
+    plain_backward,
     plain_channel_backward,
     plain_channel_forward,
     plain_channel_norm,
@@ -96,7 +99,7 @@ class Case:
 
 
 SIZES = {
-    "float16": [1, 64, 120, 1024, 4097, 16_384, 36_898, 65_536],
+    "float16": [1, 64, 120, 1024, 3584, 4097, 16_384, 36_898, 65_536],
     "bfloat16": [3, 10, 64, 256, 257, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 10_240, 11_000, 12_288, 16_384, 16_385,
                  20_000,
                  32_768, 36_000, 50_257, 60_000, 65_536, 100_000, 262_144],
@@ -416,6 +419,19 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
 ]
 
 
+def bare_problems(dtype: str) -> Iterator[AnyProblem]:
+    """Norms without weights and sums; and instance norm of many short rows, which come as a run."""
+    none: dict[str, Any] = {"weight": None, "bias": None}
+    no_sums: dict[str, Any] = none | {"dweight": None, "dbias": None}
+    for columns in (256, 1025):
+        yield dataclasses.replace(plain_backward(4096, columns, dtype), **no_sums)
+    for shape, channels_per_set in (((64, 256, 28**2), 1), ((8, 320, 64**2), 10)):
+        forward, backward = plain_channel_norm(shape, dtype, channels_per_set, activation="silu")
+        yield dataclasses.replace(forward, **none)
+        yield dataclasses.replace(backward, **no_sums)
+    yield from plain_channel_norm((256, 512, 49), dtype, 1)
+
+
 def channel_problems(dtype: str) -> Iterator[ChannelProblem]:
     """Instance, group and batch norms as models have them: on chip and not, in both layouts."""
     for shape, channels_per_set, last, activation in CHANNEL_NORMS:
@@ -432,7 +448,9 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
     """The launches of all kernels, by kernel, with each set of constants once."""
     rows = [problem for case in cases(arch) if case.dtype == dtype for problem in case.problems()]
     others = (split_problems, grid_problems, sums_problems, pointwise_problems, channel_problems)
+    bare = bare_problems(dtype) if arch in ("sm_80", "sm_90", "sm_100") else ()
     every = itertools.chain(
+        launches(bare, arch),
         launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
         channel_launches(dtype, arch),
         segment_launches(dtype, arch),

@@ -208,6 +208,8 @@ def run_channel_norm(shape: Shape, dtype: str, activation: str) -> None:
     for mask in ((True, False, False), (False, True, True)):
         runner.backward(cases[0].backward(runner.forward(cases[0]), dy, mask))
     runner.forward(cases[0], stats=False)
+    bare = shape.case(dtype, "neither")
+    runner.backward(bare.backward(runner.forward(bare), dy, (True, False, False)))
 
 
 def main() -> None:
@@ -226,6 +228,8 @@ def main() -> None:
         case = Case(odd, None, bias, axis)
         gradients = case.backward(runner.forward(case), odd, mask=(True, False, True))
         runner.backward(replace(gradients, weight=weight))
+        bare = Case(x, None, None, axis)
+        runner.backward(bare.backward(runner.forward(bare), dy, mask=(True, False, False)))
         runner.forward(Case(x, weight, bias, axis, norm, odd))
         for array, vector in ((x, data(7, shape[-1:], dtype)), (odd, None)):
             approximate = ("none", "tanh")[place % 2]

@@ -189,6 +189,8 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
         # H100, 1.04 with 80. On sm_100 11 would with 80.
         least = 32 if problem.norm.activation == "gelu" else 64 if device.capability == 90 else 44
         held += 8 * (held >= least)
+    if problem.is_bare and problem.norm.activation is not None:
+        held += 8  # 7 vectors under silu would spill 8 bytes with 64 registers
     if device.capability != 90 and any(DTYPES[vector.dtype].itemsize == 8 for vector in problem.parameters):
         held += 48  # two vectors of 16 bytes would spill with 80 registers
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
