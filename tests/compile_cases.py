@@ -33,7 +33,6 @@ from plan_cases import (
     GPUS,
     Problem,
     plain_backward,
-    plain_backward,
     plain_channel_backward,
     plain_channel_forward,
     plain_channel_norm,
