@@ -72,6 +72,7 @@ def test_slabs_where_rows_of_clusters_are_slower() -> None:
         ((8, 128, 256**2), "float16", 4, "silu", ["channel_slab", "row_cluster"]),
         ((2, 256, 256**2), "float32", 8, None, ["row_cluster", "channel_grid"]),
         ((8, 512, 64**2), "float32", 16, "silu", ["row_cluster", "channel_slab"]),
+        ((1, 3, 512**2), "float32", 1, None, ["channel_slab", "channel_slab"]),
     ],
 )
 def test_rows_outrun_some_slabs_where_memory_is_fast(

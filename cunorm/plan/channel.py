@@ -29,6 +29,7 @@ _SMALL_SET_BYTES = 12 << 10
 _LEAST_BYTES, _LEAST_BYTES_OF_FEW, _LEAST_BYTES_OF_GROUPS = 32 << 10, 96 << 10, 256 << 10
 # Of one that rows hold faster where memory is as fast as an H200's: see _outrun_slabs.
 _LEAST_BYTES_OF_FASTER_ROWS, _LEAST_BYTES_OF_FASTER_CHANNELS = 1 << 20, 512 << 10
+_LEAST_FASTER_ROWS = 32  # fewer were not timed
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -125,13 +126,15 @@ def _outrun_slabs(problem: ChannelProblem, device: Device) -> bool:
     silu 0.82 and 0.87, but of 512 KB 1.01 to 1.06; groups of 256 KB and more of float16 under silu 0.75 to 0.96, one of
     eleven 1.07. Forward, groups of float32 0.81 to 1.10, 0.95 on average; but of float16 0.93 to 1.28.
     """
-    if not device.has_fast_memory:
+    if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS:
         return False
     one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize
     if isinstance(problem, ChannelForward):
         return problem.itemsize == 4 and not one
     heavy = problem.itemsize == 2 and problem.activation is not None
-    return nbytes >= (_LEAST_BYTES_OF_FASTER_CHANNELS if heavy and one else 0 if heavy else _LEAST_BYTES_OF_FASTER_ROWS)
+    if heavy:
+        return not one or nbytes >= _LEAST_BYTES_OF_FASTER_CHANNELS
+    return nbytes >= _LEAST_BYTES_OF_FASTER_ROWS
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:
