@@ -16,6 +16,7 @@ which one takes from a tenth of a second to two. Covered is:
    channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
    row_weight_gradients, zeros and column_sums: for every dtype, and all of it for sm_90. The architectures that are
    alike share most of it, sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
+5. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
 The kernels are not listed here but asked of ``plan``.
 """

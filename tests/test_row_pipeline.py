@@ -15,6 +15,7 @@ from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem, Vector
 
 H200, A100, RTX, RTX_6000 = (GPUS[arch] for arch in ("sm_90", "sm_80", "sm_89", "sm_120"))
+H100 = replace(H200, memory_rate=21.8e3)
 SHAPES = [
     (4, 1_000_000), (37, 400_000), (300, 200_000), (64, 1_600_000), (100, 700_000), (1000, 300_000), (2000, 131_072),
     (13, 2_000_000),
@@ -96,6 +97,10 @@ def test_clusters_have_rows_that_are_shorter_or_few() -> None:
         assert plan(make(64, 200_000), H200).strategy == plan(make(64, 700_000), H200).strategy == "row_pipeline"
         assert plan(make(2000, 50_000), A100).strategy == plan(make(8, 100_000), RTX).strategy == "row_pipeline"
     assert plan(plain_forward(8, 200_000), H200).strategy == "row_cluster"
+    # Of as many bytes as clusters take best, forward; backward too, where memory is slower.
+    forward, backward = plain_forward(512, 131_072), plain_backward(512, 131_072)
+    ways = [plan(problem, device).strategy for problem in (forward, backward) for device in (H200, H100)]
+    assert ways == ["row_cluster", "row_cluster", "row_pipeline", "row_cluster"]
 
 
 @pytest.mark.parametrize(("together", "points"), [(1, 1_200_000), (4, 2**18), (8, 125_001)])

@@ -71,11 +71,11 @@ def test_rows_and_their_channels() -> None:
 def test_few_short_rows_have_a_warp_or_less(shape: tuple[int, int, int], block: tuple[int, int]) -> None:
     """Each takes one turn, for which it is compiled; many rows do not."""
     for problem in plain_channel_norm(shape, "float16"):
-        item, *_ = plan(problem, GPUS["sm_90"]).launches
+        item, *_ = plan(problem, H200).launches
         constants = dict(item.constants)
         assert (item.block, constants["TAKES_TURNS"]) == (block, 0)
     for problem in plain_channel_norm((1024, *shape[1:]), "float16"):
-        item, *_ = plan(problem, GPUS["sm_90"]).launches
+        item, *_ = plan(problem, H200).launches
         assert shape[1] < 64 or (item.block, dict(item.constants)["MIN_BLOCKS"]) != (block, 1)
 
 
@@ -85,7 +85,7 @@ def test_without_weights_they_lie_as_with_them(shape: tuple[int, int, int], dtyp
     laid = ("STAGE", "VECTOR", "VECTORS", "THREADS_PER_ROW", "ROWS_PER_BLOCK", "PEELED", "TAKES_TURNS")
     _, backward = plain_channel_norm(shape, dtype)
     plain = replace(backward, weight=None, bias=None, dweight=None, dbias=None)
-    bare, full = (dict(plan(problem, GPUS["sm_90"]).launches[0].constants) for problem in (plain, backward))
+    bare, full = (dict(plan(problem, H200).launches[0].constants) for problem in (plain, backward))
     assert [bare[name] for name in laid] == [full[name] for name in laid]
     assert bare["STAGE"] == "direct"
 
@@ -102,19 +102,19 @@ def test_without_weights_they_lie_as_with_them(shape: tuple[int, int, int], dtyp
 def test_rows_that_keep_nothing_lie_as_those_of_a_channel(shape: tuple[int, int], dtype: str, threads: int) -> None:
     """Layer norm without weight and bias, backward; but not short ones of few bytes at a time."""
     nothing: dict[str, Any] = {"weight": None, "bias": None, "dweight": None, "dbias": None}
-    (item,) = plan(replace(plain_backward(*shape, dtype), **nothing), GPUS["sm_90"]).launches
+    (item,) = plan(replace(plain_backward(*shape, dtype), **nothing), H200).launches
     constants = dict(item.constants)
     assert (constants["STAGE"], constants["THREADS_PER_ROW"], constants["TAKES_TURNS"]) == ("direct", threads, 0)
-    (item,) = plan(replace(plain_backward(1 << 20, 36, "bfloat16"), **nothing), GPUS["sm_90"]).launches
+    (item,) = plan(replace(plain_backward(1 << 20, 36, "bfloat16"), **nothing), H200).launches
     assert dict(item.constants)["STAGE"] == "ahead"
-    first, *_ = plan(plain_backward(*shape, dtype), GPUS["sm_90"]).launches
+    first, *_ = plan(plain_backward(*shape, dtype), H200).launches
     assert dict(first.constants)["STAGE"] == "ahead", "with weights there are sums to keep"
 
 
 def test_short_rows_of_a_channel_have_no_branches_around_vectors() -> None:
     for shape, dtype, whole in (((256, 1024, 49), "float16", 24), ((64, 64, 56**2), "float16", 0)):
         forward, _ = plain_channel_norm(shape, dtype, activation="silu")
-        constants = dict(plan(forward, GPUS["sm_90"]).launches[0].constants)
+        constants = dict(plan(forward, H200).launches[0].constants)
         assert constants["WHOLE_VECTORS"] == whole
 
 
@@ -166,7 +166,7 @@ def test_what_tuning_found_for_layer_norm_is_not_theirs(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("of", [plain_channel_forward, plain_channel_backward], ids=["forward", "backward"])
 def test_candidates_hold_a_part_of_whole_channels(of: Callable[..., Any]) -> None:
     """Of ten channels four blocks take three each, and the last one: more columns than a quarter of the row."""
-    problem, device = of(2, 320, 10, 4096, "float16"), GPUS["sm_90"]
+    problem, device = of(2, 320, 10, 4096, "float16"), H200
     rows = as_rows(problem)
     found = list(rows_of_channels.candidates(problem, device))
     assert rows is not None and any(geometry.blocks_per_row == 4 for geometry in found)

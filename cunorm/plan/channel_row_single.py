@@ -24,7 +24,7 @@ _WARP, _BLOCK_THREADS = 32, 128
 _MOST_OF_FEW = 2
 _SOME_VECTORS, _MOST_SHORT = 2, 512
 _MORE_VECTORS, _MOST_LONG = 4, 1024
-# Rows of so many vectors, of which half of the threads would have one of the two, or none, have three.
+# Rows of so many vectors have three: with two, 4 to 7 of 16 places would be empty.
 _BY_THREES = range(9, 13)
 # Threads of a multiprocessor that have registers for some, and for more.
 _CROWD, _CROWD_OF_LONG = 1024, 512

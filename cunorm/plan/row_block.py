@@ -27,7 +27,7 @@ from cunorm.plan.row_memory import (
 )
 from cunorm.plan.running import running_numbers, running_pointers, running_types
 from cunorm.plan.zeros import reserve_words
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+from cunorm.problem import DTYPES, BackwardProblem, Channels, ForwardProblem, Problem
 
 __all__ = ["RowBlock"]
 
@@ -150,10 +150,8 @@ class RowBlock:
         1.40 and 1.30. Under an activation 8191 take 1.53 so, else 1.39. Peeled rows of float32 are better off so:
         50,257 columns take 1.16 backward, else 1.22. Rows of several channels were not measured.
         """
-        if problem.channels is not None:
-            one, forward = problem.channels.channels_per_row == 1, isinstance(problem, ForwardProblem)
-            if not (one and forward and problem.is_bare):  # which are as rows of layer norm
-                return not (one and self._is_short_of_one_channel(problem))
+        if problem.channels is not None and (problem.is_by_channel or isinstance(problem, BackwardProblem)):
+            return not self._is_short_of_one_channel(problem.channels, problem)
         if self.peeled and self.width < 8:
             return True
         activated = problem.norm.activation is not None
@@ -164,14 +162,14 @@ class RowBlock:
         like_x = [item for item in problem.parameters if item.dtype == problem.x.dtype]
         return self.stage == "direct" and (self.peeled or problem.residual is not None or len(like_x) < 2)
 
-    def _is_short_of_one_channel(self, problem: Problem) -> bool:
+    def _is_short_of_one_channel(self, channels: Channels, problem: Problem) -> bool:
         """Whether branches cost more than they are good for, in a row that is short, of a channel.
 
         On an H200 256 x 1024 x 7^2 float16 numbers take 0.49 without as a run (see row_short.py), 64 x 4096 x 6^2 under
         silu 0.76, 256 x 256 x 14^2 0.92, 64 x 256 x 28^2 0.98; but 64 x 64 x 56^2 1.08. Backward 128 x 2048 x 5^2
         float32 numbers under silu 0.80, but 256 x 512 x 7^2 of float16 1.04.
         """
-        if self.peeled or problem.itemsize == 8:
+        if channels.channels_per_row > 1 or self.peeled or problem.itemsize == 8:
             return False
         if isinstance(problem, BackwardProblem):
             return self.width == 1 and (problem.itemsize == 4 or self.stage == "run")

@@ -21,8 +21,10 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters"]
 
 # Shorter rows are left to clusters. 400 rows of 300,000 float32 numbers take 1.10, otherwise 1.72 (backward 1.09 and
 # 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14, by RMS
-# norm 1.10 and 1.08 (backward 1.15 and 1.12). Where weights are by channel, 256 rows of 262,144 float32 numbers take
-# 1.10 and 1.09; but backward this takes 0.95 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
+# norm 1.10 and 1.08. Where weights are by channel, 256 rows of 262,144 float32 numbers take 1.10 and 1.09.
+# Backward, where memory is fast, rows just as long are better off so, too: 512 and 8192 of 262,144 bfloat16 numbers
+# take 1.06 and 1.01, otherwise 1.14 and 1.04, 128 of 131,072 float32 1.22 and 1.23; and of a channel, 64 to 256 of
+# 262,144 float32 0.96 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
 # Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
@@ -160,7 +162,7 @@ class RowPipeline:
     def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""
         if problem.is_bare:
-            problem = replace(problem, channels=None)
+            problem = replace(problem, channels=None)  # of which the kernels need not know
         if isinstance(problem, ForwardProblem):
             _plan_forward(problem, self, builder)
         else:
@@ -176,9 +178,9 @@ def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bo
         most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
         return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
-    as_long = row_bytes == most and isinstance(problem, BackwardProblem) and device.has_fast_memory
-    longer = row_bytes > most or as_long
-    return longer and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
+    as_long_will_do = isinstance(problem, BackwardProblem) and device.has_fast_memory
+    long = row_bytes >= most if as_long_will_do else row_bytes > most
+    return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
