@@ -351,7 +351,8 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
     assert constants["ROWS_AHEAD"] == 1 or stage == "ahead"
     if stage == "run":
         assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
-        assert item.cluster == 1 and not constants["PEELED"] and constants["WEIGHTS"] != "staged"
+        assert item.cluster == 1 and not constants["PEELED"] and not constants["SHIFTED"]
+        assert constants["WEIGHTS"] != "staged"
         # Whole pieces of 16 bytes, from the one that the run begins in to the one that it ends in.
         pieces = -(-(16 // itemsize - 1 + constants["ROWS_PER_BLOCK"] * problem.columns) // (16 // itemsize))
         assert pieces * 16 <= slots * itemsize

@@ -12,6 +12,7 @@ from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_ear
 from cunorm.plan.row_memory import (
     are_rows,
     are_segmented,
+    are_shifted,
     can_be_shared,
     columns_per_block,
     lie_alike,
@@ -29,15 +30,18 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
     yield width, "direct", False
+    dense = all(problem.rows == 1 or matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
     if width == piece:
         yield width, "ahead", False
+        short = problem.columns * itemsize < SHORT_BYTES
+        if dense and short and isinstance(problem, ForwardProblem) and not are_shifted(problem):
+            yield width, "run", False
         return
     if _are_short(problem, width) and width * itemsize >= 4:
         yield width, "ahead", False
     if len(problem.column_sizes) > 1:
         return
-    strides = [matrix.row_strides[0] for matrix in problem.matrices]
-    if problem.rows == 1 or all(stride == problem.columns for stride in strides):
+    if dense:
         yield width, "run", False
     if problem.columns >= 4 * piece:
         yield piece, "direct", True
@@ -57,6 +61,10 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                 if geometry.weights == "staged":  # with 80 registers for each thread
                     crowds.append(replace(geometry, min_blocks=blocks_with(geometry, 80)))
                 yield from (crowd for crowd in dict.fromkeys(crowds) if crowd != geometry)
+            if isinstance(problem, ForwardProblem) and stage == "run":
+                for share in (5, 8, 12, 16):
+                    if share * geometry.threads <= device.threads_per_multiprocessor:
+                        yield replace(geometry, min_blocks=share)
             for rows in (1, 2) if stage == "ahead" else (1,):
                 deeper = replace(geometry, rows_ahead=rows)
                 most = resident(deeper, problem, device) if fits(deeper, problem, device) else 0

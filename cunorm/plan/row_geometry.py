@@ -17,6 +17,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
 from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
+from cunorm.plan.row_run import row_a_thread
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_spread import (
     MOST_THREADS,
@@ -59,6 +60,9 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     width, piece = row_width(problem), 16 // problem.itemsize
+    as_run = row_a_thread(problem, device, width)
+    if as_run is not None:
+        return as_run
     if width < piece:
         return narrow(problem, device, width)
     vectors_per_row = problem.columns // width
