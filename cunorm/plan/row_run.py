@@ -20,8 +20,8 @@ from cunorm.problem import ForwardProblem
 __all__ = ["row_a_thread"]
 
 _BLOCK_THREADS = 128
-# Waves of blocks, at least: 300,000 rows of 10 float32 numbers, 1.5 waves, take 1.06 of the time in turns, 5 1.00, 16
-# 0.96; 2 waves of 36 float16 numbers 1.01 of what they take by two threads a row, 7 0.94.
+# Waves of blocks, at least. Rows of 10 float32 numbers take 1.10 of their time in turns where they are 1.5 waves, 1.00
+# where 5, 0.96 where 16; those of 36 float16 numbers 1.01 of their time by two threads each where 2, 0.94 where 7.
 _LEAST_WAVES = 4
 # By itemsize, vector and kind: how many vectors a row has, at least and at most. Shorter ones are better read directly,
 # longer ones by several threads, which keep what they have in fewer registers.
@@ -39,12 +39,11 @@ _VECTORS = {
 def row_a_thread(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """How rows of vectors of `width` lie over blocks, if they had better come as runs; else None.
 
-    float32: 7, 10, 12, 14, 20 and 31 columns take 1.00, 0.99, 0.99, 0.99, 1.01 and 1.01 so, otherwise 1.13, 1.03, 1.09,
-    1.06, 1.07 and 1.33; under silu 10 and 12 1.02 and 1.01, otherwise 1.16 and 1.52. float16: 9, 18, 25, 36 and 42 take
-    1.41, 1.11, 1.23, 1.03 and 1.03, otherwise 1.70, 1.26, 1.39, 1.13 and 1.13; RMS norm of 14 and 62 1.02 and 1.00,
-    otherwise 1.24 and 1.24; with a residual 5, 10, 14 and 24 1.38, 1.01, 0.99 and 1.00, otherwise 1.68, 1.23, 1.74 and
-    1.52. What is slower: 54 columns of float16 under silu, 1.24 and 1.17, and 22 of float32 with a residual, 1.03 and
-    0.99.
+    float32: 7, 10, 12, 14, 20 and 31 columns take 1.00, 1.00, 0.99, 0.99, 1.03 and 1.02 so, otherwise 1.12, 1.03, 1.09,
+    1.06, 1.09 and 1.34; under silu 10 and 12 1.06 and 1.04, otherwise 1.17 and 1.50. float16: 9, 18, 25, 36 and 42 take
+    1.42, 1.12, 1.28, 1.03 and 1.04, otherwise 1.72, 1.27, 1.40, 1.14 and 1.14; 22 with float32 weights 1.08 and 2.74;
+    RMS norm of 14 and 62 1.03 and 1.01, otherwise 1.21 and 1.24; with a residual 5, 10, 14 and 24 1.47, 1.06, 1.02 and
+    1.00, otherwise 1.69, 1.25, 1.75 and 1.45. Of 422 such none takes more than 1.04 of the time before, all 0.89.
     """
     least, most = _VECTORS.get((problem.itemsize, width), {}).get(_kind(problem), (1, 0))
     vectors = problem.columns // width
@@ -65,7 +64,7 @@ def row_a_thread(problem: ForwardProblem, device: Device, width: int) -> RowBloc
 
 
 def _kind(problem: ForwardProblem) -> str:
-    """What is computed for a row: a light one has no bias, or neither weight nor bias."""
+    """What is computed for a row; little for a light one, which is of RMS norm or has neither weight nor bias."""
     if problem.norm.activation is not None:
         return "activated" if problem.residual is None else "both"
     if problem.residual is not None:
