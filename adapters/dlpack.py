@@ -15,7 +15,7 @@ from typing import Any
 
 import tvm_ffi
 
-from cunorm import execute, launch
+from cunorm import cuda, execute
 from cunorm.checks import no_tensor
 from cunorm.execute import Adapter, Gradients, Op, Output, Results
 from cunorm.problem import View
@@ -54,7 +54,7 @@ class DlpackAdapter(Adapter):
         if self._device[0] == "cuda":
             # What the CuPy adapter looks at, to allocate beside an array.
             index = self._device[1]
-            self._like = SimpleNamespace(device=launch.cupy().cuda.Device(index), data=SimpleNamespace(device_id=index))
+            self._like = SimpleNamespace(device=cuda.cupy().cuda.Device(index), data=SimpleNamespace(device_id=index))
         library = "cupy" if self._device[0] == "cuda" else "numpy"
         # Whose memory the results are in.
         self._memory: Adapter = importlib.import_module(f"cunorm.adapters.{library}").ADAPTER
@@ -148,7 +148,7 @@ class DlpackAdapter(Adapter):
         """Hold what the kernels read. ``wait`` for them if they write in place, as x's library will not."""
         if self._device[0] == "cpu":
             return
-        cupy = launch.cupy()
+        cupy = cuda.cupy()
         with cupy.cuda.Device(self._device[1]):
             stream = cupy.cuda.get_current_stream()
             if stream.is_capturing():
@@ -184,7 +184,7 @@ def _export(tensor: Any, device: tuple[str, int], versioned: bool) -> Any:
     arguments = {}
     if device[0] == "cuda":
         # DLPack calls the legacy default stream 1, CUDA 0.
-        arguments["stream"] = launch.cupy().cuda.get_current_stream(device[1]).ptr or 1
+        arguments["stream"] = cuda.cupy().cuda.get_current_stream(device[1]).ptr or 1
     if versioned:
         try:
             return tensor.__dlpack__(max_version=(1, 0), **arguments)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cunorm import launch
+from cunorm import cuda
 from cunorm.bench import models
 from cunorm.bench.channel_inputs import ChannelExact, ChannelInputs
 from cunorm.bench.inputs import SUMS, Comparison, Exact, Inputs, Tensors
@@ -224,7 +224,7 @@ def describe_machine(machine: Machine) -> dict[str, str]:
         "compute capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": str(properties.multi_processor_count),
         "CUDA of PyTorch": str(torch.version.cuda),
-        "CuPy": str(launch.cupy().__version__),
+        "CuPy": str(cuda.cupy().__version__),
         **_clocks(machine, "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"),
     }
 

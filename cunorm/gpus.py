@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cunorm import launch
+from cunorm import cuda
 from cunorm.plan import Device
 
 __all__ = [
@@ -37,7 +37,7 @@ class KnownGpu:
 
 
 def _known(name: str, arch: str, multiprocessors: int, threads: int, rate: float, rate_is: str = "") -> KnownGpu:
-    copied = rate if rate_is else launch.COPIED_SHARE * rate
+    copied = rate if rate_is else cuda.COPIED_SHARE * rate
     device = Device(arch, multiprocessors, threads, memory_rate=copied * 1e-6 / multiprocessors)
     return KnownGpu(name, device, rate, rate_is or "the datasheet's memory rate")
 
@@ -59,11 +59,11 @@ KNOWN_GPUS = {
 def cuda_devices() -> tuple[list[str], str]:
     """The names of the CUDA devices here; and, where there is none, why."""
     try:
-        runtime = launch.cupy().cuda.runtime
+        runtime = cuda.cupy().cuda.runtime
     except RuntimeError as error:
-        return [], f"CuPy {launch.no_cupy(error)}"
+        return [], f"CuPy {cuda.no_cupy(error)}"
     try:
-        names = [launch.gpu_name(index) for index in range(runtime.getDeviceCount())]
+        names = [cuda.gpu_name(index) for index in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
         return [], _why(runtime, error)
     return names, "" if names else "none found"
@@ -76,7 +76,7 @@ def _why(runtime: Any, error: Exception) -> str:
 
 def current_index(purpose: str) -> int:
     """The current CUDA device; a RuntimeError that names the purpose, where there is none."""
-    runtime = launch.cupy().cuda.runtime
+    runtime = cuda.cupy().cuda.runtime
     try:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
@@ -96,7 +96,7 @@ def local_gpu(index: int = 0) -> tuple[LocalGpu | None, str]:
     if not names:
         return None, f"no CUDA device ({reason})"
     try:
-        return LocalGpu(names[index], launch.device(index)), ""
+        return LocalGpu(names[index], cuda.device(index)), ""
     except Exception as error:  # too old, another process's alone, or a driver that does not go with this CuPy
         return None, f"{names[index]} cannot be used ({error})"
 
@@ -111,23 +111,23 @@ def check_usable(purpose: str, index: int = 0) -> None:
 
 def flushing_memory(index: int) -> Any:
     """Memory of a CUDA device that does not fit in its L2 cache, for `cold_seconds`."""
-    cupy = launch.cupy()
+    cupy = cuda.cupy()
     cache_bytes = cupy.cuda.Device(index).attributes.get("L2CacheSize", 0)
     return cupy.empty(max(2 * cache_bytes, _LEAST_FLUSHED_BYTES), "uint8")
 
 
 def cold_seconds(work: Callable[[], Any], count: int, flushing: Any) -> list[float]:
     """The times of so many runs of ``work`` on the current CUDA device and stream, each with a cold L2 cache."""
-    cuda = launch.cupy().cuda
-    pairs = [(cuda.Event(), cuda.Event()) for _ in range(count)]
+    of_cupy = cuda.cupy().cuda
+    pairs = [(of_cupy.Event(), of_cupy.Event()) for _ in range(count)]
     for begin, end in pairs:
         # Overwrites L2; and while that takes its time, the work is queued, so that no host time is measured.
         flushing.data.memset_async(0, flushing.nbytes)
         begin.record()
         work()
         end.record()
-    cuda.get_current_stream().synchronize()
-    return [float(cuda.get_elapsed_time(begin, end)) * 1e-3 for begin, end in pairs]
+    of_cupy.get_current_stream().synchronize()
+    return [float(of_cupy.get_elapsed_time(begin, end)) * 1e-3 for begin, end in pairs]
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def measured_copy_rate(index: int = 0, nbytes: int = 1 << 29) -> float:
 
     Raises a MemoryError or RuntimeError where the GPU has no room or no time for it.
     """
-    cupy = launch.cupy()
+    cupy = cuda.cupy()
     with cupy.cuda.Device(index):
         source = cupy.zeros(nbytes, cupy.uint8)
         target = cupy.empty_like(source)

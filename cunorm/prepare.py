@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.execute import Output, Prepared
 from cunorm.plan import Plan, plan
 from cunorm.problem import AnyProblem, PointwiseBackward, PointwiseForward, View
@@ -56,6 +56,6 @@ def prepare_launches(
 def chosen_plan(problem: AnyProblem, device_index: int) -> tuple[Plan, Entry | None]:
     """The plan for a problem on a CUDA device here, with what was tuned for it, if anything was; and that."""
     if isinstance(problem, (PointwiseForward, PointwiseBackward)):
-        return plan(problem, launch.device(device_index)), None
+        return plan(problem, cuda.device(device_index)), None
     tuned = entry_for(problem, device_index)
-    return plan(problem, launch.device(device_index), tuned.geometry if tuned else None), tuned
+    return plan(problem, cuda.device(device_index), tuned.geometry if tuned else None), tuned

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cunorm import kernels, launch
+from cunorm import compiling, cuda, kernels
 from cunorm.compile_error import CompileError
 
 __all__ = ["Resources", "compile_resources"]
@@ -79,10 +79,10 @@ def compile_resources(
 
 @functools.lru_cache(maxsize=1024)
 def _compile(kernel: str, constants: tuple[tuple[str, int | str], ...], arch: str, text: str) -> Resources:
-    launch.cupy()  # finds NVRTC and loads it
+    cuda.cupy()  # finds NVRTC and loads it
     from cupy_backends.cuda.libs import nvrtc
 
-    options = [*launch.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options()]
+    options = [*compiling.COMPILE_OPTIONS, *_CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *_include_options()]
     if nvrtc.getVersion() >= _FIRST_WITH_CACHE:
         options.append("--no-cache")  # what comes from the driver's cache was not compiled, and has no log
     source = kernels.kernel_source(kernel, dict(constants), {kernel: text})
@@ -110,7 +110,7 @@ def _include_options() -> tuple[str, ...]:
     except ImportError:
         folder = None
     if folder is None:
-        root = launch.cupy().cuda.get_cuda_path()
+        root = cuda.cupy().cuda.get_cuda_path()
         if root is None:
             raise RuntimeError(
                 "the headers of the CUDA runtime were not found: "

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cunorm import __version__, launch
+from cunorm import __version__, cuda
 from cunorm.cache import cache_folder
 from cunorm.plan import RowBlock, Way
 from cunorm.plan.channel_grid import Grid
@@ -350,7 +350,7 @@ def entry_for(problem: Problem | ChannelProblem, device_index: int) -> Entry | N
     by_channel = isinstance(problem, (ForwardProblem, BackwardProblem)) and problem.channels is not None
     if not entries or by_channel:
         return None
-    return entries.get(launch.gpu_name(device_index), {}).get(key_of(problem))
+    return entries.get(cuda.gpu_name(device_index), {}).get(key_of(problem))
 
 
 @functools.cache

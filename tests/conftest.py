@@ -72,7 +72,7 @@ def fake_gpu(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """A GPU that can be asked for its name and compiles everything. Gives the plans that calls were made of."""
     from tuning_cases import DEVICE, GPU
 
-    from cunorm import launch
+    from cunorm import cuda, launch
 
     made: list[Plan] = []
 
@@ -80,9 +80,9 @@ def fake_gpu(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         made.append(chosen)
         return lambda pointers, workspace, stream: None
 
-    monkeypatch.setattr(launch, "device", lambda index: DEVICE)
+    monkeypatch.setattr(cuda, "device", lambda index: DEVICE)
     monkeypatch.setattr(launch, "Call", call)
-    monkeypatch.setattr(launch, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(cuda, "gpu_name", lambda index: GPU)
     return made
 
 
@@ -101,13 +101,13 @@ def fake_machine(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> FakeM
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy as it is where there is no NVIDIA driver: every question for a device fails."""
-    from cunorm import launch
+    from cunorm import cuda
 
     def fail() -> None:
         raise OSError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
 
     runtime = SimpleNamespace(getDevice=fail, getDeviceCount=fail, driverGetVersion=lambda: 0, CUDARuntimeError=OSError)
-    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
 
 
 @pytest.fixture

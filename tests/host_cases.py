@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 
 _CONTEXT = 77
 _LaunchKernel = ctypes.CFUNCTYPE(
@@ -53,7 +53,7 @@ class Driver:
         }
 
     def addresses(self, *names: str) -> list[int]:
-        """As `cunorm.launch.driver_addresses`."""
+        """As `cunorm.cuda.driver_addresses`."""
         return [ctypes.cast(self._kept[name], ctypes.c_void_p).value or 0 for name in names]
 
     def add(self, count: int, function: Callable[[Sequence[int]], None]) -> int:
@@ -115,7 +115,7 @@ def launch_by(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         return execute.Prepared(outputs, ("cpu", 0), 0, call)
 
     monkeypatch.setattr(execute, "prepare_on_cpu", prepare_on_cpu)
-    monkeypatch.setattr(launch, "driver_addresses", driver.addresses)
+    monkeypatch.setattr(cuda, "driver_addresses", driver.addresses)
 
 
 @contextmanager

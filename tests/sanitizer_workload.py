@@ -42,7 +42,7 @@ from plan_cases import plan_rows
 from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_of
 
 import cunorm
-from cunorm import launch
+from cunorm import cuda, launch
 from cunorm.plan import Device, Plan, RowBlock, plan_with
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
@@ -120,9 +120,9 @@ def run_rows_of_channels(norm: Norm) -> None:
     dweight, dbias = (poisoned(norm.x.shape[1:2], dtype) for _ in range(2))
     given: dict[str, Array | None] = {"x": norm.x, "weight": norm.weight, "bias": norm.bias}
     given |= {"mean": mean, "rstd": rstd, "residual": None, "residual_out": None, "dresidual_out": None}
-    launch_plan(plan_rows(forward_problem(norm, y), launch.device(0)), given | {"y": y})
+    launch_plan(plan_rows(forward_problem(norm, y), cuda.device(0)), given | {"y": y})
     gradients = {"dy": norm.x, "dx": y, "dweight": dweight, "dbias": dbias}
-    launch_plan(plan_rows(backward_problem(norm, norm.x), launch.device(0)), given | gradients)
+    launch_plan(plan_rows(backward_problem(norm, norm.x), cuda.device(0)), given | gradients)
 
 
 # Rows that are claimed (see kernels/row_block_forward.cu), as a GPU of few multiprocessors would get them.

@@ -19,7 +19,7 @@ from rich.console import Console
 from tuning_cases import GPU, FakeMachine, entry_of, favourite, other_geometries, problem_of
 
 import cunorm
-from cunorm import cli, gpus, launch, resources, tuning_file
+from cunorm import cli, cuda, gpus, resources, tuning_file
 from cunorm.cli import demo, output
 from cunorm.plan import Plan
 from cunorm.tuning_file import Entry, TuningFile, key_of
@@ -76,7 +76,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
     """Makes GPUs of given compute capabilities those of this machine: seen, but with no memory for anything."""
 
     def forget() -> None:
-        for cached in (launch.device, launch.gpu_name):
+        for cached in (cuda.device, cuda.gpu_name):
             cached.cache_clear()
 
     def make(*capabilities: tuple[int, int]) -> SimpleNamespace:
@@ -105,7 +105,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
         runtime.driverGetVersion = runtime.runtimeGetVersion = lambda: 12090
         cupy = SimpleNamespace(__version__="14", uint8="uint8", zeros=full, asarray=full)
         cupy.cuda = SimpleNamespace(runtime=runtime, Device=Device)
-        monkeypatch.setattr(launch, "cupy", lambda: cupy)
+        monkeypatch.setattr(cuda, "cupy", lambda: cupy)
         monkeypatch.setattr(
             "cunorm.explanation.launches.compile_resources",
             lambda *_: SimpleNamespace(registers=1, spill_bytes=0, shared_bytes=0),
@@ -347,7 +347,7 @@ def test_info_without_cupy(
     def absent() -> None:
         raise RuntimeError("a tensor on a CUDA device needs CuPy") from error
 
-    monkeypatch.setattr(launch, "cupy", absent)
+    monkeypatch.setattr(cuda, "cupy", absent)
     assert table_row(run(capsys, "info"), "CuPy ") == ["CuPy", found]
 
 
@@ -490,7 +490,7 @@ def test_explain_without_cupy(
     def absent() -> None:
         raise RuntimeError("CuPy is not installed")
 
-    monkeypatch.setattr("cunorm.launch.cupy", absent)
+    monkeypatch.setattr("cunorm.cuda.cupy", absent)
     resources._compile.cache_clear()
     text = run(capsys, "explain", "--shape", "4096x8192")
     assert table_row(text, "row_", " = ")[3] == "unknown"

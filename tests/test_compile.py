@@ -32,7 +32,7 @@ from compile_cases import (
 )
 from plan_cases import GPUS, plain_channel_norm, plain_forward, plan_of
 
-from cunorm import kernels, launch, resources
+from cunorm import compiling, kernels, resources
 from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.problem import ACTIVATIONS, DTYPES
 from cunorm.resources import Resources, compile_resources
@@ -174,7 +174,7 @@ def ptx_of(item: Launch) -> list[str]:
     from cupy_backends.cuda.libs import nvrtc
 
     source = kernels.kernel_source(item.kernel, dict(item.constants))
-    options = (*launch.COMPILE_OPTIONS, *resources._CUPY_OPTIONS, *resources._include_options(), "-arch=compute_90")
+    options = (*compiling.COMPILE_OPTIONS, *resources._CUPY_OPTIONS, *resources._include_options(), "-arch=compute_90")
     program = nvrtc.createProgram(source, f"{item.kernel}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)

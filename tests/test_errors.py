@@ -19,7 +19,7 @@ import torch
 from error_cases import MAKERS, Make, as_numpy_array, as_torch_tensor, assert_refused, forbid_computing, values
 
 import cunorm
-from cunorm import adapters, execute, gpus, launch, resources
+from cunorm import adapters, cuda, execute, gpus, resources
 from cunorm.problem import View
 from cunorm.text import kind_of
 
@@ -514,7 +514,7 @@ def test_addresses_that_are_no_whole_elements(monkeypatch: pytest.MonkeyPatch, m
 @pytest.fixture
 def fresh_launch() -> Iterator[None]:
     """What ``launch`` has found out and what was prepared with it, forgotten before and after."""
-    kept = (launch.cupy.cache_clear, launch.device.cache_clear, execute.forget_prepared)
+    kept = (cuda.cupy.cache_clear, cuda.device.cache_clear, execute.forget_prepared)
     for forget in kept:
         forget()
     yield
@@ -529,8 +529,8 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         "a tensor on a CUDA device needs CuPy, which is not installed: "
         'install cunorm with the extra "cuda12x" (or "cuda13x", by the CUDA version of the driver)'
     )
-    assert_refused(launch.cupy, RuntimeError, message, (), {})
-    assert_refused(launch.device, RuntimeError, message, (0,), {})
+    assert_refused(cuda.cupy, RuntimeError, message, (), {})
+    assert_refused(cuda.device, RuntimeError, message, (0,), {})
     _elsewhere(monkeypatch, as_torch_tensor, {"x": ("cuda", 0)})
     refused(RuntimeError, message, torch.ones(SHAPE))
 
@@ -587,7 +587,7 @@ def test_a_driver_that_does_not_do(
 ) -> None:
     _fake_cupy(monkeypatch, driver, runtime, error)
     with pytest.raises(RuntimeError) as raised:
-        launch.device(3)
+        cuda.device(3)
     assert str(raised.value) == f"CUDA device 3 cannot be used: {error}{hint}"
     assert isinstance(raised.value.__cause__, CUDARuntimeError)
     _elsewhere(monkeypatch, as_torch_tensor, {"x": ("cuda", 3)})
@@ -600,5 +600,5 @@ def test_this_machine_without_a_driver() -> None:
     if cupy.cuda.runtime.driverGetVersion() > 0:
         pytest.skip("needs a machine without an NVIDIA driver")
     message = "(the NVIDIA driver is missing; this CuPy needs CUDA 1"
-    assert_refused(launch.device, RuntimeError, "CUDA device 0 cannot be used: ", (0,), {})
-    assert_refused(launch.device, RuntimeError, message, (0,), {})
+    assert_refused(cuda.device, RuntimeError, "CUDA device 0 cannot be used: ", (0,), {})
+    assert_refused(cuda.device, RuntimeError, message, (0,), {})

@@ -14,7 +14,7 @@ from experiment_cases import PUT, ROWS, SHIPPED, SUMS, WRONG, edited
 from tuning_cases import prepare
 
 import cunorm
-from cunorm import execute, kernels, launch
+from cunorm import compiling, cuda, execute, kernels, launch
 from cunorm.compile_error import CompileError
 from cunorm.experiments import examples
 from cunorm.plan import Device
@@ -107,10 +107,10 @@ class FakeCupy:
 @pytest.fixture
 def fake_cupy(cache_folder: Any, monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
-    monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "device", lambda index: Device())
-    monkeypatch.setattr(launch, "gpu_name", lambda index: "a GPU of this test")
-    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(cuda, "cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "device", lambda index: Device())
+    monkeypatch.setattr(cuda, "gpu_name", lambda index: "a GPU of this test")
+    monkeypatch.setattr(compiling, "_functions", {})
     return fake
 
 
@@ -132,7 +132,7 @@ def test_calls_are_compiled_of_the_text_of_the_moment(fake_cupy: FakeCupy) -> No
         True,
         False,
     ]
-    assert not any(experiment.source in str(key) for key in launch._functions)
+    assert not any(experiment.source in str(key) for key in compiling._functions)
 
 
 def test_a_call_that_is_being_prepared_meanwhile_is_not_kept(

@@ -16,7 +16,7 @@ from emulator_cases import NEEDS_COMPILER
 from experiment_cases import PUT, ROWS, SUMS, edited, no_cupy
 
 import cunorm
-from cunorm import launch
+from cunorm import cuda, launch
 from cunorm.experiments import bench
 from cunorm.plan import Plan
 
@@ -90,10 +90,10 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     monkeypatch.setattr(bench, "_WARM", 1)
     monkeypatch.setattr(bench, "_ROUNDS", 2)
     monkeypatch.setattr(bench, "_SAMPLES", 1)
-    monkeypatch.setattr(launch, "cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "cupy", lambda: fake)
     monkeypatch.setattr(launch, "Call", fake.call)
-    monkeypatch.setattr(launch, "device", lambda index: SMALL_DEVICE)
-    monkeypatch.setattr(launch, "gpu_name", lambda index: "a GPU of this test")
+    monkeypatch.setattr(cuda, "device", lambda index: SMALL_DEVICE)
+    monkeypatch.setattr(cuda, "gpu_name", lambda index: "a GPU of this test")
     return fake
 
 
@@ -148,7 +148,7 @@ def test_benches_that_cannot_be(emulated_gpu: EmulatedGpu, monkeypatch: pytest.M
         experiment.bench([(8, 8)], op="gelu")
     with pytest.raises(TypeError, match="dtype has 'int8'"):
         experiment.bench([(8, 8)], "int8")
-    monkeypatch.setattr(launch, "cupy", no_cupy)
+    monkeypatch.setattr(cuda, "cupy", no_cupy)
     with pytest.raises(RuntimeError, match="no CuPy"):
         experiment.bench([(8, 8)])
 

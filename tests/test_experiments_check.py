@@ -15,7 +15,7 @@ from emulator_cases import NEEDS_COMPILER
 from experiment_cases import PUT, ROWS, SHIPPED, SUMS, WRONG, edited, no_cupy
 
 import cunorm
-from cunorm import kernels, launch
+from cunorm import cuda, kernels
 from cunorm.compile_error import CompileError
 from cunorm.experiments import check, examples
 from cunorm.plan import Device
@@ -188,7 +188,7 @@ def test_a_compile_error_is_shown_at_the_line_of_the_edited_file(
     compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiler == "g++":
-        monkeypatch.setattr(launch, "cupy", no_cupy)
+        monkeypatch.setattr(cuda, "cupy", no_cupy)
     elif importlib.util.find_spec("cupy") is None:
         pytest.fail("needs CuPy")
     sums = "    constexpr int WARPS = THREADS_PER_ROW_ / 32;\n"
@@ -271,7 +271,7 @@ def test_an_interrupted_check_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_where_there_is_nothing_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "cupy", no_cupy)
+    monkeypatch.setattr(cuda, "cupy", no_cupy)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"takes an NVIDIA GPU, or Linux and g\+\+"):
         cunorm.experiment(ROWS).check()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cunorm
-from cunorm import execute, gpus, launch
+from cunorm import cuda, execute, gpus, launch
 from cunorm.adapters.numpy import NumpyAdapter
 from cunorm.explanation import OPS, Explanation
 from cunorm.occupancy import occupancy
@@ -372,7 +372,7 @@ def test_times_are_taken(
     now = itertools.count()
     monkeypatch.setattr(launch, "Call", call)
     monkeypatch.setattr(
-        launch,
+        cuda,
         "cupy",
         lambda: SimpleNamespace(
             empty=memory,

@@ -15,7 +15,7 @@ import pytest
 from tuning_cases import DEVICE, FakeMachine, favourite, other_geometries, problem_of
 
 import cunorm
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.plan import Plan, plan, plan_with
 
 jax_call: Any = importlib.import_module("cunorm.adapters.jax.call")
@@ -70,7 +70,7 @@ def gpus(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus
     devices = [SimpleNamespace(device_kind="the same", local_hardware_id=index) for index in (0, 1)]
     monkeypatch.setattr(jax.ffi, "ffi_call", recording)
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
-    monkeypatch.setattr(launch, "device", found.device)
+    monkeypatch.setattr(cuda, "device", found.device)
     monkeypatch.setattr(launch, "Call", found.call)
     jax_call._cuda_devices.cache_clear()
     yield found
@@ -106,7 +106,7 @@ def test_a_gpu_that_cannot_be_used_is_no_hindrance_for_others(gpus: Gpus, monkey
             raise RuntimeError("CUDA device 0 has compute capability 7.0")
         return gpus.device(index)
 
-    monkeypatch.setattr(launch, "device", device)
+    monkeypatch.setattr(cuda, "device", device)
     lower_backward(8192, 65536)
     (call,) = gpus.lowered
     call.run(1)

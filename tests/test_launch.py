@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cunorm import kernels, launch
+from cunorm import compiling, cuda, kernels, launch
 from cunorm.plan import Device, Launch, Plan, plan
 from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 
@@ -99,10 +99,10 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "device", lambda index: fake.gpu)
-    monkeypatch.setattr(launch, "_driver", lambda: fake)
-    monkeypatch.setattr(launch, "compiled_function", lambda kernel, *_: SimpleNamespace(ptr=FUNCTIONS[kernel]))
+    monkeypatch.setattr(cuda, "cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "device", lambda index: fake.gpu)
+    monkeypatch.setattr(cuda, "driver", lambda: fake)
+    monkeypatch.setattr(compiling, "compiled_function", lambda kernel, *_: SimpleNamespace(ptr=FUNCTIONS[kernel]))
     return fake
 
 
@@ -276,8 +276,8 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
         raise CompileException("no cuda_fp16.h here")
 
     fake.RawModule = refuse  # type: ignore[attr-defined]
-    monkeypatch.setattr(launch, "cupy", lambda: fake)
-    monkeypatch.setattr(launch, "device", lambda index: fake.gpu)
+    monkeypatch.setattr(cuda, "cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "device", lambda index: fake.gpu)
     chosen = forward(1000, 4096, False)
     message = "kernel row_block_forward does not compile for CUDA device 0:\nno cuda_fp16.h here\n"
     with pytest.raises(RuntimeError, match=message):
@@ -290,21 +290,21 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
     look_like(monkeypatch, properties)
     if fine:
         clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
-        assert launch.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
+        assert cuda.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
     else:
         message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
         with pytest.raises(RuntimeError, match=message):
-            launch.device(0)
+            cuda.device(0)
 
 
 def look_like(monkeypatch: pytest.MonkeyPatch, properties: dict[str, int], **attributes: int) -> None:
     """Makes CUDA device 0 one of which the driver says this."""
     runtime = SimpleNamespace(getDeviceProperties=lambda index: properties, CUDARuntimeError=RuntimeError)
     device = SimpleNamespace(attributes=attributes)
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda index: device)
-    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(launch, "_clusters", lambda index: (5, 2, 1, 0))
-    monkeypatch.setattr(launch, "device", functools.cache(launch.device.__wrapped__))
+    of_cupy = SimpleNamespace(runtime=runtime, Device=lambda index: device)
+    monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=of_cupy))
+    monkeypatch.setattr(cuda, "_clusters", lambda index: (5, 2, 1, 0))
+    monkeypatch.setattr(cuda, "device", functools.cache(cuda.device.__wrapped__))
 
 
 @pytest.mark.parametrize(
@@ -315,20 +315,20 @@ def look_like(monkeypatch: pytest.MonkeyPatch, properties: dict[str, int], **att
 def test_how_fast_the_memory_is(monkeypatch: pytest.MonkeyPatch, kilohertz: int, bits: int, rate: float) -> None:
     properties = {"major": 9, "minor": 0, "multiProcessorCount": 132, "maxThreadsPerMultiProcessor": 2048}
     look_like(monkeypatch, properties, MemoryClockRate=kilohertz, GlobalMemoryBusWidth=bits)
-    assert launch.device(0).memory_rate == pytest.approx(rate, rel=0.005)
+    assert cuda.device(0).memory_rate == pytest.approx(rate, rel=0.005)
 
 
 def test_no_launch_takes_shared_memory_from_another_of_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has one function for one text, whose limit is that of the launch that needs most."""
     function = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, shared_size_bytes=1024, kernel=None)
     module = SimpleNamespace(get_function=lambda name: function)
-    cuda = SimpleNamespace(
+    of_cupy = SimpleNamespace(
         Device=lambda index: contextlib.nullcontext(), compiler=SimpleNamespace(CompileException=CompileException)
     )
-    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(RawModule=lambda **_: module, cuda=cuda))
+    monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(RawModule=lambda **_: module, cuda=of_cupy))
     (item,) = forward(1000, 4096, False).launches
     limits = []
     for shared_bytes in (100_000, 60_000, 150_000, 0):
-        launch._compile("", item.kernel, item.constants, shared_bytes, 1, 0)
+        compiling._compile("", item.kernel, item.constants, shared_bytes, 1, 0)
         limits.append(function.max_dynamic_shared_size_bytes)
     assert limits == [100_000, 100_000, 150_000, 150_000]

@@ -158,7 +158,7 @@ def test_what_tuning_found_for_layer_norm_is_not_theirs(monkeypatch: pytest.Monk
     layer_norm = replace(rows, channels=None)
     entry = tuning_file.Entry(None, (512, 1000), 1e-6, 1e-6, 1, "0.1.0")
     monkeypatch.setattr(tuning_file, "_entries", lambda: {"a GPU": {tuning_file.key_of(layer_norm): entry}})
-    monkeypatch.setattr(tuning_file.launch, "gpu_name", lambda index: "a GPU")
+    monkeypatch.setattr(tuning_file.cuda, "gpu_name", lambda index: "a GPU")
     assert tuning_file.entry_for(layer_norm, 0) is entry
     assert tuning_file.entry_for(rows, 0) is None
 

@@ -32,7 +32,7 @@ from cases import (
 )
 
 import cunorm
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.plan import Plan
 from cunorm.problem import Norm
 
@@ -357,14 +357,14 @@ def test_memory_is_kept_until_the_kernels_are_done(
         assert stream == 7
         kept.extend(tensor() is not None for tensors in allocated.values() for tensor in tensors)
 
-    cuda = SimpleNamespace(
+    of_cupy = SimpleNamespace(
         Device=contextlib.nullcontext,
         get_current_stream=lambda device: SimpleNamespace(ptr=7),
         runtime=SimpleNamespace(streamSynchronize=synchronize),
     )
     monkeypatch.setattr(tf.raw_ops, "Empty", recording)
     monkeypatch.setattr(launch, "Call", call)
-    monkeypatch.setattr(launch, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=of_cupy))
     monkeypatch.setattr(tensorflow_adapter, "_memory", lambda tensor: (1 << 20, ("cuda", 0)))
     # So many rows that blocks leave partial sums in a workspace.
     x, weight, rows = tf.ones((2048, 1024)), tf.ones(1024), tf.ones(2048)

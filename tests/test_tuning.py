@@ -22,7 +22,7 @@ from tuning_cases import (
 )
 
 import cunorm
-from cunorm import execute, explanation, launch, reference, tuning
+from cunorm import compiling, cuda, execute, explanation, launch, reference, tuning
 from cunorm.plan import Plan, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
 from cunorm.row_norm import RowNorm
@@ -298,9 +298,9 @@ def numpy_gpu(fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch) -> CupyOnNu
     monkeypatch.setattr("cunorm.gpus._LEAST_FLUSHED_BYTES", 1 << 10)
     monkeypatch.setattr(tuning_gpu, "_CHUNK", 1000)
     monkeypatch.setattr(tuning_gpu, "_BLOCK", 2**10 - 3)
-    monkeypatch.setattr(launch, "cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "cupy", lambda: fake)
     monkeypatch.setattr(launch, "Call", call)
-    monkeypatch.setattr(launch, "compiled_function", lambda *_: None)
+    monkeypatch.setattr(compiling, "compiled_function", lambda *_: None)
     return fake
 
 
@@ -369,7 +369,7 @@ def test_kernels_that_do_not_compile(numpy_gpu: CupyOnNumpy, monkeypatch: pytest
         if constants == item.constants:
             raise RuntimeError("kernel row_block_forward does not compile")
 
-    monkeypatch.setattr(launch, "compiled_function", compiled)
+    monkeypatch.setattr(compiling, "compiled_function", compiled)
     (result,) = cunorm.tune("layer_norm", (6, 512), "bfloat16", max_seconds=1e9)
     assert 1 < result.tried < result.candidates
 

@@ -17,7 +17,7 @@ from cases import SMALL_DEVICE
 from tuning_cases import DEVICE, GPU, entry_of, other_geometries, prepare, problem_of
 
 import cunorm
-from cunorm import launch, tuning, tuning_file
+from cunorm import cuda, tuning, tuning_file
 from cunorm.emulator.compiler import _executables_folder
 from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem
@@ -374,7 +374,7 @@ def test_what_is_prepared_reads_no_file(
 def test_without_a_file_not_even_the_name_of_the_gpu_is_asked_for(
     fake_gpu: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "gpu_name", lambda index: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(cuda, "gpu_name", lambda index: pytest.fail("the driver was asked"))
     prepare(4096, 8192)
     assert fake_gpu == [plan(problem_of(4096, 8192), DEVICE)]
 

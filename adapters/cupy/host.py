@@ -14,7 +14,7 @@ from typing import Any
 
 import cupy
 
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
 from cunorm.execute import Op, Output, Ready, numpy_dtype
 
@@ -111,7 +111,7 @@ def _given(ready: Ready) -> tuple[Any, ...] | None:
     if not isinstance(call, launch.Call) or any(output is not None and output.permutation for output in outputs):
         return None
     if not _has_driver:  # now there is one
-        native.use_driver(*launch.driver_addresses("cuLaunchKernelEx", "cuCtxGetCurrent"))
+        native.use_driver(*cuda.driver_addresses("cuLaunchKernelEx", "cuCtxGetCurrent"))
         _has_driver = True
     allocated = tuple(None if output is None else (output.shape, numpy_dtype(output.dtype)) for output in outputs)
     device = ready.prepared.device[1]

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cunorm import launch
+from cunorm import cuda
 from cunorm.adapters.tensorflow import host
 from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, place, scatter
 from cunorm.checks import no_tensor
@@ -60,7 +60,7 @@ def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
     if exported.device_type == _DLPACK_CPU:
         return pointer, ("cpu", 0)
     if pointer and index not in _cuda_devices:
-        _cuda_devices[index] = int(launch.cupy().cuda.runtime.pointerGetAttributes(pointer).device)
+        _cuda_devices[index] = int(cuda.cupy().cuda.runtime.pointerGetAttributes(pointer).device)
     return pointer, ("cuda", _cuda_devices.get(index, index))
 
 
@@ -109,15 +109,15 @@ class TensorFlowAdapter(Adapter):
     def stream(self, device: tuple[str, int]) -> int:
         if device[0] == "cpu":
             return 0
-        self._stream = device[1], int(launch.cupy().cuda.get_current_stream(device[1]).ptr)
+        self._stream = device[1], int(cuda.cupy().cuda.get_current_stream(device[1]).ptr)
         return self._stream[1]
 
     def wait(self) -> None:
         """Until the kernels are done, if any were launched."""
         if self._stream is not None:
             device, handle = self._stream
-            with launch.cupy().cuda.Device(device):  # the handle of a default stream means that of the current device
-                launch.cupy().cuda.runtime.streamSynchronize(handle)
+            with cuda.cupy().cuda.Device(device):  # the handle of a default stream means that of the current device
+                cuda.cupy().cuda.runtime.streamSynchronize(handle)
 
     def apply(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
 from cunorm.adapters.tensorflow import work
 from cunorm.execute import Output, Prepared
@@ -216,7 +216,7 @@ def _tell(ready: ctypes.c_void_p, task: work.Work, views: Sequence[View | None],
 
 def _driver_functions() -> list[ctypes.c_void_p]:
     names = ("cuLaunchKernelEx", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
-    return [ctypes.c_void_p(address) for address in launch.driver_addresses(*names)]
+    return [ctypes.c_void_p(address) for address in cuda.driver_addresses(*names)]
 
 
 def _int64s(values: Sequence[int]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cunorm import execute, launch
+from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
 from cunorm.execute import Op, Output, Ready
 
@@ -149,7 +149,7 @@ def _given(
     if not isinstance(call, launch.Call):
         return None
     if not _has_begun:  # now there is a driver
-        functions = launch.driver_addresses("cuLaunchKernelEx", "cuCtxGetCurrent")
+        functions = cuda.driver_addresses("cuLaunchKernelEx", "cuCtxGetCurrent")
         native.begin(*functions, getattr(torch._C, "_cuda_getCurrentRawStream", None), _backward)
         _has_begun = True
     allocated = [None if output is None else see(output) for output in outputs]

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import cunorm
-from cunorm import gpus, launch
+from cunorm import cuda, gpus
 from cunorm.adapters import compiled
 from cunorm.cli import output
 from cunorm.tuning_file import TuningFile, default_path
@@ -86,7 +86,7 @@ def _cuda() -> list[tuple[str, str]]:
     # As CuPy does it, which needs no home folder.
     cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
     try:
-        cupy = launch.cupy()
+        cupy = cuda.cupy()
         runtime = cupy.cuda.runtime
         from cupy_backends.cuda.libs import nvrtc
 
@@ -96,7 +96,7 @@ def _cuda() -> list[tuple[str, str]]:
             ("NVRTC", ".".join(map(str, nvrtc.getVersion()))),
         ]
     except Exception as error:  # whatever a broken installation raises is what this command is asked for
-        rows.append(("CuPy", launch.no_cupy(error).removeprefix("is ")))
+        rows.append(("CuPy", cuda.no_cupy(error).removeprefix("is ")))
     if not devices:
         rows.append(("CUDA devices", f"none ({reason}); arrays on the CPU are computed by NumPy"))
     for index, name in enumerate(devices):
@@ -114,8 +114,8 @@ def _note_on(folder: Path) -> str:
 
 def _described(index: int) -> str:
     try:
-        device = launch.device(index)
-        memory = launch.cupy().cuda.Device(index).mem_info[1]
+        device = cuda.device(index)
+        memory = cuda.cupy().cuda.Device(index).mem_info[1]
     except Exception as error:  # too old, full, or another process's alone: what this command is asked for
         return str(error)
     return f"{device.arch}, {device.multiprocessors} multiprocessors, {output.byte_count(memory)}"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cunorm
-from cunorm import gpus, launch
+from cunorm import cuda, gpus
 
 __all__ = ["EPS", "LIBRARIES", "Library", "Op"]
 
@@ -130,7 +130,7 @@ class _CuPy(Library):
     on_gpu = True
 
     def __init__(self) -> None:
-        cupy = launch.cupy()
+        cupy = cuda.cupy()
         gpus.current_index("CuPy")
         self.arrays, self.version = cupy, cupy.__version__
 

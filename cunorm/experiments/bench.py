@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import launch
+from cunorm import cuda
 from cunorm.experiments.examples import Chosen, Example, outputs_of
 from cunorm.experiments.tables import Table
 from cunorm.tuning.gpu import Gpu
@@ -73,7 +73,7 @@ def time_texts(kernel: str, text: str, chosen: Sequence[Chosen], index: int, not
             raise RuntimeError(f"the tensors of {item.example} do not fit in the GPU's free memory: {error}") from error
         finally:
             gpu.release()
-    return BenchReport(kernel, launch.gpu_name(index), rows, notes)
+    return BenchReport(kernel, cuda.gpu_name(index), rows, notes)
 
 
 def _tensors(chosen: Chosen) -> dict[str, tuple[int, str] | None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import launch, resources
+from cunorm import cuda, launch, resources
 from cunorm.compile_error import CompileError, excerpt
 from cunorm.emulator.plans import owner_of
 from cunorm.experiments.examples import Array, Chosen, Example, Tensors
@@ -183,7 +183,7 @@ def _emulated(kernel: str, text: str, chosen: Chosen, seeds: int) -> _Outcome:
 def _compile_as_on_a_gpu(kernel: str, constants: Mapping[str, int | str], texts: Texts) -> None:
     """g++ accepts what NVRTC does not, which needs no GPU but CuPy."""
     try:
-        launch.cupy()
+        cuda.cupy()
     except RuntimeError:
         return
     resources.compile_resources(kernel, constants, "sm_90", texts)
@@ -233,7 +233,7 @@ def check_on_gpu(
         if outcomes[-1].verdict == "error":
             notes = [*notes, "The calls after that were not run: an error may leave the GPU unusable in this process."]
             break
-    return CheckReport(kernel, launch.gpu_name(device_index), outcomes, notes)
+    return CheckReport(kernel, cuda.gpu_name(device_index), outcomes, notes)
 
 
 def _on_gpu(texts: Texts, chosen: Chosen, device_index: int, turns: int) -> _Outcome:
@@ -254,7 +254,7 @@ def _on_gpu(texts: Texts, chosen: Chosen, device_index: int, turns: int) -> _Out
 
 def _run_on_gpu(call: launch.Call, workspace_bytes: int, tensors: Tensors, device_index: int) -> None:
     """Copy the arrays to the device, run, and copy back what is written."""
-    cupy = launch.cupy()
+    cupy = cuda.cupy()
     with cupy.cuda.Device(device_index):
         memory: dict[str, Any] = {}
         pointers = []

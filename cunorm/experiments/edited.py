@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cunorm import execute, gpus, kernels, launch
+from cunorm import compiling, cuda, execute, gpus, kernels
 from cunorm.gpus import KNOWN_GPUS
 from cunorm.plan import Device
 from cunorm.problem import DTYPES
@@ -130,7 +130,7 @@ class Experiment:
             raise RuntimeError("on is 'gpu', and there is no NVIDIA GPU that can be used here")
         if index is None and shutil.which("g++") is None:
             raise RuntimeError("to check a kernel takes an NVIDIA GPU, or Linux and g++ for the emulator")
-        device = None if index is None else launch.device(index)
+        device = None if index is None else cuda.device(index)
         _check_dtypes("dtypes", dtypes or ())
         if shapes is not None:
             asked = examples.of_shapes(shapes, dtypes or ("float32", "bfloat16"))
@@ -223,7 +223,7 @@ class Experiment:
         chosen = []
         for shape in shapes:
             asked = [item.without_statistics for item in examples.of_shapes([shape], [dtype]) if op in (None, item.op)]
-            found = examples.launching(self.kernel, asked, launch.device(index))
+            found = examples.launching(self.kernel, asked, cuda.device(index))
             if not found:
                 of_op = f"no call of {op}" if op else "no call"
                 raise ValueError(f"shapes has {tuple(shape)}: {of_op} on {dtype} launches {self.kernel} here")
@@ -261,7 +261,7 @@ class Experiment:
                 in_use = entry in _active
             execute.forget_compiled()
             if not in_use and entry[1] != self._shipped:
-                launch.forget_text(entry[1])
+                compiling.forget_text(entry[1])
 
 
 def _check_dtypes(name: str, dtypes: Sequence[str]) -> None:
@@ -273,8 +273,8 @@ def _check_dtypes(name: str, dtypes: Sequence[str]) -> None:
 def _device_of(arch: str | None) -> Device:
     """The GPU here, or one that stands for an architecture."""
     index = _gpu()
-    if index is not None and arch in (None, launch.device(index).arch):
-        return launch.device(index)
+    if index is not None and arch in (None, cuda.device(index).arch):
+        return cuda.device(index)
     known = KNOWN_GPUS.get(arch or "sm_90")
     if known is None:
         raise ValueError(f"arch is {arch!r}; it must be one of {', '.join(KNOWN_GPUS)}, or that of this machine's GPU")
@@ -288,7 +288,7 @@ def _put_in_place() -> None:
 def _gpu() -> int | None:
     """The current CUDA device, if there is one that can be used."""
     try:
-        return int(launch.cupy().cuda.runtime.getDevice())
+        return int(cuda.cupy().cuda.runtime.getDevice())
     except Exception:  # no CuPy, no driver, no device, or one that is too old
         return None
 

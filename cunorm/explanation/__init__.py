@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cunorm import gpus, launch
+from cunorm import cuda, gpus
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
 from cunorm.execute import Op
@@ -224,7 +224,7 @@ def _explained(call: Call, op: str, target: _Target, place: int | None, measure:
             raise RuntimeError(f"the call cannot be timed: {error}") from error
         return dataclasses.replace(explanation, failure=str(error))
     finally:
-        launch.cupy().get_default_memory_pool().free_all_blocks()  # which other libraries may need
+        cuda.cupy().get_default_memory_pool().free_all_blocks()  # which other libraries may need
     return dataclasses.replace(explanation, seconds=seconds, copy_seconds=copy_seconds)
 
 

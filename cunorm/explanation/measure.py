@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from cunorm import gpus, launch
+from cunorm import cuda, gpus
 from cunorm.explanation.call import Call
 from cunorm.problem import DTYPES, View
 
@@ -21,7 +21,7 @@ def measured(call: Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[
 
     x is the user's where it has an address; all else is drawn at random.
     """
-    cupy = launch.cupy()
+    cupy = cuda.cupy()
     with cupy.cuda.Device(index) as device:
         prepared, views = call.prepared(("cuda", index))
         device.synchronize()  # x may be on its way, on another stream

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute, gpus, launch
+from cunorm import compiling, cuda, execute, gpus, launch
 from cunorm.plan import Plan
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
@@ -35,9 +35,9 @@ class Gpu:
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, str] | None], outputs: Sequence[str], index: int) -> None:
-        self._cupy = launch.cupy()
+        self._cupy = cuda.cupy()
         self._index = index
-        self.gpu, self.device = launch.gpu_name(index), launch.device(index)
+        self.gpu, self.device = cuda.gpu_name(index), cuda.device(index)
         self._tensors = {name: item for name, item in tensors.items() if item is not None}
         self._outputs = [name for name in outputs if name in self._tensors]
         self._names = tuple(tensors)
@@ -76,7 +76,7 @@ class Gpu:
             if kernel not in needed and time.monotonic() > until:
                 return False
             try:
-                launch.compiled_function(*kernel)
+                compiling.compiled_function(*kernel)
             except RuntimeError:  # it does not compile, or asks for more than there is
                 return False
             return True
