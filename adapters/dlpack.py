@@ -17,7 +17,8 @@ import tvm_ffi
 
 from cunorm import cuda, execute
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute
+from cunorm import execute, on_cpu
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import Op, Output, Results
 from cunorm.problem import View
 from cunorm.text import kind_of
 
@@ -30,7 +31,7 @@ class NumpyAdapter(Adapter):
         return View(tensor.__array_interface__["data"][0], tensor.shape, strides, tensor.dtype.name, ("cpu", 0))
 
     def empty(self, output: Output, like: Any) -> np.ndarray[Any, Any]:
-        dtype = execute.numpy_dtype(output.dtype)
+        dtype = on_cpu.numpy_dtype(output.dtype)
         if output.permutation is None:
             return np.empty(output.shape, dtype)
         return np.empty(output.shape_in_memory, dtype).transpose(output.places)

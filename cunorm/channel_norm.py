@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import execute, op_names, reference
+from cunorm import execute, on_cpu, op_names, reference
 from cunorm.checks import (
     check_activation,
     check_channels,
@@ -25,8 +25,8 @@ from cunorm.checks import (
     check_vector,
     memory_order,
 )
-from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, RUNNING_OPERANDS, Output, Prepared
 from cunorm.prepare import gradient_outputs, prepare_launches, views_of
+from cunorm.prepared import BACKWARD_OPERANDS, FORWARD_OPERANDS, RUNNING_OPERANDS, Output, Prepared
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, RunningStatistics, View
 
 __all__ = ["CHANNEL_NORMS", "ChannelNorm"]
@@ -37,7 +37,7 @@ CHANNEL_NORMS: tuple[str, ...] = ("instance_norm", "group_norm", "batch_norm")
 
 @dataclass(frozen=True, eq=False)
 class ChannelNorm:
-    """One of the norms of channels with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
+    """One of the norms of channels with its attributes, as the adapters pass it around (see `cunorm.prepared.Op`).
 
     There is one object for the same attributes, made by `of`: as a part of keys it is compared by identity, in no time.
     ``training`` is False where the statistics are given; an update is ``running = kept * running + taken * new``, the
@@ -128,7 +128,7 @@ class ChannelNorm:
 
         if x.device[0] == "cpu":
             views = (x, None, weight, bias, y_view, *running, *views_of(outputs[1:], x.device))
-            return execute.prepare_on_cpu(functools.partial(_run_forward, self, sizes), views, outputs)
+            return on_cpu.prepare_on_cpu(functools.partial(_run_forward, self, sizes), views, outputs)
         problem = ChannelForward.of(
             x,
             weight,
@@ -170,7 +170,7 @@ class ChannelNorm:
 
         if x.device[0] == "cpu":
             views = (dy, None, x, weight, bias, mean, rstd, *views_of(outputs, x.device))
-            return execute.prepare_on_cpu(functools.partial(_run_backward, self, sizes, output_mask), views, outputs)
+            return on_cpu.prepare_on_cpu(functools.partial(_run_backward, self, sizes, output_mask), views, outputs)
         problem = ChannelBackward.of(
             dy,
             x,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cunorm.execute import Output
+from cunorm.prepared import Output
 from cunorm.problem import ACTIVATIONS, DTYPES, View, contiguous_strides
 from cunorm.text import kind_of
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cunorm.execute import Op
+from cunorm.prepared import Op
 
 __all__ = ["OPS", "as_constant", "interned", "is_compiling", "made_of", "name_op", "recipe_of"]
 

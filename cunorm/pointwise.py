@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cunorm import adapters, execute, op_names, reference
+from cunorm import adapters, execute, on_cpu, op_names, reference
 from cunorm.checks import check_like, check_one_of, check_pointwise, check_pointwise_mask
-from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.prepare import prepare_launches, views_of
+from cunorm.prepared import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.problem import PointwiseBackward, PointwiseForward, View
 
 __all__ = ["Pointwise", "gelu", "gelu_backward"]
@@ -123,7 +123,7 @@ def gelu_backward(
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """An activation as the adapters pass it around (see `cunorm.execute.Op`): of its operands it has x, bias and y.
+    """An activation as the adapters pass it around (see `cunorm.prepared.Op`): of its operands it has x, bias and y.
 
     There is one object for each activation: as a part of keys it is compared by identity, in no time.
     """
@@ -165,7 +165,7 @@ class Pointwise:
             def run(x: Any, residual: Any, weight: Any, bias: Any, y: Any) -> None:
                 reference.pointwise(x, bias, activation=self.activation, out=y)
 
-            return execute.prepare_on_cpu(run, (x, None, None, bias, y_view), outputs)
+            return on_cpu.prepare_on_cpu(run, (x, None, None, bias, y_view), outputs)
         problem = PointwiseForward.of(x, bias, y_view, activation=self.activation)
         return prepare_launches(problem, FORWARD_OPERANDS, outputs, x.device)
 
@@ -198,7 +198,7 @@ class Pointwise:
                 reference.pointwise_backward(dy, x, bias, activation=self.activation, output_mask=mask, **results)
 
             inputs = (dy, None, x, None, bias, None, None)
-            return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
+            return on_cpu.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
         problem = PointwiseBackward.of(
             dy,
             x,

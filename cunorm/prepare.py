@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cunorm import cuda, execute, launch
-from cunorm.execute import Output, Prepared
+from cunorm import cuda, launch
 from cunorm.plan import Plan, plan
+from cunorm.prepared import NOWHERE, Described, Output, Prepared, cannot_run
 from cunorm.problem import AnyProblem, PointwiseBackward, PointwiseForward, View
 from cunorm.tuning_file import Entry, entry_for
 
@@ -43,10 +43,10 @@ def prepare_launches(
 ) -> Prepared:
     """A call of the plan for a problem.
 
-    On the device of `cunorm.execute.NOWHERE` it is only described.
+    On the device of `cunorm.prepared.NOWHERE` it is only described.
     """
-    if device == execute.NOWHERE:
-        return execute.Described(outputs, device, 0, execute.cannot_run, problem, operands)
+    if device == NOWHERE:
+        return Described(outputs, device, 0, cannot_run, problem, operands)
     _, device_index = device
     chosen, _ = chosen_plan(problem, device_index)
     call = launch.Call(chosen, operands, device_index)

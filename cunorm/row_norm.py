@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cunorm import execute, op_names, reference
+from cunorm import execute, on_cpu, op_names, reference
 from cunorm.checks import (
     check_activation,
     check_axis,
@@ -17,8 +17,8 @@ from cunorm.checks import (
     check_weight_offset,
     check_x,
 )
-from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.prepare import gradient_outputs, prepare_launches, views_of
+from cunorm.prepared import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.problem import BackwardProblem, ForwardProblem, Norm, View
 
 __all__ = ["RowNorm"]
@@ -26,7 +26,7 @@ __all__ = ["RowNorm"]
 
 @dataclass(frozen=True, eq=False)
 class RowNorm:
-    """`layer_norm` or `rms_norm` with its attributes, as the adapters pass it around (see `cunorm.execute.Op`).
+    """`layer_norm` or `rms_norm` with its attributes, as the adapters pass it around (see `cunorm.prepared.Op`).
 
     There is one object for the same attributes, made by `of`: as a part of keys it is compared by identity, in no time.
     """
@@ -104,7 +104,7 @@ class RowNorm:
                 reference.row_norm(x, weight, bias, **options, **results)
 
             views = (x, residual, weight, bias, y_view, residual_out_view, *statistics)
-            return execute.prepare_on_cpu(run, views, outputs)
+            return on_cpu.prepare_on_cpu(run, views, outputs)
         problem = ForwardProblem.of(
             x,
             weight,
@@ -160,7 +160,7 @@ class RowNorm:
                 reference.row_norm_backward(dy, x, weight, mean, rstd, output_mask=output_mask, **options, **outs)
 
             inputs = (dy, dresidual_out, x, weight, bias, mean, rstd)
-            return execute.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
+            return on_cpu.prepare_on_cpu(run, (*inputs, *views_of(outputs, x.device)), outputs)
         problem = BackwardProblem.of(
             dy,
             x,

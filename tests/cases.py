@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cunorm
-from cunorm import execute, reference
+from cunorm import on_cpu, reference
 from cunorm.plan import Device, Plan, plan
 from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Norm, View
 from cunorm.reference import activations
@@ -67,7 +67,7 @@ SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    return execute.numpy_dtype(name)
+    return on_cpu.numpy_dtype(name)
 
 
 def data(seed: int, shape: tuple[int, ...], dtype: str = "float32", shift: float = 0.3, outliers: bool = True) -> Array:

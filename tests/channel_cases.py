@@ -31,8 +31,8 @@ from cases import (
 import cunorm
 from cunorm import reference
 from cunorm.checks import memory_order
-from cunorm.execute import Output
 from cunorm.plan import Device, Plan, plan
+from cunorm.prepared import Output
 from cunorm.problem import ChannelBackward, ChannelForward, RunningStatistics
 from cunorm.reference import activations
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from cunorm import execute, launch, reference
+from cunorm import launch, on_cpu, reference
 
 
 def as_numpy_array(values: Any, dtype: str = "float32") -> Any:
-    return np.asarray(values).astype(execute.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
+    return np.asarray(values).astype(on_cpu.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
 
 
 def as_torch_tensor(values: Any, dtype: str = "float32") -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cunorm import cuda, execute, launch
+from cunorm import cuda, execute, launch, on_cpu
+from cunorm.prepared import Prepared
 
 _CONTEXT = 77
 _LaunchKernel = ctypes.CFUNCTYPE(
@@ -103,18 +104,18 @@ def step(number: int, places: Sequence[int]) -> launch.Step:
 
 def launch_by(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compiled code compute what is on the CPU as if it was on a GPU, by this driver."""
-    prepare = execute.prepare_on_cpu
+    prepare = on_cpu.prepare_on_cpu
 
-    def prepare_on_cpu(function: Any, views: Sequence[Any], outputs: Any) -> execute.Prepared:
+    def prepare_on_cpu(function: Any, views: Sequence[Any], outputs: Any) -> Prepared:
         prepared = prepare(function, views, outputs)
 
         def run(pointers: Sequence[int]) -> None:
             prepared.run(pointers, 0, 0)
 
         call = CallOnCpu(run, [step(driver.add(len(views), run), range(len(views)))])
-        return execute.Prepared(outputs, ("cpu", 0), 0, call)
+        return Prepared(outputs, ("cpu", 0), 0, call)
 
-    monkeypatch.setattr(execute, "prepare_on_cpu", prepare_on_cpu)
+    monkeypatch.setattr(on_cpu, "prepare_on_cpu", prepare_on_cpu)
     monkeypatch.setattr(cuda, "driver_addresses", driver.addresses)
 
 

@@ -22,7 +22,7 @@ from channel_cases import (
 
 import cunorm
 from cunorm import channel_norm, reference
-from cunorm.execute import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
+from cunorm.prepared import BACKWARD_OPERANDS, FORWARD_OPERANDS, Output, Prepared
 from cunorm.problem import ACTIVATIONS, ChannelBackward, ChannelForward, ChannelTensor, RunningStatistics, Vector, View
 
 DTYPES = list(NORM_TOLERANCE)

@@ -24,10 +24,11 @@ import pytest
 from host_cases import CallOnCpu, Driver, launch_by, step
 
 import cunorm
-from cunorm import cli, execute
+from cunorm import cli, execute, on_cpu
 from cunorm.adapters.cupy import adapter, host
 from cunorm.adapters.cupy.adapter import CupyAdapter
-from cunorm.execute import Output, Prepared, Ready
+from cunorm.execute import Ready
+from cunorm.prepared import Output, Prepared
 
 _VARIABLE = "CUNORM_COMPILED_CALLS"
 STREAM = 0x5000
@@ -52,7 +53,7 @@ def to_numpy(array: Any) -> Any:
     if array is None or not is_in_host_memory(array):
         return None if array is None else cupy.asnumpy(array)
     strides = tuple(stride // array.itemsize for stride in array.strides)
-    return execute.as_numpy(array.data.ptr, array.shape, strides, array.dtype.name).copy()
+    return on_cpu.as_numpy(array.data.ptr, array.shape, strides, array.dtype.name).copy()
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def data(*shape: int, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> Any:
-    array = np.random.default_rng([seed, *shape]).standard_normal(shape).astype(execute.numpy_dtype(dtype))
+    array = np.random.default_rng([seed, *shape]).standard_normal(shape).astype(on_cpu.numpy_dtype(dtype))
     return in_host_memory(array) if device == "cpu" else cupy.asarray(array)
 
 

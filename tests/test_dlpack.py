@@ -13,7 +13,7 @@ import pytest
 from cases import NORM_TOLERANCE, Case, data, dtype_of, gelu_in_float64, relative_error
 
 import cunorm
-from cunorm import execute, reference
+from cunorm import on_cpu, reference
 from cunorm.problem import Norm
 
 dlpack_adapter: Any = importlib.import_module("cunorm.adapters.dlpack")
@@ -44,7 +44,7 @@ class Namespace:
     def from_dlpack(array: Any) -> Standard:
         view = dlpack_adapter.DlpackAdapter(array).view(array, "array")
         assert view.device[0] == "cpu"
-        copy = execute.as_numpy(view.pointer, view.shape, view.strides, view.dtype).copy()
+        copy = on_cpu.as_numpy(view.pointer, view.shape, view.strides, view.dtype).copy()
         return Standard(copy)
 
 

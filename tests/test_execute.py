@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cunorm import execute
-from cunorm.execute import Prepared
+from cunorm.prepared import Prepared
 
 PREPARED = Prepared((), ("cpu", 0), 0, lambda pointers, workspace, stream: None)
 

@@ -22,6 +22,7 @@ from cunorm.adapters.numpy import NumpyAdapter
 from cunorm.explanation import OPS, Explanation
 from cunorm.occupancy import occupancy
 from cunorm.plan import Device, Plan, plan
+from cunorm.prepared import NOWHERE
 from cunorm.problem import View
 
 ROOT = Path(__file__).parents[1]
@@ -413,7 +414,7 @@ def test_times_are_taken(
 
 
 def seen_on_gpu(tensor: Any, name: str) -> tuple[View, int | None]:
-    return NumpyAdapter().view(tensor, name)._replace(device=execute.NOWHERE), 0
+    return NumpyAdapter().view(tensor, name)._replace(device=NOWHERE), 0
 
 
 def absent(op: str, backward: bool, options: dict[str, Any]) -> set[str]:

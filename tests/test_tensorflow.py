@@ -32,7 +32,7 @@ from cases import (
 )
 
 import cunorm
-from cunorm import cuda, execute, launch
+from cunorm import cuda, launch, on_cpu
 from cunorm.plan import Plan
 from cunorm.problem import Norm
 
@@ -266,7 +266,7 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op works on TensorFlow's own memory; an EagerTensor on the CPU shows its address as a buffer."""
     seen: list[Any] = []
-    prepare = execute.prepare_on_cpu
+    prepare = on_cpu.prepare_on_cpu
 
     def recording(*arguments: Any) -> Any:
         prepared = prepare(*arguments)
@@ -280,7 +280,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(value: Any) -> Any:
         return np.asarray(memoryview(value)).__array_interface__["data"][0]
 
-    monkeypatch.setattr(execute, "prepare_on_cpu", recording)
+    monkeypatch.setattr(on_cpu, "prepare_on_cpu", recording)
     x, bias = tensor(data(1, (64, 128))), tensor(data(2, (128,)))
     y = cunorm.layer_norm(x, None, bias, eps=0.375)  # a call that was not prepared before
     assert seen[:6] == [address(x), 0, 0, address(bias), address(y), 0]

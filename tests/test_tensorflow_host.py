@@ -23,7 +23,7 @@ import cunorm
 from cunorm import cli, execute
 from cunorm.adapters.tensorflow import host, work
 from cunorm.adapters.tensorflow.work import Backward, Forward
-from cunorm.execute import Output, Prepared
+from cunorm.prepared import Output, Prepared
 
 del test_memory_is_kept_until_the_kernels_are_done  # noqa: F821  (by Python, on a stream that TensorFlow does not know)
 

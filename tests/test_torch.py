@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 import cunorm
 from cunorm.adapters.torch import adapter
 from cunorm.adapters.torch.adapter import ADAPTER
-from cunorm.execute import FORWARD_NAMES, Output
+from cunorm.prepared import FORWARD_NAMES, Output
 from cunorm.problem import ACTIVATIONS
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]

@@ -27,7 +27,8 @@ from cunorm import cli, execute
 from cunorm.adapters import compiled
 from cunorm.adapters.torch import adapter, host
 from cunorm.adapters.torch.adapter import ADAPTER
-from cunorm.execute import Output, Prepared, Ready
+from cunorm.execute import Ready
+from cunorm.prepared import Output, Prepared
 
 
 @pytest.fixture(autouse=True)

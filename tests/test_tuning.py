@@ -22,7 +22,7 @@ from tuning_cases import (
 )
 
 import cunorm
-from cunorm import compiling, cuda, execute, explanation, launch, reference, tuning
+from cunorm import compiling, cuda, execute, explanation, launch, on_cpu, reference, tuning
 from cunorm.plan import Plan, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
 from cunorm.row_norm import RowNorm
@@ -263,7 +263,7 @@ def arrays_at(pointers: dict[str, int], problem: Problem) -> dict[str, Any]:
         dtype, shape = dtypes[name], shapes.get(name, (problem.rows, problem.columns))
         assert bool(pointer) == (dtype is not None)
         if dtype:
-            arrays[name] = execute.as_numpy(pointer, shape, contiguous_strides(shape), dtype)
+            arrays[name] = on_cpu.as_numpy(pointer, shape, contiguous_strides(shape), dtype)
     return arrays
 
 

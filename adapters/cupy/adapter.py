@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import cupy
 
-from cunorm import execute
+from cunorm import execute, on_cpu
 from cunorm.adapters.cupy import host
 from cunorm.checks import no_tensor
-from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import BACKWARD_NAMES, FORWARD_NAMES, Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View
 
 __all__ = ["ADAPTER"]
@@ -22,7 +23,7 @@ _captured: list[cupy.ndarray] = []
 
 
 _current_device = cupy.cuda.runtime.getDevice
-_DTYPES = {name: execute.numpy_dtype(name) for name in (*DTYPES, "uint8")}
+_DTYPES = {name: on_cpu.numpy_dtype(name) for name in (*DTYPES, "uint8")}
 
 
 class CupyAdapter(Adapter):

@@ -16,7 +16,9 @@ import cupy
 
 from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
-from cunorm.execute import Op, Output, Ready, numpy_dtype
+from cunorm.execute import Ready
+from cunorm.on_cpu import numpy_dtype
+from cunorm.prepared import Op, Output
 
 __all__ = ["CODE", "build", "library", "load", "native", "teach_backward", "teach_forward"]
 

@@ -17,7 +17,8 @@ from cunorm.adapters.jax import batching, partition  # noqa: F401 (how the primi
 from cunorm.adapters.jax.axes import view_of
 from cunorm.adapters.jax.primitive import gradients, results
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import Gradients, Op, Output, Results
 from cunorm.problem import View
 
 __all__ = ["ADAPTER"]

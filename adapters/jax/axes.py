@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import check_channels, check_x
-from cunorm.execute import Op
+from cunorm.prepared import Op
 from cunorm.problem import View, contiguous_strides
 from cunorm.row_norm import RowNorm
 

@@ -22,7 +22,7 @@ from cunorm.adapters.jax.call import Call
 from cunorm.adapters.jax.plain import plain_call
 from cunorm.adapters.jax.primitive import bind, primitive
 from cunorm.channel_norm import ChannelNorm
-from cunorm.execute import Op
+from cunorm.prepared import Op
 from cunorm.row_norm import RowNorm
 
 _jax: Any = jax  # much of it has no types

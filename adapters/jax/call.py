@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cunorm import execute
+from cunorm import execute, on_cpu
 from cunorm.adapters.jax.axes import BACKWARD_ROLES, FORWARD_ROLES, view_of
-from cunorm.execute import Op, Output, Prepared
+from cunorm.prepared import Op, Output, Prepared
 
 __all__ = ["Call", "Inputs", "custom_call"]
 
@@ -136,7 +136,7 @@ def _inputs_of(arrays: Sequence[Any]) -> Inputs:
 def custom_call(call: Call, *given: Any) -> tuple[Any, ...]:
     """The results that there are, of arrays that one device has."""
     outputs = call.outputs(given)
-    results = [_shape_dtype(item.shape, execute.numpy_dtype(item.dtype)) for item in outputs]
+    results = [_shape_dtype(item.shape, on_cpu.numpy_dtype(item.dtype)) for item in outputs]
     inputs = _inputs_of(call.operands(given))
     name, shapes, generation = _name(call), _digest(inputs), execute.generation
     workspace = _workspace_bytes(name, shapes, generation, inputs)

@@ -20,7 +20,8 @@ from jax.interpreters import ad
 
 from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.call import Call
-from cunorm.execute import Gradients, Op, Results, numpy_dtype
+from cunorm.on_cpu import numpy_dtype
+from cunorm.prepared import Gradients, Op, Results
 
 __all__ = ["bind", "gradients", "primitive", "results"]
 

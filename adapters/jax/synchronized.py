@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from cunorm.adapters.jax.axes import axes_of
 from cunorm.adapters.jax.primitive import alike, gradients, results
 from cunorm.channel_norm import ChannelNorm
-from cunorm.execute import Gradients
+from cunorm.prepared import Gradients
 
 __all__ = ["merged_statistics", "synchronized_batch_norm", "synchronized_gradients", "synchronized_results"]
 

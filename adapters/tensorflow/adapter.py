@@ -26,7 +26,8 @@ from cunorm import cuda
 from cunorm.adapters.tensorflow import host
 from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, place, scatter
 from cunorm.checks import no_tensor
-from cunorm.execute import Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = ["ADAPTER", "device_of"]

@@ -20,7 +20,7 @@ import tensorflow as tf
 from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
 from cunorm.adapters.tensorflow import work
-from cunorm.execute import Output, Prepared
+from cunorm.prepared import Output, Prepared
 from cunorm.problem import View, contiguous_strides
 
 __all__ = ["CODE", "OP", "build", "call", "library", "load", "native"]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from cunorm import execute, op_names
-from cunorm.execute import Adapter, Gradients, Op, Output, Prepared, Results
+from cunorm.execute import Adapter
 from cunorm.prepare import gradient_outputs
+from cunorm.prepared import BACKWARD_NAMES, Gradients, Op, Output, Prepared, Results
 from cunorm.problem import View
 
 __all__ = ["Backward", "Forward", "Work", "from_text", "gather", "place", "scatter", "to_text"]
@@ -67,7 +68,7 @@ class Backward:
     output_mask: tuple[bool, bool, bool]
     bias_dtype: str | None
 
-    names: ClassVar = execute.BACKWARD_NAMES
+    names: ClassVar = BACKWARD_NAMES
 
     def prepare(self, views: Sequence[View | None]) -> Prepared:
         """As `Forward.prepare`."""

@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from cunorm import execute, op_names
 from cunorm.adapters.torch import host, library
 from cunorm.checks import no_tensor
-from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
+from cunorm.prepared import BACKWARD_NAMES, FORWARD_NAMES, Gradients, Op, Output, Results
 from cunorm.problem import View
 from cunorm.text import kind_of
 
@@ -374,7 +375,7 @@ def _record(
 
 
 class Cunorm(torch.autograd.Function):
-    """Any op of ``cunorm.execute.Op``: y, or a tuple of y[, residual_out][[, mean], rstd]. Nodes are named for it.
+    """Any op of ``cunorm.prepared.Op``: y, or a tuple of y[, residual_out][[, mean], rstd]. Nodes are named for it.
 
     The statistics are kept for the gradient, and are not differentiable where they are results too. Results that a call
     does not have, or that nobody asked for, are left out, since autograd takes time for each.

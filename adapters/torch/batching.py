@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from cunorm.channel_norm import ChannelNorm
-from cunorm.execute import Op
 from cunorm.pointwise import Pointwise
+from cunorm.prepared import Op
 from cunorm.row_norm import RowNorm
 
 __all__ = ["map_backward", "map_forward"]

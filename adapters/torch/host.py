@@ -18,7 +18,8 @@ import torch
 
 from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
-from cunorm.execute import Op, Output, Ready
+from cunorm.execute import Ready
+from cunorm.prepared import Op, Output
 
 __all__ = ["CODE", "Statistics", "build", "library", "load", "native", "teach_backward", "teach_forward"]
 

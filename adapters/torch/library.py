@@ -27,8 +27,9 @@ from cunorm import execute, op_names
 from cunorm.adapters.torch import batching
 from cunorm.channel_norm import ChannelNorm
 from cunorm.checks import no_tensor
-from cunorm.execute import BACKWARD_NAMES, FORWARD_NAMES, Adapter, Gradients, Op, Output, Results
+from cunorm.execute import Adapter
 from cunorm.pointwise import Pointwise
+from cunorm.prepared import BACKWARD_NAMES, FORWARD_NAMES, Gradients, Op, Output, Results
 from cunorm.problem import View, contiguous_strides
 from cunorm.row_norm import RowNorm
 

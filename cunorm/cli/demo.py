@@ -20,7 +20,7 @@ from cunorm import gpus
 from cunorm.cli import FRAMEWORKS, UsageError, output
 from cunorm.cli.libraries import EPS, LIBRARIES, Library
 from cunorm.cli.options import check_target
-from cunorm.execute import numpy_dtype
+from cunorm.on_cpu import numpy_dtype
 
 __all__ = ["run"]
 

@@ -15,19 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cunorm import execute
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.emulator.plans import owner_of
-from cunorm.execute import (
-    BACKWARD_NAMES,
-    BACKWARD_RESULTS,
-    FORWARD_NAMES,
-    FORWARD_RESULTS,
-    Described,
-    Op,
-    Output,
-    numpy_dtype,
-)
+from cunorm.on_cpu import numpy_dtype
 from cunorm.plan import Device, Launch, Plan, Way, channel, channel_grid, channel_pipeline, plan, row_split, rows
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_split import Split
@@ -38,6 +28,17 @@ from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows import RowWay
 from cunorm.pointwise import Pointwise
+from cunorm.prepared import (
+    BACKWARD_NAMES,
+    BACKWARD_RESULTS,
+    FORWARD_NAMES,
+    FORWARD_RESULTS,
+    NOWHERE,
+    Described,
+    Op,
+    Output,
+    Prepared,
+)
 from cunorm.problem import (
     DTYPES,
     AnyProblem,
@@ -183,11 +184,11 @@ class Example:
 
     def described(self, tensors: Mapping[str, Array | None]) -> Described:
         """The problem of the call, with what it returns."""
-        described = self._prepared(tensors, execute.NOWHERE)
+        described = self._prepared(tensors, NOWHERE)
         assert isinstance(described, Described)
         return described
 
-    def _prepared(self, tensors: Mapping[str, Array | None], device: tuple[str, int]) -> execute.Prepared:
+    def _prepared(self, tensors: Mapping[str, Array | None], device: tuple[str, int]) -> Prepared:
         views: dict[str, Any] = {
             name: None if array is None else _view_of(array, device) for name, array in tensors.items()
         }

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from cunorm import cuda, gpus
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import check_channels, check_mask, check_running, check_x
-from cunorm.execute import Op
 from cunorm.explanation.call import Call, operand, seen
 from cunorm.explanation.launches import LaunchExplanation, explained_launches
 from cunorm.explanation.measure import measured
@@ -17,6 +16,7 @@ from cunorm.explanation.result import Explanation
 from cunorm.plan import Device, fitted, plan
 from cunorm.pointwise import Pointwise
 from cunorm.prepare import chosen_plan
+from cunorm.prepared import Op
 from cunorm.problem import DTYPES
 from cunorm.row_norm import RowNorm
 from cunorm.tuning_file import Entry

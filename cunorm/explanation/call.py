@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cunorm import adapters
-from cunorm.execute import NOWHERE, Described, Op, Prepared
 from cunorm.prepare import views_of
+from cunorm.prepared import NOWHERE, Described, Op, Prepared
 from cunorm.problem import AnyProblem, View, contiguous_strides
 from cunorm.text import kind_of
 

@@ -14,8 +14,8 @@ from typing import Any
 from cunorm import __version__, execute, kernels
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.checks import as_float, check_activation, check_axis, check_channels, check_mask, check_x
-from cunorm.execute import Op
 from cunorm.explanation.call import Call
+from cunorm.prepared import NOWHERE, Op
 from cunorm.problem import (
     DTYPES,
     AnyProblem,
@@ -261,7 +261,7 @@ def _problem(
 
 
 def _contiguous(shape: tuple[int, ...], dtype: str) -> View:
-    return View(0, shape, contiguous_strides(shape), dtype, execute.NOWHERE)
+    return View(0, shape, contiguous_strides(shape), dtype, NOWHERE)
 
 
 def tune_problem(

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cunorm import compiling, cuda, execute, gpus, launch
+from cunorm import compiling, cuda, gpus, launch, on_cpu
 from cunorm.plan import Plan
+from cunorm.prepared import BACKWARD_OPERANDS, FORWARD_OPERANDS, RUNNING_OPERANDS
 from cunorm.problem import DTYPES, ChannelBackward, ChannelForward, ChannelProblem, ForwardProblem, Problem, Vector
 from cunorm.tuning.search import Broken, Machine, Report
 
@@ -59,7 +60,7 @@ class Gpu:
             # A weight or rstd about 1, anything else about 0.3 (so that the mean is not nothing).
             drawn: Any = rng.standard_normal(min(count, _BLOCK), "float32")
             drawn = 1 + drawn / 8 if name in ("weight", "rstd") else 0.3 + drawn
-            values = drawn.astype(execute.numpy_dtype(dtype)).view(_stored_as(dtype))
+            values = drawn.astype(on_cpu.numpy_dtype(dtype)).view(_stored_as(dtype))
             block = self._cupy.asarray(values)
             for start in range(0, count, _BLOCK):
                 array[start : start + _BLOCK] = block[: count - start]
@@ -190,11 +191,11 @@ def _dtypes(problem: Problem) -> dict[str, str | None]:
     x, compute, vectors = problem.x.dtype, DTYPES[problem.x.dtype].compute, (_of(problem.weight), _of(problem.bias))
     if isinstance(problem, ForwardProblem):
         added = x if problem.residual else None
-        return dict(zip(execute.FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
+        return dict(zip(FORWARD_OPERANDS, (x, added, *vectors, x, added, None, None)))
     added, dx = x if problem.dresidual_out else None, x if problem.dx else None
     mean = compute if problem.norm.centered else None
     every = (x, added, x, *vectors, mean, compute, dx, problem.dweight, problem.dbias)
-    return dict(zip(execute.BACKWARD_OPERANDS, every))
+    return dict(zip(BACKWARD_OPERANDS, every))
 
 
 def _dtypes_of_channels(problem: ChannelProblem) -> dict[str, str | None]:
@@ -202,12 +203,12 @@ def _dtypes_of_channels(problem: ChannelProblem) -> dict[str, str | None]:
     if isinstance(problem, ChannelBackward):
         dx = x if problem.dx else None
         every = (x, None, x, *vectors, compute, compute, dx, problem.dweight, problem.dbias)
-        return dict(zip(execute.BACKWARD_OPERANDS, every))
+        return dict(zip(BACKWARD_OPERANDS, every))
     y = x if problem.y else None
     if problem.running is None:
-        return dict(zip(execute.FORWARD_OPERANDS, (x, None, *vectors, y, None, None, None)))
+        return dict(zip(FORWARD_OPERANDS, (x, None, *vectors, y, None, None, None)))
     running = _of(problem.running.mean), _of(problem.running.variance)
-    return dict(zip(execute.RUNNING_OPERANDS, (x, None, *vectors, y, *running, None, None, None)))
+    return dict(zip(RUNNING_OPERANDS, (x, None, *vectors, y, *running, None, None, None)))
 
 
 def _stored_as(dtype: str) -> str:
