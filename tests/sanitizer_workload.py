@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import cupy
 
@@ -43,7 +44,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, plan_with
+from cunorm.plan import Device, Plan, RowBlock, plan_with, row_run
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [
@@ -78,6 +79,18 @@ PROBLEMS = [
     ((300, 70), (0,), "float32"),
     ((6, 50, 40), (1,), "bfloat16"),
     ((3, 4, 5, 16), (1, 3), "float32"),
+]
+
+# Short rows that come as a run a block, where memory is fast and they are many, which these are taken for.
+RUNS = [
+    ((3001, 7), "float32"),
+    ((3000, 10), "float32"),
+    ((901, 12), "float32"),
+    ((501, 31), "float32"),
+    ((1003, 25), "float16"),
+    ((777, 36), "float16"),
+    ((1001, 24), "bfloat16"),
+    ((1001, 43), "bfloat16"),
 ]
 # Rows of instance norm and group norm: samples, channels, how many of them a row has, points of each.
 ROWS_OF_CHANNELS = [
@@ -212,29 +225,37 @@ def run_channel_norm(shape: Shape, dtype: str, activation: str) -> None:
     runner.backward(bare.backward(runner.forward(bare), dy, (True, False, False)))
 
 
+def run_rows(place: int, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> None:
+    """Layer norm, RMS norm and GELU, forward and backward: plainly, with more and with less than that, and of views."""
+    runner = CupyRunner(pool=False)
+    x, dy, residual, dresidual_out = (data(seed, shape, dtype) for seed in (0, 1, 5, 6))
+    weight, bias = (data(seed, columns_shape(shape, axis), dtype) for seed in (2, 3))
+    for norm in (LAYER_NORM, RMS_NORM):
+        case = Case(x, weight, bias, axis, norm)
+        runner.backward(case.backward(runner.forward(case), dy))
+    norm = ACTIVATED_NORMS[place % len(ACTIVATED_NORMS)]
+    case = Case(x, weight, bias, axis, norm, residual)
+    runner.backward(case.backward(runner.forward(case), dy, dresidual_out=dresidual_out))
+    odd = data(4, (x.size + 1,), dtype)[1:].reshape(shape)
+    case = Case(odd, None, bias, axis)
+    gradients = case.backward(runner.forward(case), odd, mask=(True, False, True))
+    runner.backward(replace(gradients, weight=weight))
+    bare = Case(x, None, None, axis)
+    runner.backward(bare.backward(runner.forward(bare), dy, mask=(True, False, False)))
+    runner.forward(Case(x, weight, bias, axis, norm, odd))
+    for array, vector in ((x, data(7, shape[-1:], dtype)), (odd, None)):
+        approximate = ("none", "tanh")[place % 2]
+        runner.run(cunorm.gelu, {"x": array, "bias": vector}, approximate=approximate)
+        runner.run(cunorm.gelu_backward, {"dy": dy, "x": array, "bias": vector}, approximate=approximate)
+
+
 def main() -> None:
     cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
-    for place, (shape, axis, dtype) in enumerate(PROBLEMS):
-        runner = CupyRunner(pool=False)
-        x, dy, residual, dresidual_out = (data(seed, shape, dtype) for seed in (0, 1, 5, 6))
-        weight, bias = (data(seed, columns_shape(shape, axis), dtype) for seed in (2, 3))
-        for norm in (LAYER_NORM, RMS_NORM):
-            case = Case(x, weight, bias, axis, norm)
-            runner.backward(case.backward(runner.forward(case), dy))
-        norm = ACTIVATED_NORMS[place % len(ACTIVATED_NORMS)]
-        case = Case(x, weight, bias, axis, norm, residual)
-        runner.backward(case.backward(runner.forward(case), dy, dresidual_out=dresidual_out))
-        odd = data(4, (x.size + 1,), dtype)[1:].reshape(shape)
-        case = Case(odd, None, bias, axis)
-        gradients = case.backward(runner.forward(case), odd, mask=(True, False, True))
-        runner.backward(replace(gradients, weight=weight))
-        bare = Case(x, None, None, axis)
-        runner.backward(bare.backward(runner.forward(bare), dy, mask=(True, False, False)))
-        runner.forward(Case(x, weight, bias, axis, norm, odd))
-        for array, vector in ((x, data(7, shape[-1:], dtype)), (odd, None)):
-            approximate = ("none", "tanh")[place % 2]
-            runner.run(cunorm.gelu, {"x": array, "bias": vector}, approximate=approximate)
-            runner.run(cunorm.gelu_backward, {"dy": dy, "x": array, "bias": vector}, approximate=approximate)
+    for place, problem in enumerate(PROBLEMS):
+        run_rows(place, *problem)
+    with mock.patch.object(row_run, "_LEAST_WAVES", 0):
+        for place, (shape, dtype) in enumerate(RUNS):
+            run_rows(place, shape, (-1,), dtype)
     for claimed in CLAIMED:
         run_claimed(*claimed)
     for sizes in ROWS_OF_CHANNELS:
@@ -243,7 +264,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    every = PROBLEMS, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    every = PROBLEMS, RUNS, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 
 
