@@ -16,6 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from bench_cases import OtherProvider
+    from cli_cases import GpusHere
     from tuning_cases import FakeMachine
 
     from cunorm.plan import Plan
@@ -154,3 +155,19 @@ def tiny_models() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a CUDA device, whatever this one has."""
+    from cunorm import gpus
+
+    monkeypatch.setattr(gpus, "cuda_devices", lambda: ([], "none for this test"))
+
+
+@pytest.fixture
+def gpus_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpusHere]:
+    """Makes GPUs of given compute capabilities those of this machine: seen, but with no memory for anything."""
+    from cli_cases import gpus_made
+
+    yield from gpus_made(monkeypatch)
