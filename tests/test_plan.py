@@ -62,9 +62,9 @@ def test_no_batch_that_fills_a_gpu_compiles_a_kernel_of_its_own(
     rows: int, other_rows: int, columns: int, dtype: str, device: Device
 ) -> None:
     for make in (plain_forward, plain_backward):
-        # So many rows that each thread of the GPU could have 17 vectors: less is a case of its own for short rows.
-        width = 16 // DTYPES[dtype].itemsize
-        enough = device.multiprocessors * (64 + device.threads_per_multiprocessor * 17 * width // columns)
+        # So many rows that each thread of the GPU could have 17 vectors, and 4 rows: few short ones are another case.
+        width, threads = 16 // DTYPES[dtype].itemsize, device.threads_per_multiprocessor
+        enough = device.multiprocessors * max(64 + threads * 17 * width // columns, 4 * threads)
         some, others = (plan(make(count + enough, columns, dtype), device) for count in (rows, other_rows))
         assert _costly(some) == _costly(others)
 
