@@ -60,6 +60,7 @@ from cunorm.problem import (
     RunningStatistics,
     Vector,
 )
+from cunorm.resources import Resources
 
 ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
@@ -69,6 +70,26 @@ ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", 
 Constants = tuple[tuple[str, int | str], ...]  # as launches have them
 
 LAYER_NORM = Norm()
+
+STATIC_SHARED_BYTES = 48 * 1024
+REGISTERS_PER_MULTIPROCESSOR = 65536
+
+
+def complaint(item: Launch, taken: Resources, device: Device, known_spill: int = 0) -> str | None:
+    """What is wrong with what a kernel takes; None if nothing is."""
+    threads = item.block[0] * item.block[1]
+    constants = dict(item.constants)
+    blocks = int(constants.get("MIN_BLOCKS", constants.get("BLOCKS_PER_MULTIPROCESSOR", 1)))
+    if taken.spill_bytes > known_spill or taken.stack_bytes > known_spill:
+        return f"{taken.spill_bytes} bytes spilled, {taken.stack_bytes} bytes of stack"
+    if taken.shared_bytes > STATIC_SHARED_BYTES:
+        return f"{taken.shared_bytes} bytes of static shared memory"
+    if taken.shared_bytes + item.shared_bytes > device.shared_bytes:
+        return f"{taken.shared_bytes} + {item.shared_bytes} bytes of shared memory"
+    # Registers are given out in eights, to a warp at a time.
+    if -(-taken.registers // 8) * 8 * threads * blocks > REGISTERS_PER_MULTIPROCESSOR:
+        return f"{taken.registers} registers for each of {blocks} x {threads} threads"
+    return None
 
 
 @dataclass(frozen=True)

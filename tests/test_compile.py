@@ -22,6 +22,7 @@ from compile_cases import (
     cases,
     channel_launches,
     channel_problems,
+    complaint,
     grid_problems,
     launches,
     launches_of,
@@ -33,31 +34,11 @@ from compile_cases import (
 from plan_cases import GPUS, plain_channel_norm, plain_forward, plan_of
 
 from cunorm import compiling, kernels, resources
-from cunorm.plan import Device, Launch, channel_grid, channel_pipeline, channel_slab, plan
+from cunorm.plan import Launch, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.problem import ACTIVATIONS, DTYPES
-from cunorm.resources import Resources, compile_resources
+from cunorm.resources import compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
-
-STATIC_SHARED_BYTES = 48 * 1024
-REGISTERS_PER_MULTIPROCESSOR = 65536
-
-
-def complaint(item: Launch, taken: Resources, device: Device, known_spill: int = 0) -> str | None:
-    """What is wrong with what a kernel takes; None if nothing is."""
-    threads = item.block[0] * item.block[1]
-    constants = dict(item.constants)
-    blocks = int(constants.get("MIN_BLOCKS", constants.get("BLOCKS_PER_MULTIPROCESSOR", 1)))
-    if taken.spill_bytes > known_spill or taken.stack_bytes > known_spill:
-        return f"{taken.spill_bytes} bytes spilled, {taken.stack_bytes} bytes of stack"
-    if taken.shared_bytes > STATIC_SHARED_BYTES:
-        return f"{taken.shared_bytes} bytes of static shared memory"
-    if taken.shared_bytes + item.shared_bytes > device.shared_bytes:
-        return f"{taken.shared_bytes} + {item.shared_bytes} bytes of shared memory"
-    # Registers are given out in eights, to a warp at a time.
-    if -(-taken.registers // 8) * 8 * threads * blocks > REGISTERS_PER_MULTIPROCESSOR:
-        return f"{taken.registers} registers for each of {blocks} x {threads} threads"
-    return None
 
 
 @pytest.mark.parametrize("kernel", kernels.kernel_names())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from cases import LAYER_NORM, RMS_NORM, SMALL_DEVICE, Case, EmulatorRunner, Norm, assert_forward, data
+from compile_cases import complaint
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import GPUS, plain_forward
 from plan_rules import RULES
-from test_compile import complaint
 from test_row_shifted import behind
 
 from cunorm.plan import Device, Plan, plan, row_run
