@@ -26,6 +26,7 @@ from plan_cases import (
 from cunorm import plan as plan_package
 from cunorm.plan import Device, Plan, plan, plan_with, row_geometry, row_split
 from cunorm.plan.launches import Builder
+from cunorm.plan.row_short import SHORT_BYTES
 from cunorm.problem import DTYPES, BackwardProblem, ChannelForward, ForwardProblem, Matrix, Norm, Vector
 
 # ---- A plan is a function, and kernels are few.
@@ -62,9 +63,13 @@ def test_no_batch_that_fills_a_gpu_compiles_a_kernel_of_its_own(
     rows: int, other_rows: int, columns: int, dtype: str, device: Device
 ) -> None:
     for make in (plain_forward, plain_backward):
-        # So many rows that each thread of the GPU could have 17 vectors, and 4 rows: few short ones are another case.
-        width, threads = 16 // DTYPES[dtype].itemsize, device.threads_per_multiprocessor
-        enough = device.multiprocessors * max(64 + threads * 17 * width // columns, 4 * threads)
+        # So many rows that each thread of the GPU could have 17 vectors, and where they are short 4 of them: less is a
+        # case of its own for these.
+        itemsize, threads = DTYPES[dtype].itemsize, device.threads_per_multiprocessor
+        enough = 64 + threads * 17 * (16 // itemsize) // columns
+        if columns * itemsize < SHORT_BYTES:
+            enough = max(enough, 4 * threads)
+        enough *= device.multiprocessors
         some, others = (plan(make(count + enough, columns, dtype), device) for count in (rows, other_rows))
         assert _costly(some) == _costly(others)
 

@@ -23,7 +23,7 @@ SILU, GELU = Norm(activation="silu"), Norm(activation="gelu")
 
 
 class Ways:
-    """What plans problems by all rules, and for each the threads and vectors of a row, if it is as expected here."""
+    """Plans problems, all rules of which must hold, and keeps `way_of` each."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int] | None] = []
