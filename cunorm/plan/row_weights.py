@@ -11,7 +11,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, fits_early, resident_by_memory
 from cunorm.plan.row_spread import MOST_THREADS, vectors_for_all_threads
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["are_wide", "backward_weights", "with_weights"]
 
@@ -84,7 +84,7 @@ def _are_better_late(geometry: RowBlock, problem: ForwardProblem, device: Device
     return centered and not both and vectors > 5
 
 
-def are_wide(problem: ForwardProblem) -> bool:
+def are_wide(problem: Problem) -> bool:
     """Whether a weight or bias has larger elements than x."""
     return any(DTYPES[item.dtype].itemsize > problem.itemsize for item in problem.parameters)
 
