@@ -8,6 +8,7 @@
 #include "dependent_launch.cuh"
 #include "strides.cuh"
 #include "activation.cuh"
+#include "cache_hints.cuh"
 #include "pointwise.cuh"
 
 struct Arguments {
@@ -34,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
   let_next_launch_begin();
   const Place place = place_of_thread(arguments.tiles);
   if (place.column >= arguments.columns) return;
-  const X_TYPE* dy = arguments.dy + column_offset(place.column, arguments.dy_column_stride);
-  const X_TYPE* x = arguments.x + column_offset(place.column, arguments.x_column_stride);
+  const X_TYPE* dy = kept_in_l2<KEPT_IN_L2>(arguments.dy) + column_offset(place.column, arguments.dy_column_stride);
+  const X_TYPE* x = kept_in_l2<KEPT_IN_L2>(arguments.x) + column_offset(place.column, arguments.x_column_stride);
   X_TYPE* dx = nullptr;
   if constexpr (WANTS_DX) dx = arguments.dx + column_offset(place.column, arguments.dx_column_stride);
   Compute bias[VECTOR], dbias[VECTOR] = {};

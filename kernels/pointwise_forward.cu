@@ -5,6 +5,7 @@
 #include "types.cuh"
 #include "strides.cuh"
 #include "activation.cuh"
+#include "cache_hints.cuh"
 #include "pointwise.cuh"
 
 struct Arguments {
@@ -26,7 +27,7 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forward(const Arguments arguments) {
   const Place place = place_of_thread(arguments.tiles);
   if (place.column >= arguments.columns) return;
-  const X_TYPE* x = arguments.x + column_offset(place.column, arguments.x_column_stride);
+  const X_TYPE* x = kept_in_l2<KEPT_IN_L2>(arguments.x) + column_offset(place.column, arguments.x_column_stride);
   X_TYPE* y = arguments.y + column_offset(place.column, arguments.y_column_stride);
   Compute bias[VECTOR];
   if constexpr (HAS_BIAS) widen_all(load_in_pieces<VECTOR, BIAS_ACCESS>(arguments.bias + place.column), bias);

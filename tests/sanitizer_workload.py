@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cupy
@@ -44,7 +45,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, plan_with, row_run
+from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_run
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [
@@ -91,6 +92,20 @@ RUNS = [
     ((777, 36), "float16"),
     ((1001, 24), "bfloat16"),
     ((1001, 43), "bfloat16"),
+]
+# Rows of which L2 is asked to keep what is read, which such are taken to be too many for (see kernels/cache_hints.cuh).
+KEPT = [((301, 1024), "bfloat16"), ((70, 4097), "float16"), ((99, 100), "float32"), ((5, 5120), "float32")]
+# Rows of sixteen-bit numbers with float32 weights, as a GPU of few multiprocessors would get them.
+WIDE = [
+    (900, 256),
+    (300, 768),
+    (200, 1000),
+    (70, 4096),
+    (50, 5120),
+    (40, 10_240),
+    (40, 32_768),
+    (3000, 52),
+    (3000, 112),
 ]
 # Rows of instance norm and group norm: samples, channels, how many of them a row has, points of each.
 ROWS_OF_CHANNELS = [
@@ -161,6 +176,18 @@ def run_claimed(shape: tuple[int, int], dtype: str, geometry: RowBlock) -> None:
 
     weight, bias = (data(seed, shape[1:], dtype) for seed in (2, 3))
     OnGpu(FEW).forward(Case(data(0, shape, dtype), weight, bias, residual=data(1, shape, dtype)))
+
+
+def run_wide(shape: tuple[int, int]) -> None:
+    """Forward in turns that keep their weights, and backward; see row_wide.py."""
+
+    class OnGpu(EmulatorRunner):
+        def run(self, problem: Any, operands: dict[str, Array | None]) -> None:
+            launch_plan(plan(problem, FEW), operands)
+
+    weight, bias = (data(seed, shape[1:], "float32") for seed in (2, 3))
+    case, runner = Case(data(0, shape, "bfloat16"), weight, bias), OnGpu(FEW)
+    runner.backward(case.backward(runner.forward(case), data(1, shape, "bfloat16")))
 
 
 CHANNEL_PROBLEMS = [
@@ -256,6 +283,11 @@ def main() -> None:
     with mock.patch.object(row_run, "_LEAST_WAVES", 0):
         for place, (shape, dtype) in enumerate(RUNS):
             run_rows(place, shape, (-1,), dtype)
+    with mock.patch.object(cache_hints, "_LEAST_BYTES", 0):
+        for place, (shape, dtype) in enumerate(KEPT):
+            run_rows(place, shape, (-1,), dtype)
+    for shape in WIDE:
+        run_wide(shape)
     for claimed in CLAIMED:
         run_claimed(*claimed)
     for sizes in ROWS_OF_CHANNELS:
@@ -264,7 +296,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    every = PROBLEMS, RUNS, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    every = PROBLEMS, RUNS, KEPT, WIDE, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 
 

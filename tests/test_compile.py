@@ -179,7 +179,12 @@ def before(instruction: str, ptx: list[str]) -> list[str]:
 
 def reads_memory(line: str) -> bool:
     """Whether an instruction is a copy or a load, of what nobody writes meanwhile."""
-    return bool(re.match(r"(?:@!?%\w+\s+)?(?:cp\.async\.c[ag]\.shared\.global|ld\.global(?:\.[vbfus]\d+)+)\s", line))
+    return bool(
+        re.match(
+            r"(?:@!?%\w+\s+)?(?:cp\.async\.c[ag]\.shared\.global|ld\.global(?:\.L2::cache_hint)?(?:\.[vbfus]\d+)+)\s",
+            line,
+        )
+    )
 
 
 def touches_memory(line: str) -> bool:
@@ -295,7 +300,8 @@ def test_what_touches_memory() -> None:
 
 def test_what_reads_what_nobody_writes() -> None:
     for line in ("cp.async.cg.shared.global [%r1], [%rd1], 16;", "@%p1 cp.async.ca.shared.global [%r1], [%rd1], 4;",
-                 "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];", "ld.global.u16 %rs1, [%rd1];"):  # fmt: skip
+                 "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];", "ld.global.u16 %rs1, [%rd1];",
+                 "ld.global.L2::cache_hint.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1], %rd2;"):  # fmt: skip
         assert reads_memory(line) and touches_memory(line), line
     for line in ("st.global.u16 [%rd1], %rs1;", "ld.relaxed.gpu.global.u64 %rd2, [%rd1];",
                  "ld.volatile.global.u32 %r1, [%rd1];", "atom.global.add.u32 %r1, [%rd1], 1;",

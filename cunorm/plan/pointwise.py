@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cunorm.plan.cache_hints import is_kept_in_l2
 from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import dtype_constants, vector_constants
 from cunorm.plan.device import Device
@@ -49,7 +50,7 @@ class _Layout:
     def block(self) -> tuple[int, int]:
         return self.column_lanes, self.row_lanes
 
-    def constants(self, problem: PointwiseProblem) -> Constants:
+    def constants(self, problem: PointwiseProblem, device: Device) -> Constants:
         own: Constants = {
             "THREADS": self.column_lanes * self.row_lanes,
             "VECTOR": self.width,
@@ -59,6 +60,7 @@ class _Layout:
             "MIN_BLOCKS": _min_blocks(problem, self.width),
             "ROW_DIMS": len(problem.row_sizes),
             "ACTIVATION": problem.activation,
+            "KEPT_IN_L2": int(is_kept_in_l2(problem, device)),
         }
         return dtype_constants(problem) | own | vector_constants("BIAS", problem.bias, self.width)
 
@@ -140,7 +142,7 @@ def _plan_forward(problem: PointwiseForward, device: Device, builder: Builder) -
         groups = -(-groups // max(1, min(_TURNS_WITH_BIAS, layout.tiles * groups // filling)))
     builder.launch(
         "pointwise_forward",
-        layout.constants(problem),
+        layout.constants(problem, device),
         layout.tiles * groups,
         layout.block,
         {
@@ -177,7 +179,7 @@ def _plan_backward(problem: PointwiseBackward, device: Device, builder: Builder)
     }
     builder.launch(
         "pointwise_backward",
-        layout.constants(problem) | gradients,
+        layout.constants(problem, device) | gradients,
         layout.tiles * groups,
         layout.block,
         {

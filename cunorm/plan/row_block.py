@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cunorm.plan.cache_hints import is_kept_in_l2
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
@@ -262,6 +263,10 @@ class RowBlock:
             return False
         return _LEAST_CLAIMED * self.groups(problem, device) <= problem.rows <= _MOST_CLAIMED
 
+    def is_kept(self, problem: ForwardProblem, device: Device) -> bool:
+        """Whether L2 is asked to keep what is read; of rows by channel that was not timed."""
+        return self.stage == "direct" and problem.channels is None and is_kept_in_l2(problem, device)
+
     def constants(self, problem: Problem) -> Constants:
         return {
             "VECTOR": self.width,
@@ -345,7 +350,7 @@ def _plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, b
         dtype_constants(problem)
         | geometry.constants(problem)
         | shift_constants(problem, x=problem.x, residual=problem.residual)
-        | {"HAS_RESIDUAL": int(problem.residual is not None)}
+        | {"HAS_RESIDUAL": int(problem.residual is not None), "KEPT_IN_L2": int(geometry.is_kept(problem, device))}
         | {"TAKES_TURNS": int(geometry.takes_turns(problem)), "CLAIMS": counters}
         | {"RUNNING_NUMBERS": len(running)}
         | running_types(problem.running)
