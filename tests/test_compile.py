@@ -179,12 +179,8 @@ def before(instruction: str, ptx: list[str]) -> list[str]:
 
 def reads_memory(line: str) -> bool:
     """Whether an instruction is a copy or a load, of what nobody writes meanwhile."""
-    return bool(
-        re.match(
-            r"(?:@!?%\w+\s+)?(?:cp\.async\.c[ag]\.shared\.global|ld\.global(?:\.L2::cache_hint)?(?:\.[vbfus]\d+)+)\s",
-            line,
-        )
-    )
+    copy, load = r"cp\.async\.c[ag]\.shared\.global", r"ld\.global(?:\.L2::cache_hint)?(?:\.[vbfus]\d+)+"
+    return bool(re.match(rf"(?:@!?%\w+\s+)?(?:{copy}|{load})\s", line))
 
 
 def touches_memory(line: str) -> bool:
