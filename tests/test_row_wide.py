@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from cases import LAYER_NORM, RMS_NORM, SMALL_DEVICE, Case, EmulatorRunner, Norm, assert_forward, data
 from compile_cases import complaint
 from emulator_cases import NEEDS_COMPILER
-from plan_cases import GPUS, plain_backward, plain_forward
+from plan_cases import GPUS, Problem, plain_backward, plain_forward
 from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, plan
@@ -130,7 +131,7 @@ def test_short_rows_ahead_backward(wide_weights: bool) -> None:
             assert not expected or constants["VECTORS"] == expected[0]
 
 
-def of_every_kind() -> Iterator[ForwardProblem]:
+def of_every_kind() -> Iterator[Problem]:
     for columns in (256, 320, 384, 512, 640, 768, 1000, 1024, 2560, 4000, 5120, 7000, 8192, 10_240, 12_288, 16_384):
         for nbytes in (8_000_000, 24_000_000, 134_000_000):
             yield wide(nbytes // 2 // columns, columns)
@@ -139,6 +140,13 @@ def of_every_kind() -> Iterator[ForwardProblem]:
         yield wide(12_000_000 // columns, columns, residual=True)
     for columns in (52, 60, 68, 100, 124):
         yield wide(1_000_000, columns)
+    doubles = {"weight": Vector("float64"), "bias": Vector("float64")}
+    for columns in (60, 100, 256, 1000, 1024, 4096, 8192):
+        for nbytes in (24_000_000, 134_000_000):
+            yield replace(wide(nbytes // 2 // columns, columns), **doubles)
+    for columns, dtype in itertools.product(range(72, 200, 8), ("float16", "float32", "float64")):
+        plain = plain_backward(300_000, columns, "float16")
+        yield replace(plain, weight=Vector(dtype), dweight=dtype, dbias=dtype)
 
 
 def test_nothing_spills() -> None:

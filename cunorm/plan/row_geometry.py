@@ -372,12 +372,15 @@ def _shortest_rows_backward(problem: BackwardProblem, device: Device, width: int
         if problem.parameters and fits_early(ahead, problem, device):
             return ahead
     light = problem.dresidual_out is None and problem.norm.activation is None and device.has_fast_memory
-    most = 2 if vectors_per_row <= 16 and light and not sixteen_bit else 3 if vectors_per_row <= 24 else 4
-    if sixteen_bit and light and vectors_per_row == 3:
+    light_float32 = light and problem.itemsize == 4
+    most = 3 if vectors_per_row <= 24 else 4
+    if light_float32 and vectors_per_row <= 16:
+        most = 2
+    if light and sixteen_bit and vectors_per_row == 3:
         most = 1
     threads = threads_for(vectors_per_row, most)
     threads, vectors = more_threads(problem, device, (threads, -(-vectors_per_row // threads)), 128)
-    share = 8 if light and not sixteen_bit and vectors == 2 else 6 if vectors == 1 else 4
+    share = 8 if light_float32 and vectors == 2 else 6 if vectors == 1 else 4
     share = min(share, device.threads_per_multiprocessor // 128)
     geometry = RowBlock(width, vectors, threads, 128 // threads, blocks_per_multiprocessor=share, min_blocks=share)
     early = replace(geometry, weights="early")

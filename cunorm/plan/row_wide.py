@@ -16,7 +16,7 @@ from cunorm.plan.row_fit import crowded, fits, fits_early
 from cunorm.plan.row_memory import are_shifted
 from cunorm.plan.row_spread import threads_for
 from cunorm.plan.row_weights import are_wide
-from cunorm.problem import ForwardProblem
+from cunorm.problem import DTYPES, ForwardProblem
 
 __all__ = ["wide_row"]
 
@@ -39,6 +39,7 @@ _SHORT_THREADS = 128
 def wide_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """How rows of vectors of `width` lie over threads where their weights are wider; None where others know better."""
     timed = problem.itemsize == 2 and are_wide(problem) and device.has_fast_memory and device.capability == 90
+    timed = timed and all(DTYPES[item.dtype].itemsize <= 4 for item in problem.parameters)
     # Under an activation 8 to 40 bytes would spill.
     plain = problem.channels is None and problem.norm.activation is None and not are_shifted(problem)
     if not timed or not plain:
