@@ -7,6 +7,7 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "channel_tile.cuh"
+#include "cache_hints.cuh"
 #include "channel_split_tile.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
@@ -45,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
                                      arguments.points_per_split);
   wait_for_earlier_launches();
   if (!chunk.there) return;
-  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
+  const X_TYPE* x =
+      kept_in_l2<KEPT_IN_L2>(arguments.x) + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* y = arguments.y + chunk.offset(arguments.y_sample_stride, arguments.y_channel_stride);
 
   Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];

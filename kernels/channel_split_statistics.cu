@@ -9,6 +9,7 @@
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "channel_tile.cuh"
+#include "cache_hints.cuh"
 #include "channel_split_tile.cuh"
 #include "set_statistics.cuh"
 
@@ -41,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   __shared__ Compute scratch[(3 + 2 * COUNTS) * SUM_SCRATCH];
   const Chunk chunk =
       chunk_of_block(blockIdx.x, arguments.channels, arguments.points, arguments.splits, arguments.points_per_split);
-  const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
+  const X_TYPE* x =
+      kept_in_l2<KEPT_IN_L2>(arguments.x) + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
 
   const Runs runs = runs_of(x, arguments.run_points);
   const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from cunorm.plan.cache_hints import are_kept_in_l2
 from cunorm.plan.channel_tiles import (
     Direction,
     Tiles,
@@ -217,12 +218,13 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
     layout = _layout(problem, device, _FORWARD)
     itemsize = compute_itemsize(problem)
     statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
+    kept: Constants = {"KEPT_IN_L2": int(not given and problem.y is not None and are_kept_in_l2(problem, device))}
     if not given:
         if not problem.stats:
             statistics["mean"] = builder.reserve("set_mean", problem.sets, itemsize)
             statistics["rstd"] = builder.reserve("set_rstd", problem.sets, itemsize)
         statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.sets, itemsize)
-        _plan_statistics(problem, device, statistics, builder)
+        _plan_statistics(problem, device, statistics, kept, builder)
     elif not problem.stats:
         statistics = dict.fromkeys(statistics, 0)
     if problem.y is not None and (problem.points > 0 or given):
@@ -231,6 +233,7 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
             layout.constants(problem)
             | affine_constants(problem, layout.tiles)
             | {"GIVEN": int(given)}
+            | kept
             | running_types(problem.running if given else None),
             layout.grid(problem),
             layout.tiles.block,
@@ -245,7 +248,9 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
         )
 
 
-def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder) -> None:
+def _plan_statistics(
+    problem: ChannelForward, device: Device, statistics: dict[str, Value], kept: Constants, builder: Builder
+) -> None:
     """The launches that leave the statistics of every set, and update running ones."""
     layout = _layout(problem, device, _STATISTICS)
     splits = layout.splits if problem.points > 0 else 0
@@ -260,7 +265,7 @@ def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[s
     if splits > 0:
         builder.launch(
             "channel_split_statistics",
-            layout.constants(problem) | {"ONE_CHUNK": int(one_chunk)},
+            layout.constants(problem) | {"ONE_CHUNK": int(one_chunk)} | kept,
             layout.grid(problem),
             layout.tiles.block,
             {
