@@ -71,6 +71,8 @@ def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
         threads, vectors = 2 * threads, 3
     rows = max(1, 64 // threads)
     share = max(1, _THREADS[vectors] // (threads * rows))
+    if not device.groups(blocks):
+        return None
     turns = problem.rows / (rows * share * device.groups(blocks))
     if turns <= 1 or problem.rows <= 2 * device.multiprocessors:
         return None
