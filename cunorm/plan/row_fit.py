@@ -192,8 +192,9 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
     if problem.is_bare and problem.norm.activation is not None:
         held += 8  # 7 vectors under silu would spill 8 bytes with 64 registers
     if any(DTYPES[vector.dtype].itemsize == 8 for vector in problem.parameters):
-        # Two vectors of 16 bytes would spill with 80 registers, on sm_90 four with 64.
-        held += 24 if device.capability == 90 else 48
+        # Two vectors of 16 bytes would spill with 80 registers, on sm_90 four of sixteen-bit numbers with 64.
+        fewer = problem.itemsize == 2 and held >= 16
+        held += 48 if device.capability != 90 else 24 * fewer
     registers = 64 if held <= 32 and device.capability == 90 else 80 if held <= 48 else 112
     return replace(geometry, min_blocks=blocks_with(geometry, registers))
 
