@@ -63,9 +63,9 @@ class Inputs(Tensors):
         super().__init__(row, device)
         self.rows, self.columns, self.offset = row.rows, row.columns, row.offset
         self.x = self._random()
-        uniform = torch.rand(2, self.columns, device=device)
-        self.weight = (uniform[0] + 0.5).to(self.dtype)
-        self.bias = (uniform[1] - 0.5).to(self.dtype) if self.op == "layer_norm" or row.is_biased_gelu else None
+        uniform, dtype = torch.rand(2, self.columns, device=device), getattr(torch, row.weights or row.dtype)
+        self.weight = (uniform[0] + 0.5).to(dtype)
+        self.bias = (uniform[1] - 0.5).to(dtype) if self.op == "layer_norm" or row.is_biased_gelu else None
         self.approximate = row.approximate
 
     def _random(self) -> torch.Tensor:

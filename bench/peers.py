@@ -161,6 +161,8 @@ class _Torch(Provider):
             arguments = (columns, weight, EPS)
             names = ("y", "rstd") if stats else ("y",)
 
+        if row.weights:
+            return self._mixed(row, inputs, lambda x, *vectors: function(x, columns, *vectors, EPS))
         if row.direction in ("recorded", "both"):
             return with_autograd(row, inputs, lambda x, *vectors: function(x, columns, *vectors, EPS))
         if row.direction == "backward":
@@ -174,6 +176,19 @@ class _Torch(Provider):
             return (*y, total) if stats else (y, total)
 
         return Work(add_and_norm, (*names, "residual_out"))
+
+    @staticmethod
+    def _mixed(row: Row, inputs: Inputs, norm: Callable[..., torch.Tensor]) -> Work | None:
+        """With weights of another dtype, which its kernels do not take: x is converted, as ``autocast`` does."""
+
+        def converted(x: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+            return norm(x.to(vectors[0].dtype), *vectors).to(x.dtype)
+
+        note = f"x in {row.weights}"
+        if row.direction == "backward":
+            return dataclasses.replace(gradient(row, inputs, converted), note=note)
+        vectors = [inputs.weight] if inputs.bias is None else [inputs.weight, inputs.bias]
+        return Work(functools.partial(converted, inputs.x, *vectors), ("y",), note=note)
 
     def gelu(self, row: Row, inputs: Inputs) -> Work | None:
         x, bias, options = inputs.x, inputs.bias, {"approximate": inputs.approximate}
@@ -240,6 +255,10 @@ class _TorchCompile(Provider):
         layer = row.op == "layer_norm"
 
         def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            if row.weights:  # fused with the norm, the conversions cost nothing
+                wide = x.to(weight.dtype)
+                y = F.layer_norm(wide, columns, weight, bias, EPS) if layer else F.rms_norm(wide, columns, weight, EPS)
+                return (y.to(x.dtype),)
             if layer and stats:
                 return tuple(torch.native_layer_norm(x, columns, weight, bias, EPS))
             if layer:

@@ -59,6 +59,7 @@ class Measurement:
     layout: str
     groups: int
     activation: str
+    weights: str
     provider: str
     moved_bytes: int
     copy_seconds: float | None

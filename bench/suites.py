@@ -59,7 +59,8 @@ class Row:
     in training.
     ``direction`` is forward, forward_stats (mean and rstd are results too), backward (all gradients that the problem
     has), both (the one after the other) or recorded (forward, with automatic differentiation recording). ``offset`` is
-    how many elements x and dy lie behind an aligned address. ``clock`` is device (time on the GPU), host (time that a
+    how many elements x and dy lie behind an aligned address. ``weights`` is the dtype of weight and bias, where it is
+    not x's. ``clock`` is device (time on the GPU), host (time that a
     call takes of the CPU) or wall (time that passes). Rows of a suite with the same ``sweep`` make one line of a plot.
     """
 
@@ -76,6 +77,7 @@ class Row:
     layout: str = ""
     groups: int = 0
     activation: str = ""
+    weights: str = ""
 
     @property
     def columns(self) -> int:
@@ -120,6 +122,7 @@ class Row:
     def variant(self) -> str:
         """What sets the row apart from others of its op, shape, dtype and direction."""
         parts = ["residual"] * self.residual + ["unaligned"] * bool(self.offset)
+        parts += [f"{self.weights} weights"] * bool(self.weights)
         parts += [f"{self.clock} {self.framework}"] * (self.clock == "host")
         parts += [part for part in (self.layout, self.activation) if part]
         return ", ".join(parts)
@@ -135,7 +138,7 @@ class Row:
     @property
     def inputs_key(self) -> tuple[object, ...]:
         """Rows with the same key can be measured on the same tensors."""
-        return self.op, self.shape, self.dtype, self.offset, self.layout, self.groups, self.activation
+        return self.op, self.shape, self.dtype, self.offset, self.layout, self.groups, self.activation, self.weights
 
 
 def readable(shape: tuple[int, ...]) -> str:
@@ -216,6 +219,15 @@ def _small() -> Iterator[Row]:
     shapes = [(rows, columns) for rows in (1, 8, 64, 512, 4096) for columns in (256, 1024, 4096, 8192)]
     of = "{} rows".format
     return _rows("small", shapes, ["bfloat16"], ["forward", "backward"], _NORMS, lambda shape: of(shape[0]))
+
+
+def _mixed_precision() -> Iterator[Row]:
+    """Sixteen-bit tensors with float32 weights, as mixed precision has them: of 17 and of 134 MB."""
+    columns = (256, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
+    for numbers, sweep in ((2**23, "17 MB"), (2**26, "134 MB")):
+        shapes = [(numbers // size, size) for size in columns]
+        for row in _rows("mixed-precision", shapes, ["bfloat16"], ["forward", "backward"], _NORMS, sweep):
+            yield replace(row, weights="float32")
 
 
 # A number of columns that no vector divides -> the nearest that 16-byte vectors divide.
@@ -366,6 +378,7 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "quack": _quack,
     "small": _small,
     "odd": _odd,
+    "mixed-precision": _mixed_precision,
     "gelu": _gelu,
     "instance-norm": _instance_norm,
     "group-norm": _group_norm,

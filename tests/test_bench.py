@@ -65,6 +65,27 @@ def test_torch_and_jax_compute_the_same() -> None:
                         assert entry.seconds, entry
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_weights_of_another_dtype(op: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch converts x; every gradient has the dtype of what it is for."""
+    pytest.importorskip("jax")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    row = dataclasses.replace(ROW, op=op, direction=direction, dtype="bfloat16", weights="float32", shape=(40, 32))
+    assert row.label == f"{op} 40x32 bfloat16 {direction} (float32 weights)"
+    inputs = Inputs(row, "cpu")
+    assert (inputs.x.dtype, inputs.weight.dtype) == (torch.bfloat16, torch.float32)
+    for name in ("cunorm", "torch", "torch.compile", "jax.jit"):
+        (entry,) = measure(row, providers=(name,)).measurements
+        assert entry.seconds, entry
+        assert (entry.note == "x in float32") == (name == "torch")
+        work = peers.PROVIDERS[name]("cpu", 0).work(row, inputs)
+        assert work is not None
+        dtypes = {result: tensor.dtype for result, tensor in work.results().items()}
+        sums = dict.fromkeys(("dweight", "dbias"), torch.float32)
+        assert dtypes == {result: sums.get(result, torch.bfloat16) for result in dtypes}
+
+
 @pytest.mark.parametrize("op", GELUS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_gelu_is_compared_with_what_it_is(op: str, direction: str, other_provider: type[OtherProvider]) -> None:
