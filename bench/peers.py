@@ -184,6 +184,8 @@ class _Torch(Provider):
         def converted(x: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
             return norm(x.to(vectors[0].dtype), *vectors).to(x.dtype)
 
+        if row.residual or row.direction not in ("forward", "backward"):
+            return None
         note = f"x in {row.weights}"
         if row.direction == "backward":
             return dataclasses.replace(gradient(row, inputs, converted), note=note)
@@ -247,7 +249,7 @@ class _TorchCompile(Provider):
             functorch.donated_buffer = False
 
     def norm(self, row: Row, inputs: Inputs) -> Work | None:
-        if row.clock == "host":
+        if row.clock == "host" or (row.weights and (row.residual or row.direction not in ("forward", "backward"))):
             return None
         # Every row is compiled for its own shape; too many at a time and PyTorch would quietly stop compiling.
         torch._dynamo.reset()

@@ -60,8 +60,8 @@ class Row:
     ``direction`` is forward, forward_stats (mean and rstd are results too), backward (all gradients that the problem
     has), both (the one after the other) or recorded (forward, with automatic differentiation recording). ``offset`` is
     how many elements x and dy lie behind an aligned address. ``weights`` is the dtype of weight and bias, where it is
-    not x's. ``clock`` is device (time on the GPU), host (time that a
-    call takes of the CPU) or wall (time that passes). Rows of a suite with the same ``sweep`` make one line of a plot.
+    not x's. ``clock`` is device (time on the GPU), host (time that a call takes of the CPU) or wall (time that passes).
+    Rows of a suite with the same ``sweep`` make one line of a plot.
     """
 
     suite: str

@@ -3,10 +3,11 @@
 // What is read once is of no more use there, and yet a kernel that reads more than L2 holds, and writes as much, is
 // quicker so: on an H200 rows of 34 to 268 MB take 0.97 of the time forward, a plain copy 0.96. What it writes then
 // leaves L2 sooner. Nothing else does that: neither results that are the first to leave (evict_first, .cs, .wt), nor
-// what is read (evict_first 1.04), nor longer sectors. What is left of x makes room for what others read more than
-// once, not at the first time but at the second: a tensor of 32 MB that is read three times behind 268 MB of x takes
-// 20.4, 18.3 and 13.6 microseconds, else 19.3, 14.4 and 13.6; what is read once behind it, and products of matrices,
-// take as long as else. To let go of each line when it has been used (applypriority) costs as much as it saves.
+// what is read (evict_first 1.03 to 1.05), nor longer sectors. What is left of x makes room for what others read more
+// than once, not at the first time but at the second: a tensor of 32 MB that is read three times behind 268 MB of x
+// takes 20.4, 18.3 and 13.6 microseconds, else 19.3, 14.4 and 13.6; what is read once behind it, and products of
+// matrices, take as long as else. To let go of each line when it has been used (applypriority) costs as much as it
+// saves.
 
 // The policy that createpolicy.fractional.L2::evict_last makes for all that is read.
 constexpr unsigned long long EVICT_LAST = 0x14F0000000000000;

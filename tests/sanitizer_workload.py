@@ -45,7 +45,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_run
+from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan_with, row_run
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [
@@ -165,26 +165,27 @@ CLAIMED = [
 ]
 
 
+class OnGpu(EmulatorRunner):
+    """What a GPU of few multiprocessors would get, on this one."""
+
+    def run(self, problem: Any, operands: dict[str, Array | None]) -> None:
+        launch_plan(self.choose(problem, self.device), operands)
+
+
 def run_claimed(shape: tuple[int, int], dtype: str, geometry: RowBlock) -> None:
     """Forward, by a counter that says who takes which row."""
 
-    class OnGpu(EmulatorRunner):
-        def run(self, problem: ForwardProblem, operands: dict[str, Array | None]) -> None:
-            chosen = plan_with(problem, FEW, geometry)
-            assert chosen.launches[0].kernel == "zeros", "nothing is claimed"
-            launch_plan(chosen, operands)
+    def choose(problem: ForwardProblem, device: Device) -> Plan:
+        chosen = plan_with(problem, device, geometry)
+        assert chosen.launches[0].kernel == "zeros", "nothing is claimed"
+        return chosen
 
     weight, bias = (data(seed, shape[1:], dtype) for seed in (2, 3))
-    OnGpu(FEW).forward(Case(data(0, shape, dtype), weight, bias, residual=data(1, shape, dtype)))
+    OnGpu(FEW, choose).forward(Case(data(0, shape, dtype), weight, bias, residual=data(1, shape, dtype)))
 
 
 def run_wide(shape: tuple[int, int]) -> None:
     """Forward in turns that keep their weights, and backward; see row_wide.py."""
-
-    class OnGpu(EmulatorRunner):
-        def run(self, problem: Any, operands: dict[str, Array | None]) -> None:
-            launch_plan(plan(problem, FEW), operands)
-
     weight, bias = (data(seed, shape[1:], "float32") for seed in (2, 3))
     case, runner = Case(data(0, shape, "bfloat16"), weight, bias), OnGpu(FEW)
     runner.backward(case.backward(runner.forward(case), data(1, shape, "bfloat16")))

@@ -269,7 +269,7 @@ def test_clusters_wait_for_no_numbers_before_the_first_sums(dtype: str) -> None:
 
 
 def test_loads_of_what_is_kept_say_so() -> None:
-    """And nothing else: not those of weights, and no asynchronous copy (see kernels/cache_hints.cuh)."""
+    """And no asynchronous copy does (see kernels/cache_hints.cuh)."""
     for rows, asked in ((1000, False), (30_000, True)):
         for problem in (plain_forward(rows, 1024, "bfloat16"), plain_forward(rows, 1023, "bfloat16", residual=True)):
             item = plan(problem, GPUS["sm_90"]).launches[-1]

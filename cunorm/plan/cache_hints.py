@@ -8,7 +8,7 @@ from __future__ import annotations
 from cunorm.plan.device import Device
 from cunorm.problem import ChannelForward, PointwiseProblem, Problem
 
-__all__ = ["are_kept_in_l2", "is_kept_in_l2"]
+__all__ = ["is_kept_read_once", "is_kept_read_twice"]
 
 # Of x, at least, for each thread that the device can hold: 32 MB, with what is written more than L2 holds. 8 MB take as
 # long with the hint as without, and what comes next finds less of y.
@@ -17,12 +17,12 @@ _LEAST_BYTES = 120
 _LEAST_BYTES_OF_CHANNELS = 960
 
 
-def is_kept_in_l2(problem: Problem | PointwiseProblem, device: Device) -> bool:
+def is_kept_read_once(problem: Problem | PointwiseProblem, device: Device) -> bool:
     """Whether L2 is asked to keep rows that are read once, which makes the writing quicker: 0.97 from 34 to 268 MB."""
     return _are_many(problem.rows * problem.columns * problem.itemsize, _LEAST_BYTES, device)
 
 
-def are_kept_in_l2(problem: ChannelForward, device: Device) -> bool:
+def is_kept_read_twice(problem: ChannelForward, device: Device) -> bool:
     """Whether it is asked to keep channels that are read twice, forward.
 
     Instance norm of 2 x 32 x 128^3 float32 and float16 numbers, channels last, takes 0.968 and 0.967 so, of 8 x 64 x

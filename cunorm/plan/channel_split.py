@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cunorm.plan.cache_hints import are_kept_in_l2
+from cunorm.plan.cache_hints import is_kept_read_twice
 from cunorm.plan.channel_tiles import (
     Direction,
     Tiles,
@@ -218,13 +218,12 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
     layout = _layout(problem, device, _FORWARD)
     itemsize = compute_itemsize(problem)
     statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
-    kept: Constants = {"KEPT_IN_L2": int(not given and problem.y is not None and are_kept_in_l2(problem, device))}
     if not given:
         if not problem.stats:
             statistics["mean"] = builder.reserve("set_mean", problem.sets, itemsize)
             statistics["rstd"] = builder.reserve("set_rstd", problem.sets, itemsize)
         statistics["mean_remainder"] = builder.reserve("mean_remainder", problem.sets, itemsize)
-        _plan_statistics(problem, device, statistics, kept, builder)
+        _plan_statistics(problem, device, statistics, builder)
     elif not problem.stats:
         statistics = dict.fromkeys(statistics, 0)
     if problem.y is not None and (problem.points > 0 or given):
@@ -233,7 +232,7 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
             layout.constants(problem)
             | affine_constants(problem, layout.tiles)
             | {"GIVEN": int(given)}
-            | kept
+            | _kept(problem, device)
             | running_types(problem.running if given else None),
             layout.grid(problem),
             layout.tiles.block,
@@ -248,9 +247,13 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
         )
 
 
-def _plan_statistics(
-    problem: ChannelForward, device: Device, statistics: dict[str, Value], kept: Constants, builder: Builder
-) -> None:
+def _kept(problem: ChannelForward, device: Device) -> Constants:
+    """Whether L2 is asked to keep x, which is read once where y is not wanted, or the statistics are given."""
+    is_read_twice = problem.y is not None and not (problem.running is not None and problem.running.given)
+    return {"KEPT_IN_L2": int(is_read_twice and is_kept_read_twice(problem, device))}
+
+
+def _plan_statistics(problem: ChannelForward, device: Device, statistics: dict[str, Value], builder: Builder) -> None:
     """The launches that leave the statistics of every set, and update running ones."""
     layout = _layout(problem, device, _STATISTICS)
     splits = layout.splits if problem.points > 0 else 0
@@ -265,7 +268,7 @@ def _plan_statistics(
     if splits > 0:
         builder.launch(
             "channel_split_statistics",
-            layout.constants(problem) | {"ONE_CHUNK": int(one_chunk)} | kept,
+            layout.constants(problem) | {"ONE_CHUNK": int(one_chunk)} | _kept(problem, device),
             layout.grid(problem),
             layout.tiles.block,
             {

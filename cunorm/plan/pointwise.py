@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan.cache_hints import is_kept_in_l2
+from cunorm.plan.cache_hints import is_kept_read_once
 from cunorm.plan.column_sums import launch_sum
 from cunorm.plan.constants import dtype_constants, vector_constants
 from cunorm.plan.device import Device
@@ -60,7 +60,7 @@ class _Layout:
             "MIN_BLOCKS": _min_blocks(problem, self.width),
             "ROW_DIMS": len(problem.row_sizes),
             "ACTIVATION": problem.activation,
-            "KEPT_IN_L2": int(is_kept_in_l2(problem, device)),
+            "KEPT_IN_L2": int(is_kept_read_once(problem, device)),
         }
         return dtype_constants(problem) | own | vector_constants("BIAS", problem.bias, self.width)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cunorm.plan.cache_hints import is_kept_in_l2
+from cunorm.plan.cache_hints import is_kept_read_once
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import (
     affine_constants,
@@ -274,7 +274,7 @@ class RowBlock:
         if self.stage != "direct" or problem.channels is not None:
             return False
         adds_alone = problem.residual is not None and self.min_blocks * self.threads <= _FEW_THREADS
-        return not adds_alone and is_kept_in_l2(problem, device)
+        return not adds_alone and is_kept_read_once(problem, device)
 
     def constants(self, problem: Problem) -> Constants:
         return {
