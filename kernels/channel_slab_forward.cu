@@ -6,6 +6,7 @@
 #include "reduce.cuh"
 #include "cluster.cuh"
 #include "copy_async.cuh"
+#include "cache_hints.cuh"
 #include "channel_tile.cuh"
 #include "channel_sets.cuh"
 #include "channel_slab.cuh"
@@ -65,7 +66,11 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
   const Slots slots = {staged};
   Path x = path_of(begin, part, arguments.x_sample_stride, arguments.x_channel_stride, arguments.x_point_strides);
   const auto fill = [&](int i) {
-    if (i < count) slots.fill(i, arguments.x + x.offset(arguments.x_point_strides));
+    if (i < count) {
+      const X_TYPE* source = arguments.x + x.offset(arguments.x_point_strides);
+      slots.fill(i, source);
+      keep_in_l2<KEPT_IN_L2>(source);
+    }
     copy_async_commit();
     x.advance(arguments.point_sizes);
   };

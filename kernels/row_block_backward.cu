@@ -16,6 +16,7 @@
 #include "reduce.cuh"
 #include "cluster.cuh"
 #include "copy_async.cuh"
+#include "cache_hints.cuh"
 #include "row_cut.cuh"
 #include "activation.cuh"
 #include "reciprocal.cuh"
@@ -58,6 +59,7 @@ struct Arguments {
 };
 
 static_assert(TAKES_TURNS || (stage == Stage::direct && CLASSES == 1));
+static_assert(!KEPT_IN_L2 || stage == Stage::ahead);
 
 // What a thread has of dweight or dbias, since its share began.
 struct ColumnSums {

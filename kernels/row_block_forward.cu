@@ -216,11 +216,12 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
     unused += needed ? STAGE_ELEMENTS : 0;
     return taken;
   };
-  static_assert(!KEPT_IN_L2 || stage == Stage::direct);
-  const Rows<const X_TYPE, X_SHIFT> x = {kept_in_l2<KEPT_IN_L2>(arguments.x), arguments.x_stride,
+  static_assert(!KEPT_IN_L2 || stage != Stage::run);
+  constexpr bool LOADS_KEPT = KEPT_IN_L2 && stage == Stage::direct;
+  const Rows<const X_TYPE, X_SHIFT> x = {kept_in_l2<LOADS_KEPT>(arguments.x), arguments.x_stride,
                                          take(stage != Stage::direct)};
   const Residuals residuals = residuals_of(arguments);
-  const Rows<const X_TYPE, RESIDUAL_SHIFT> residual = {kept_in_l2<KEPT_IN_L2>(residuals.in), arguments.residual_stride,
+  const Rows<const X_TYPE, RESIDUAL_SHIFT> residual = {kept_in_l2<LOADS_KEPT>(residuals.in), arguments.residual_stride,
                                                        take(stage != Stage::direct && HAS_RESIDUAL)};
   const Rows<X_TYPE> y = {arguments.y, arguments.y_stride, take(stage == Stage::run)};
   const Rows<X_TYPE> residual_out = {residuals.out, arguments.residual_out_stride,

@@ -14,6 +14,7 @@
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
+#include "cache_hints.cuh"
 #include "activation.cuh"
 #include "affine.cuh"
 #include "reciprocal.cuh"
@@ -60,6 +61,7 @@ struct Arguments {
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
 static_assert(!PEELED || (HAS_CHANNELS || !(HAS_WEIGHT || HAS_BIAS)) && !HAS_RESIDUAL);
+static_assert(!PEELED || !KEPT_IN_L2, "a thread may have none of a vector, and no place of it");
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
 
@@ -188,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     if (i < of.vectors) {
       const Spot spot = places(i, of.phase);
       spot.copy(slot, of.x);
+      keep_in_l2<KEPT_IN_L2>(of.x + spot.offset);
       if constexpr (HAS_RESIDUAL) spot.copy(slot + STAGED, of.residual);
     }
     copy_async_commit();

@@ -183,7 +183,9 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, con
     const X_TYPE* row = rows.at(part, place.row) - SHIFT;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      if (place.has(i)) copy_async<VECTOR>(rows.own(slot, i), row + place.offset(part, i));
+      if (!place.has(i)) continue;
+      copy_async<VECTOR>(rows.own(slot, i), row + place.offset(part, i));
+      keep_in_l2<KEPT_IN_L2>(row + place.offset(part, i));
     }
     if (SHIFT > 0 && threadIdx.x == 0) {
       const int end = place.cut.vectors * VECTOR;

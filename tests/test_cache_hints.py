@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_cases import GPUS, plain_channel_norm, plain_forward
+from plan_cases import GPUS, plain_backward, plain_channel_norm, plain_forward
 
 from cunorm.plan import Device, plan
 from cunorm.problem import Matrix, Norm, PointwiseBackward, PointwiseForward
@@ -41,11 +41,46 @@ def test_rows_that_are_more_than_l2_holds(columns: int, dtype: str) -> None:
     assert set(kept(plain_forward(many, columns, dtype)).values()) == {1}
 
 
-def test_rows_that_come_ahead_ask_for_nothing() -> None:
-    """With a policy, asynchronous copies may be illegal instructions (see kernels/cache_hints.cuh)."""
-    problem = plain_forward(10_000, 100_000, "bfloat16")
-    assert dict(plan(problem, H200).launches[-1].constants)["STAGE"] == "ahead"
-    assert set(kept(problem).values()) == {0}
+def test_rows_that_clusters_share_ask_for_nothing() -> None:
+    for problem in (plain_forward(10_000, 100_000, "bfloat16"), plain_backward(10_000, 100_000, "bfloat16")):
+        stages = [dict(item.constants).get("STAGE") for item in plan(problem, H200).launches]
+        assert "ahead" in stages
+        assert set(kept(problem).values()) == {0}
+
+
+@pytest.mark.parametrize("columns", [512, 4096, 12_288])
+def test_rows_that_come_ahead_backward(columns: int) -> None:
+    few, many = (plain_backward(nbytes // (2 * columns), columns, "float16") for nbytes in (20_000_000, 40_000_000))
+    activated = replace(many, norm=Norm(activation="silu"), bias=many.weight)
+    for problem, expected in ((few, 0), (many, 1), (activated, 0), (replace(many, dresidual_out=many.x), 0)):
+        assert kept(problem) == {"row_block_backward": expected}
+
+
+def test_short_and_odd_rows_ask_for_nothing_backward() -> None:
+    for columns in (256, 1023, 4097):
+        assert kept(plain_backward(200_000_000 // columns, columns, "float16")) == {"row_block_backward": 0}
+
+
+def test_groups_that_come_ahead() -> None:
+    forward, backward = plain_channel_norm((32, 256, 64**2), "float16", 8)
+    assert kept(forward) == {"row_block_forward": 1}
+    assert kept(replace(forward, activation="silu")) == {"row_block_forward": 0}
+    assert kept(backward) == {"row_block_backward": 0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "kernel", "expected"),
+    [
+        ((2, 32, 128**3), "float32", "row_pipeline_forward", 1),
+        ((2, 32, 128**3), "float16", "row_pipeline_forward", 1),
+        ((4, 1, 128**3 - 1), "float32", "row_pipeline_forward", 0),
+        ((8, 64, 64**3), "float32", "channel_slab_forward", 1),
+        ((8, 64, 64**3), "float16", "channel_slab_forward", 0),
+    ],
+)
+def test_channels_that_are_read_once(sizes: tuple[int, int, int], dtype: str, kernel: str, expected: int) -> None:
+    forward, _ = plain_channel_norm(sizes, dtype, 1)
+    assert kept(forward) == {kernel: expected}
 
 
 def test_a_block_that_adds_a_residual_alone_asks_for_nothing() -> None:
@@ -73,7 +108,8 @@ def test_channels_that_are_read_twice() -> None:
 def test_other_devices_are_asked_for_nothing(device: Device) -> None:
     for problem in (
         plain_forward(100_000, 1024, "bfloat16"),
+        plain_backward(100_000, 1024, "bfloat16"),
         *gelu(100_000_000),
-        plain_channel_norm((2, 32, 128**3), "float32", 1, last=True)[0],
+        *(plain_channel_norm((2, 32, 128**3), "float32", 1, last=last)[0] for last in (True, False)),
     ):
         assert set(kept(problem, device).values()) <= {0}

@@ -31,7 +31,7 @@ from compile_cases import (
     sums_problems,
     with_options,
 )
-from plan_cases import GPUS, plain_channel_norm, plain_forward, plan_of
+from plan_cases import GPUS, plain_backward, plain_channel_norm, plain_forward, plan_of
 
 from cunorm import compiling, kernels, resources
 from cunorm.plan import Launch, channel_grid, channel_pipeline, channel_slab, plan
@@ -269,7 +269,7 @@ def test_clusters_wait_for_no_numbers_before_the_first_sums(dtype: str) -> None:
 
 
 def test_loads_of_what_is_kept_say_so() -> None:
-    """And no asynchronous copy does (see kernels/cache_hints.cuh)."""
+    """And no asynchronous copy does: who begins one asks by itself (see kernels/cache_hints.cuh)."""
     for rows, asked in ((1000, False), (30_000, True)):
         for problem in (plain_forward(rows, 1024, "bfloat16"), plain_forward(rows, 1023, "bfloat16", residual=True)):
             item = plan(problem, GPUS["sm_90"]).launches[-1]
@@ -277,6 +277,12 @@ def test_loads_of_what_is_kept_say_so() -> None:
             hints = [line for line in ptx_of(item) if "cache_hint" in line]
             assert all("ld.global.L2::cache_hint" in line for line in hints)
             assert asked == (len(hints) >= dict[str, Any](item.constants)["VECTORS"])
+        item = plan(plain_backward(rows, 4096, "bfloat16"), GPUS["sm_90"]).launches[0]
+        ptx = ptx_of(item)
+        assert not any("cache_hint" in line for line in ptx)
+        prefetches = [line for line in ptx if "prefetch.global.L2::evict_last" in line]
+        copies = [line for line in ptx if "cp.async.cg" in line]
+        assert len(prefetches) == (len(copies) if asked else 0)
 
 
 @pytest.mark.parametrize(

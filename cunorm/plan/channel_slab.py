@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cunorm.plan.cache_hints import is_kept_in_slabs
 from cunorm.plan.channel_tiles import (
     Direction,
     Tiles,
@@ -174,7 +175,10 @@ def _plan_forward(problem: ChannelForward, slab: Slab, device: Device, builder: 
     assert problem.y is not None
     builder.launch(
         "channel_slab_forward",
-        slab.constants(problem, device) | affine_constants(problem, slab.tiles) | running_constants(problem.running),
+        slab.constants(problem, device)
+        | {"KEPT_IN_L2": int(is_kept_in_slabs(problem, device))}
+        | affine_constants(problem, slab.tiles)
+        | running_constants(problem.running),
         slab.grid(problem),
         slab.tiles.block,
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cunorm.plan.cache_hints import is_kept_in_pipeline
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
 from cunorm.plan.device import Device
@@ -164,7 +165,7 @@ class RowPipeline:
         if problem.is_bare:
             problem = replace(problem, channels=None)  # of which the kernels need not know
         if isinstance(problem, ForwardProblem):
-            _plan_forward(problem, self, builder)
+            _plan_forward(problem, self, device, builder)
         else:
             _plan_backward(problem, self, builder)
         return "row_pipeline"
@@ -327,11 +328,14 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
     }
 
 
-def _plan_forward(problem: ForwardProblem, way: RowPipeline, builder: Builder) -> None:
+def _plan_forward(problem: ForwardProblem, way: RowPipeline, device: Device, builder: Builder) -> None:
     shared = _launch_words(problem, way, 4 if way.peeled else 3, builder)
     builder.launch(
         "row_pipeline_forward",
-        dtype_constants(problem) | way.constants(problem) | affine_constants(problem, way.width),
+        dtype_constants(problem)
+        | way.constants(problem)
+        | {"KEPT_IN_L2": int(is_kept_in_pipeline(problem, device, peeled=way.peeled))}
+        | affine_constants(problem, way.width),
         way.groups * way.blocks_per_row,
         (way.threads + _OTHER_THREADS, 1),
         {
