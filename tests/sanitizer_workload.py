@@ -93,8 +93,20 @@ RUNS = [
     ((1001, 24), "bfloat16"),
     ((1001, 43), "bfloat16"),
 ]
-# Rows of which L2 is asked to keep what is read, which such are taken to be too many for (see kernels/cache_hints.cuh).
-KEPT = [((301, 1024), "bfloat16"), ((70, 4097), "float16"), ((99, 100), "float32"), ((5, 5120), "float32")]
+# Of which L2 is asked to keep what is read, which such are taken to be too much for (see kernels/cache_hints.cuh).
+KEPT = [
+    ((301, 1024), "bfloat16"),
+    ((900, 4096), "float16"),  # ahead backward
+    ((70, 4097), "float16"),
+    ((99, 100), "float32"),
+    ((5, 5120), "float32"),
+]
+KEPT_CHANNELS = [
+    (Shape("instance_norm", (2, 3, 1_200_000), "NCW"), "float32"),  # rows in a pipeline
+    (Shape("instance_norm", (2, 3, 64, 64, 64), "NCDHW"), "float32"),  # slabs
+    (Shape("group_norm", (8, 512, 64, 64), "NCHW", 32), "float16"),  # rows ahead, by clusters
+    (Shape("instance_norm", (1, 2_000_000, 8), "NWC"), "float16"),  # read twice
+]
 # Rows of sixteen-bit numbers with float32 weights, as a GPU of few multiprocessors would get them.
 WIDE = [
     (900, 256),
@@ -287,6 +299,8 @@ def main() -> None:
     with mock.patch.object(cache_hints, "_LEAST_BYTES", 0):
         for place, (shape, dtype) in enumerate(KEPT):
             run_rows(place, shape, (-1,), dtype)
+        for channels, dtype in KEPT_CHANNELS:
+            run_channel_norm(channels, dtype, "relu")
     for shape in WIDE:
         run_wide(shape)
     for claimed in CLAIMED:
@@ -297,7 +311,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    every = PROBLEMS, RUNS, KEPT, WIDE, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, WIDE, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 
 

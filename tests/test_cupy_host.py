@@ -360,7 +360,8 @@ def test_threads_share_what_is_known(driver: Driver) -> None:
     assert not wrong and driver.launches > 400
 
 
-def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nbytes", [128, 0])
+def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Those of the call, null ones, and of scratch memory, which is allocated beside x; with all else of a step."""
     seen: list[list[int]] = []
     numbers = [driver.add(count, seen.append) for count in (3, 2)]
@@ -369,7 +370,7 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
     def prepare(op: Any, *arguments: Any) -> Prepared:
         call = CallOnCpu(lambda pointers: None, [step(numbers[0], (0, -1, 8)), second])
         call.scratch_offsets = [16, 64]
-        return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), 128, call)
+        return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), nbytes, call)
 
     monkeypatch.setattr(cunorm.row_norm.RowNorm, "prepare_forward", prepare)
     x = data(4, 8)
@@ -378,6 +379,7 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
     y = cunorm.layer_norm(x)
     (first, null, scratch), (other, last) = seen
     assert first == x.data.ptr and null == 0 and last == y.data.ptr and other - scratch == 48
+    assert (scratch == 16) == (nbytes == 0)
     assert y.dtype == "float64" and y.shape == (4, 8)
     assert driver.configs[1] == ((7, 1, 1), (64, 2, 1), 4096, STREAM, [(6, 1), (2, 1)])
 

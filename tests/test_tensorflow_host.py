@@ -126,7 +126,8 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
         cunorm.layer_norm(random(2, 8))
 
 
-def test_steps_are_what_python_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nbytes", [64, 0])
+def test_steps_are_what_python_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """What the driver is given: the config, and the addresses of inputs, of results and of scratch memory."""
     seen: list[list[int]] = []
     launched = step(driver.add(6, lambda pointers: seen.append(list(pointers))), (0, 1, 4, 8, 9, -1))
@@ -134,13 +135,14 @@ def test_steps_are_what_python_launches(driver: Driver, monkeypatch: pytest.Monk
     call = CallOnCpu(lambda pointers: None, [launched])
     call.scratch_offsets = [0, 48]
     outputs = (Output((4,), "float32"), None, None, None)
-    monkeypatch.setattr(Forward, "prepare", lambda self, views: Prepared(outputs, ("cpu", 0), 64, call))
+    monkeypatch.setattr(Forward, "prepare", lambda self, views: Prepared(outputs, ("cpu", 0), nbytes, call))
     x = random(4)
     cunorm.rms_norm(x)
     ((first, null, y, scratch, other, last),) = seen
     assert driver.configs == [((7, 1, 1), (64, 2, 1), 4096, None, [(6, 1), (2, 1)])]
     assert first == tensorflow_adapter._memory(x)[0] and null == last == 0  # noqa: F405
     assert y not in (0, first) and other == scratch + 48
+    assert (scratch == 0) == (nbytes == 0)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)

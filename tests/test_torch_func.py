@@ -182,6 +182,27 @@ def test_vmap_equals_a_loop(case: Case, batched: tuple[str, ...]) -> None:
             torch.testing.assert_close(result, tensor, **tolerance)
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False)])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "instance_norm", "group_norm", "batch_norm"])
+def test_vmap_of_gradients_by_themselves(name: str, mask: tuple[bool, bool, bool], eps: float) -> None:
+    """Which are not told the eps of the statistics that they are given."""
+    x, dy, weight = data(3, 5, 4, 6) / 8, data(3, 5, 4, 6), data(6 if name in ("layer_norm", "rms_norm") else 4)
+    options: dict[str, Any] = {"training": True} if name == "batch_norm" else {}
+    more = (2,) if name == "group_norm" else ()
+    forward = functools.partial(getattr(cunorm, name), eps=eps, return_stats=True, **options)
+    statistics = [torch.stack(found) for found in zip(*(forward(item, *more, weight)[1:] for item in x), strict=True)]
+
+    def backward(dy: torch.Tensor, x: torch.Tensor, *statistics: torch.Tensor) -> Any:
+        results = getattr(cunorm, f"{name}_backward")(dy, x, *more, weight, *statistics, output_mask=mask)
+        return tuple(result for result in tuple_of(results) if result is not None)
+
+    tensors = dy, x, *statistics
+    results = torch.vmap(backward)(*tensors)
+    for result, tensor in zip(results, looped(backward, tensors, (0,) * len(tensors)), strict=True):
+        torch.testing.assert_close(result, tensor)
+
+
 @pytest.mark.parametrize("name", ["layer_norm, all", "rms_norm", "group_norm", "batch_norm, evaluation", "gelu, bias"])
 def test_nested_vmap_equals_a_loop(name: str) -> None:
     """Where all but x are mapped further out, along an axis that leaves no contiguous parts."""

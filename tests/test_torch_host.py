@@ -391,15 +391,16 @@ def test_modules_can_be_copied_and_trained() -> None:
 # ---- The launches of a call.
 
 
-def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the workspace too; and a null pointer stays null."""
+@pytest.mark.parametrize("nbytes", [128, 0])
+def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Those of the workspace too, also where it is empty, as of no rows; and a null pointer stays null."""
     seen: list[list[int]] = []
     numbers = [driver.add(count, seen.append) for count in (3, 2)]
 
     def prepare(op: Any, *arguments: Any) -> Prepared:
         call = CallOnCpu(lambda pointers: None, [step(numbers[0], (0, -1, 8)), step(numbers[1], (9, 4))])
         call.scratch_offsets = [16, 64]
-        return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), 128, call)
+        return Prepared((Output((4, 8), "float64"), None, None, None), ("cpu", 0), nbytes, call)
 
     x = data(4, 8)
     op = cunorm.row_norm.RowNorm.of(-1, 1e-5)
@@ -409,6 +410,7 @@ def test_pointers_go_where_a_kernel_has_them(driver: Driver, monkeypatch: pytest
     y = cunorm.layer_norm(x)
     (first, null, scratch), (other, last) = seen
     assert first == x.data_ptr() and null == 0 and last == y.data_ptr() and other - scratch == 48
+    assert (scratch == 16) == (nbytes == 0)
     assert op.axis == (-1,)
 
 

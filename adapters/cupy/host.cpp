@@ -203,12 +203,14 @@ Object allocated(const Output& output) {
 
 void launch(const Ready& ready, Pointers& pointers, PyObject* x) {
   Object workspace;  // which may be used again as soon as the kernels are launched, since CuPy's memory goes by streams
+  std::uint64_t begin = 0;
   if (ready.workspace) {
     PyObject* const arguments[] = {ready.workspace.get(), x};
     workspace = checked(PyObject_Vectorcall(allocate_workspace, arguments, 2, nullptr));
-    const std::uint64_t begin = address_of(workspace.get());
-    for (const std::int64_t offset : ready.scratch_offsets) pointers.push_back(begin + offset);
+    begin = address_of(workspace.get());
   }
+  // Launches name them even where they are empty.
+  for (const std::int64_t offset : ready.scratch_offsets) pointers.push_back(begin + offset);
   const Object stream = checked(PyObject_CallOneArg(current_stream, ready.device.get()));
   void* const handle = reinterpret_cast<void*>(address(attribute(stream.get(), names.ptr).get()));
   int status = 0;

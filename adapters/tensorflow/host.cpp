@@ -184,12 +184,14 @@ class Cunorm : public tensorflow::OpKernel {
       return;
     }
     tensorflow::Tensor workspace;
+    std::uintptr_t begin = 0;
     if (ready->workspace_bytes > 0) {
       const tensorflow::TensorShape shape({ready->workspace_bytes});
       OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_UINT8, shape, &workspace));
-      const auto begin = reinterpret_cast<std::uintptr_t>(workspace.data());
-      for (const std::int64_t offset : ready->scratch_offsets) pointers.push_back(begin + offset);
+      begin = reinterpret_cast<std::uintptr_t>(workspace.data());
     }
+    // Launches name them even where they are empty.
+    for (const std::int64_t offset : ready->scratch_offsets) pointers.push_back(begin + offset);
     OP_REQUIRES_OK(context, launch(*ready, pointers, stream));
   }
 

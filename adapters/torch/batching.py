@@ -240,9 +240,11 @@ def _backward(op: Any, tensors: dict[str, Any], mask: Sequence[bool], bias_dtype
         rstd = _along(rstd, values, kept)
         xhat = (values - _along(mean, values, kept)) * rstd
     elif not isinstance(op, Pointwise):
-        # Anew: to a derivative of these gradients, the statistics that are there are constants, and must not be.
+        # Anew: to a derivative of these gradients, the statistics that are there are constants, and must not be. Which
+        # eps they were made with is told by them alone where the gradients are a call of their own.
         _, variance, centered = _moments(op, values, axes)
-        rstd = torch.rsqrt(variance + op.eps)
+        eps = _along(rstd, values, kept).square().reciprocal() - variance
+        rstd = torch.rsqrt(variance + eps.detach())
         xhat = centered * rstd
     scale = _scale(op, weight, values, weight_axes)
     z = xhat * scale + _shift(bias, values, weight_axes)

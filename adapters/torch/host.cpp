@@ -173,10 +173,13 @@ void* current_stream(at::Device device) {
 
 void launch(const Ready& ready, Pointers& pointers, at::Device device, void* stream) {
   at::Tensor workspace;
+  std::uint64_t begin = 0;
   if (ready.workspace_bytes > 0) {
     workspace = at::empty_strided({ready.workspace_bytes}, {1}, at::TensorOptions(at::kByte).device(device));
-    for (const std::int64_t offset : ready.scratch_offsets) pointers.push_back(address_of(workspace) + offset);
+    begin = address_of(workspace);
   }
+  // Launches name them even where they are empty.
+  for (const std::int64_t offset : ready.scratch_offsets) pointers.push_back(begin + offset);
   for (const Launch& launch : ready.launches) {
     const int status = launch.start(launch_kernel, pointers, stream);
     TORCH_CHECK(status == 0, "kernel ", launch.kernel, " could not be launched: CUDA driver error ", status);
