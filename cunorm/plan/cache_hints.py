@@ -6,6 +6,7 @@ The numbers are of an H200, as shares of the time without.
 from __future__ import annotations
 
 from cunorm.plan.device import Device
+from cunorm.plan.row_memory import are_shifted
 from cunorm.problem import BackwardProblem, ChannelForward, ForwardProblem, PointwiseProblem, Problem
 
 __all__ = ["is_kept_ahead", "is_kept_in_pipeline", "is_kept_in_slabs", "is_kept_read_once", "is_kept_read_twice"]
@@ -32,10 +33,10 @@ def is_kept_ahead(problem: Problem, device: Device, *, peeled: bool, blocks_per_
     weights are by column 0.98 to 1.05.
 
     Backward those that a block has in whole: 17 of 0.5 to 12 thousand columns take 0.97 to 1.00, in the mean 0.99.
-    Clusters take 0.94 to 1.07, odd rows 1.00 and 1.02, rows of channels 1.00 to 1.09. Beside a residual and
-    under an activation up to 128 bytes would spill.
+    Clusters take 0.94 to 1.07, odd rows 1.00 and 1.02, those that begin in the middle of 16 bytes 1.03, rows of
+    channels 1.00 to 1.09. Beside a residual and under an activation up to 128 bytes would spill.
     """
-    if peeled or not is_kept_read_once(problem, device):
+    if peeled or are_shifted(problem) or not is_kept_read_once(problem, device):
         return False
     if isinstance(problem, BackwardProblem):
         long = problem.columns * problem.itemsize >= _LEAST_BYTES_OF_ROW
