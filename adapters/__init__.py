@@ -11,6 +11,7 @@ import importlib
 import types
 from typing import TYPE_CHECKING, Any
 
+from cunorm.checks import value_of_keras
 from cunorm.execute import Adapter
 
 __all__ = ["adapter_of"]
@@ -64,11 +65,13 @@ def _find(kind: type) -> str:
         name = _ADAPTERS.get(base.__module__.partition(".")[0])
         if name is not None:
             return name
+    if kind.__module__.startswith("keras.") and kind.__name__ == "KerasTensor":
+        raise TypeError("x is a KerasTensor, which has no numbers yet: call this in the call of a layer")
     if hasattr(kind, "__jax_array__"):
         return "jax"
     if hasattr(kind, "__dlpack__"):
         return "dlpack"
     raise TypeError(
         f"x is a {kind.__module__}.{kind.__qualname__}; it must be a NumPy, CuPy, PyTorch, JAX or TensorFlow tensor, "
-        "or have __dlpack__"
+        f"or have __dlpack__{value_of_keras(kind)}"
     )

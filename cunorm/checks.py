@@ -60,12 +60,19 @@ def no_tensor(name: str, given: Any, framework: str, must: str) -> TypeError:
     The name is "x" where x itself is none.
     """
     beside = "" if name == "x" else f"beside a {framework} x "
-    message = f"{name} is {kind_of(given)}; {beside}it must be {must}"
+    kind = f"a NumPy scalar, {kind_of(given)}" if isinstance(given, np.generic) else kind_of(given)
+    message = f"{name} is {kind}; {beside}it must be {must}{value_of_keras(type(given))}"
     sizes = given if name == "weight" and isinstance(given, (tuple, list)) else ()
     if sizes and all(isinstance(size, numbers.Integral) for size in sizes):
         # In its place torch.nn.functional.layer_norm takes this.
         message += "; layer_norm and rms_norm have no normalized_shape: see their axis"
     return TypeError(message)
+
+
+def value_of_keras(kind: type) -> str:
+    """What to add to a message that refuses an object of a type, if it is a Keras variable's."""
+    is_variable = kind.__module__.startswith("keras.") and kind.__name__ == "Variable"
+    return ", such as its .value" if is_variable else ""
 
 
 def check_mask(output_mask: Any) -> tuple[bool, bool, bool]:

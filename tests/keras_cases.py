@@ -447,6 +447,33 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GroupNormali" in printed and "LayerNormali" in printed
 
 
+def test_functions_in_a_layer() -> None:
+    """Of a model that knows nothing of how many samples there will be."""
+
+    class Block(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return cunorm.layer_norm(x, self.scale.value, residual=x, activation="silu")[0]
+
+    model = keras.Sequential([keras.Input((8,)), Block(), keras.layers.Dense(1)])
+    assert model.output_shape == (None, 1)
+    assert model(values((3, 8))).shape == (3, 1)
+
+
+def test_what_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"x is a KerasTensor, .* in the call of a layer"):
+        cunorm.layer_norm(keras.Input((8,)))
+    variable, x = keras.Variable(np.ones(8, "float32")), keras.ops.ones((2, 8))
+    assert_same(cunorm.rms_norm(x, variable.value), cunorm.rms_norm(x))
+    if BACKEND in ("torch", "numpy"):
+        with pytest.raises(TypeError, match=r"x is a .*Variable; .*such as its \.value"):
+            cunorm.layer_norm(variable)
+        with pytest.raises(TypeError, match=r"weight is a Variable; .*such as its \.value"):
+            cunorm.rms_norm(x, variable)
+
+
 def test_a_model_that_is_a_class() -> None:
     """Keras finds the shapes of such a model by calling it with tensors that are none."""
 

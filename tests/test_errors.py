@@ -221,7 +221,12 @@ def test_tensors_of_another_framework(name: str) -> None:
 
 
 def test_a_scalar_of_numpy_is_no_array() -> None:
-    refused(TypeError, "x is a float32; it must be a NumPy array", np.float32(3))
+    refused(TypeError, "x is a NumPy scalar, a float32; it must be a NumPy array", np.float32(3))
+
+
+@pytest.mark.parametrize("given", [torch.Size([2]), torch.float32, torch.nn.ReLU(), torch.ones(2, 2).max(0)], ids=str)
+def test_what_is_of_pytorch_and_no_tensor(given: Any) -> None:
+    refused(TypeError, f"x is a {type(given).__name__}; it must be a PyTorch tensor", given)
 
 
 @pytest.mark.parametrize("function", FORWARD)

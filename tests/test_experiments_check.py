@@ -239,6 +239,7 @@ def test_compile_errors_are_shown_in_part() -> None:
         ({"shapes": [()], "on": "emulator"}, ValueError, r"shapes has \(\); a shape must have a dimension"),
         ({"shapes": [(4, -8)], "on": "emulator"}, ValueError, r"shapes has \(4, -8\); .* none may be negative"),
         ({"dtypes": ["int8"]}, TypeError, "dtypes has 'int8'; it must be of float16"),
+        ({"dtypes": "float32"}, TypeError, r"dtypes is 'float32'; it must be a sequence .* such as \['float32'\]"),
         ({"shapes": [(0,)], "on": "emulator"}, ValueError, "no call of these shapes and dtypes launches row_block"),
     ],
 )

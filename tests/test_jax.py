@@ -416,6 +416,25 @@ def test_sizes_that_are_symbols_are_refused(shape: str) -> None:
             jax.export.export(jax.jit(function))(x)
 
 
+def test_shapes_of_results_are_known_of_sizes_that_are_symbols() -> None:
+    """As Keras asks for them, where the size of a batch is not known yet."""
+
+    def shapes_of(function: Any, *shapes: str) -> list[str]:
+        scope = jax.export.SymbolicScope()
+        symbolic = [jax.export.symbolic_shape(shape, scope=scope) for shape in shapes]
+        results = jax.eval_shape(function, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in symbolic))
+        return [str(result.shape) for result in jax.tree.leaves(results)]
+
+    norm = functools.partial(cunorm.group_norm, num_groups=8, return_stats=True)
+    assert shapes_of(norm, "b, 32, h, 2*h") == ["(b, 32, h, 2*h)", "(b, 8)", "(b, 8)"]
+    assert shapes_of(lambda x: norm(x, weight=None)[0], "b, c, 5") == ["(b, c, 5)"]
+    assert shapes_of(cunorm.layer_norm, "b, c", "c") == ["(b, c)"]
+    loss = jax.grad(lambda x, weight: cunorm.rms_norm(x, weight, activation="silu").sum(), (0, 1))
+    assert shapes_of(loss, "b, 16", "16") == ["(b, 16)", "(16,)"]
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\); for x of shape \(b, 4, h\) it must be \(4,\)"):
+        shapes_of(cunorm.instance_norm, "b, 4, h", "5")
+
+
 def test_names_of_calls_are_stored_in_place() -> None:
     """jax-tvm-ffi 0.1.3 frees longer strings before they are read."""
     cunorm.layer_norm(jnp.ones((2, 8)))

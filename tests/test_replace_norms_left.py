@@ -106,6 +106,18 @@ class ClampingNorm(LlamaRMSNorm):
         return F.rms_norm(hidden_states, (64,), eps=1e-6).clamp(-5, 5) * self.weight
 
 
+class NormForHalf(LlamaRMSNorm):
+    """Another norm only where weights are so large that float16 has no such number."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).clamp(-65_504, 65_504)
+
+
+class GeluForHalf(nn.GELU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(max=65_504)
+
+
 class MendingNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(torch.nan_to_num(hidden_states))
@@ -237,6 +249,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight + 1": (lambda: VideoPrismLayerNorm(8), "no function of cunorm"),
     "dropout": (lambda: DroppingNorm(8), "no function of cunorm"),
     "clamping": (lambda: ClampingNorm(64), "no function of cunorm"),
+    "clamping for float16": (lambda: NormForHalf(8), "no function of cunorm"),
+    "GELU that clamps for float16": (lambda: GeluForHalf(), "no function of cunorm"),
     "mending": (lambda: MendingNorm(8), "no function of cunorm"),
     "ScaleNorm": (lambda: ScaleNorm(8), "no function of cunorm"),
     "broadcasting": (lambda: BroadcastingNorm(8), "no function of cunorm"),

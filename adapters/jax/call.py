@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,7 @@ class Call:
         """The call of these arrays, None for those that there are not. Checks them."""
         given = tuple(array is not None for array in arrays)
         call = Call(op, direction, given, (), tuple(options.items()))
-        outputs = call.prepare(_inputs_of(arrays), ("cpu", 0)).outputs
-        return dataclasses.replace(call, results=tuple(output is not None for output in outputs))
+        return dataclasses.replace(call, results=tuple(output is not None for output in call._outputs(arrays)))
 
     @property
     def roles(self) -> tuple[list[str], list[str]]:
@@ -94,8 +94,28 @@ class Call:
 
     def outputs(self, given: Sequence[Any]) -> list[Output]:
         """What the results that there are look like, of operands, or types of operands."""
-        outputs = self.prepare(_inputs_of(self.operands(given)), ("cpu", 0)).outputs
-        return [output for output in outputs if output is not None]
+        return [output for output in self._outputs(self.operands(given)) if output is not None]
+
+    def _outputs(self, arrays: Sequence[Any]) -> Sequence[Output | None]:
+        """Of all results. Where sizes are symbols, as `jax.eval_shape` may ask, so are those of the results."""
+        shapes = [() if array is None else tuple(array.shape) for array in arrays]
+        symbols = dict.fromkeys(size for shape in shapes for size in shape if not isinstance(size, int))
+        if not symbols:
+            return self.prepare(_inputs_of(arrays), ("cpu", 0)).outputs
+        # Which sizes of results are those of operands shows by numbers that no tensor has, and groups divide.
+        numbers = {symbol: _STAND_IN * (i + 10_007) for i, symbol in enumerate(symbols)}
+        given = [tuple(numbers.get(size, size) for size in shape) for shape in shapes]
+        inputs = tuple(None if array is None else (shape, str(array.dtype)) for shape, array in zip(given, arrays))
+        sizes = {number: symbol for symbol, number in numbers.items()}
+        try:
+            outputs = self.prepare(inputs, ("cpu", 0)).outputs
+        except (TypeError, ValueError) as error:
+            said = re.sub(r"\d+", lambda match: str(sizes.get(int(match[0]), match[0])), str(error))
+            raise type(error)(said) from None
+        return [
+            output and dataclasses.replace(output, shape=tuple(sizes.get(size, size) for size in output.shape))
+            for output in outputs
+        ]
 
     def prepare(self, inputs: Inputs, device: tuple[str, int], alignments: Sequence[int] = ()) -> Prepared:
         """Ready to run on a device, for inputs that there are at addresses of these remainders modulo 16."""
@@ -120,6 +140,10 @@ class Call:
 def _placed(items: Sequence[Any], places: Sequence[bool]) -> list[Any]:
     rest = iter(items)
     return [next(rest) if there else None for there in places]
+
+
+# A number with many divisors.
+_STAND_IN = 55_440
 
 
 def _inputs_of(arrays: Sequence[Any]) -> Inputs:

@@ -185,7 +185,8 @@ class TorchAdapter(Adapter):
 
     def _describe_others(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[int]]:
         """Says what is wrong with tensors that are not just memory, or raises `_StandsForAnother`."""
-        if tensors[names.index("x")].is_meta:
+        x = tensors[names.index("x")]
+        if isinstance(x, torch.Tensor) and x.is_meta:
             raise _StandsForAnother
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and (type(tensor) not in _ORDINARY or not _has_storage(tensor)):

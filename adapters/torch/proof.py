@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SINGLE = torch.finfo(torch.float32).eps
 # Where no attribute of a layer says its eps: those that libraries write into their source.
 _USUAL_EPS = (1e-5, 1e-6, _SINGLE)
+# Of what is larger than anything that a layer might clip at, as float16 is at 65,504; its cube is still a float32.
+_LARGE = 1e8
 # Relative errors in the norm, as multiples of the machine epsilon, float32's at the least: layers sum in float32 and
 # round on the way, in sixteen bits at every operation. Another formula is further off: the unbiased variance of 8192
 # numbers by 500 epsilons, the tanh approximation of GELU by 1000.
@@ -238,7 +240,8 @@ class _Trial:
 
     The samples are of several sizes: small ones, where eps counts, or for GELU large ones. Of float32 numbers there are
     outputs besides of what a layer may treat in a way of its own: zeros, very small and very large numbers, one that is
-    much larger than all others, and NaN. These are contiguous; the others have their axes in memory in ``order``.
+    much larger than all others, and NaN; and parameters so large that results are which a layer might clip. These are
+    contiguous; the others have their axes in memory in ``order``.
     """
 
     def __init__(
@@ -269,7 +272,7 @@ class _Trial:
         self.dy = random(shape) * scale
         self.others = [torch.zeros_like(self.x)]
         if single and self.order == own:
-            self.others += [numbers * size for size in (1e-10, 1e-7, 1e-5, 1e3)]
+            self.others += [numbers * size for size in (1e-10, 1e-7, 1e-5, 1e3, _LARGE)]
             for one in (1e3, float("nan")):
                 other = numbers.clone()
                 other.view(-1)[other.numel() // 2] = one
@@ -282,6 +285,7 @@ class _Trial:
             value = None if parameter is None else nn.Parameter((random(parameter.shape) / 2 + 1).to(parameter_dtype))
             trial._parameters[name] = value
         self.leaves = [self.x, *(parameter for parameter in trial._parameters.values() if parameter is not None)]
+        self.enlarged = self.leaves[1:] if len(self.others) > 1 else []
         self.results: list[list[Tensor]] = []
         self.has_written = False
         for training in (True, False):
@@ -297,7 +301,11 @@ class _Trial:
         if not isinstance(y, Tensor):
             raise TypeError("the result is no tensor")
         gradients = torch.autograd.grad(y, self.leaves, self.dy.to(y.dtype))
-        return [y.detach(), *gradients, *(function(other).detach() for other in self.others)]
+        outputs = [y.detach(), *gradients, *(function(other).detach() for other in self.others)]
+        if self.enlarged:
+            with _multiplied(self.enlarged, _LARGE):
+                outputs.append(function(self.x).detach())
+        return outputs
 
     def agrees(self, formula: Formula) -> bool:
         """Whether the formula gives the layer's results, in training and in evaluation."""
@@ -328,6 +336,21 @@ class _Trial:
             if not (one - other).norm() <= tolerance * epsilon * other.norm():
                 return False
         return True
+
+
+@contextlib.contextmanager
+def _multiplied(parameters: Sequence[Tensor], factor: float) -> Iterator[None]:
+    """Parameters are larger by a factor meanwhile."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, own in zip(parameters, before):
+                parameter.copy_(own)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

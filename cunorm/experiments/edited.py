@@ -265,6 +265,8 @@ class Experiment:
 
 
 def _check_dtypes(name: str, dtypes: Sequence[str]) -> None:
+    if isinstance(dtypes, str):
+        raise TypeError(f"{name} is {dtypes!r}; it must be a sequence of dtypes, such as [{dtypes!r}]")
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise TypeError(f"{name} has {dtype!r}; it must be of {', '.join(DTYPES)}")
