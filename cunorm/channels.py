@@ -192,6 +192,7 @@ def batch_norm(
         Whether the statistics are those of x; else they are the running ones.
     momentum : float
         From 0 to 1: how much of the new statistics goes into the running ones, or of the old, as ``convention`` says.
+        Each value costs a kilobyte for the life of the process, and its first call some time.
     convention : {"torch", "keras"}
         ``"torch"``: ``running = (1 - momentum) * running + momentum * new``, the new variance with n - 1 for a divisor,
         as PyTorch has it. ``"keras"``: ``running = momentum * running + (1 - momentum) * new``, the new variance the

@@ -87,8 +87,17 @@ def complaint(item: Launch, taken: Resources, device: Device, known_spill: int =
     if taken.shared_bytes + item.shared_bytes > device.shared_bytes:
         return f"{taken.shared_bytes} + {item.shared_bytes} bytes of shared memory"
     # Registers are given out in eights, to a warp at a time.
-    if -(-taken.registers // 8) * 8 * threads * blocks > REGISTERS_PER_MULTIPROCESSOR:
+    registers = -(-taken.registers // 8) * 8 * threads
+    if registers * blocks > REGISTERS_PER_MULTIPROCESSOR:
         return f"{taken.registers} registers for each of {blocks} x {threads} threads"
+    if item.cooperative:
+        room = min(
+            device.blocks_with(taken.shared_bytes + item.shared_bytes),
+            REGISTERS_PER_MULTIPROCESSOR // registers,
+            device.threads_per_multiprocessor // threads,
+        )
+        if item.grid > room * device.multiprocessors:
+            return f"{item.grid} blocks wait for each other, of which {room} fit on each of {device.multiprocessors}"
     return None
 
 

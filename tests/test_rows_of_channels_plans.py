@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -172,3 +173,19 @@ def test_candidates_hold_a_part_of_whole_channels(of: Callable[..., Any]) -> Non
     assert rows is not None and any(geometry.blocks_per_row == 4 for geometry in found)
     for geometry in found:
         rows_and_columns_are_covered(rows, device, rows_of_channels.plan_with(problem, device, geometry))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_75"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_blocks_that_wait_for_each_other_all_fit_where_there_are_no_weights(arch: str, dtype: str) -> None:
+    """Parts of such rows may cut channels, and are as the launch has them."""
+    device, seen = GPUS[arch], 0
+    for samples, channels, points in itertools.product((1, 8, 16), (320, 640, 1280), (32**2, 64**2, 80**2, 128**2)):
+        forward, backward = plain_channel_norm((samples, channels, points), dtype, channels // 32)
+        bare: list[Any] = [replace(forward, weight=None, bias=None)]
+        bare.append(replace(backward, weight=None, bias=None, dweight=None, dbias=None))
+        for item in (item for problem in bare for item in plan(problem, device).launches if item.cooperative):
+            share = dict[str, Any](item.constants).get("BLOCKS_PER_MULTIPROCESSOR", 1)
+            assert item.grid <= device.multiprocessors * share, (samples, channels, points)
+            seen += item.kernel == "row_pipeline_backward"
+    assert seen

@@ -162,8 +162,7 @@ class RowPipeline:
 
     def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""
-        if problem.is_bare:
-            problem = replace(problem, channels=None)  # of which the kernels need not know
+        problem = _less_channels(problem)
         if isinstance(problem, ForwardProblem):
             _plan_forward(problem, self, device, builder)
         else:
@@ -195,6 +194,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
     """
+    problem = _less_channels(problem)
     itemsize = problem.itemsize
     if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
         return None
@@ -210,7 +210,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
-    if has_several_channels(problem) and not problem.is_bare:
+    if has_several_channels(problem):
         return None
 
     if _keeps_nothing(problem):
@@ -222,6 +222,11 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return min(1.0, way.rows_ahead / wanted)
 
     return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
+
+
+def _less_channels(problem: Problem) -> Problem:
+    """The problem without channels of which nothing is: kernels need not know of them, and parts may cut them."""
+    return replace(problem, channels=None) if problem.is_bare else problem
 
 
 def _are_peeled(problem: Problem) -> bool:
