@@ -17,6 +17,7 @@
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 static_assert(!SEGMENTED || (!PEELED && !SHIFTED && stage != Stage::run));
+static_assert(!SHIFTED || VECTOR * sizeof(X_TYPE) == 16);
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
 // A row ahead, in elements: one that is SHIFTED has a piece more, and room, so that the next begins where copies are

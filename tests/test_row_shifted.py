@@ -19,6 +19,7 @@ from cases import (
     assert_forward,
     check,
     data,
+    relative_error,
 )
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_backward, plain_forward
@@ -134,6 +135,19 @@ def _run_with(choose: Shifted) -> Any:
 def test_views(runner: Any, offset: int, shape: tuple[int, int]) -> None:
     offsets = offset, 8 - offset, 3
     check(runner, *tensors(shape, "float16", offsets, residual=True)[:2])
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("columns", "dtype"), [(44, "float32"), (64, "float16"), (1024, "bfloat16"), (6, "float64")])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_views_without_weights(runner: Any, columns: int, dtype: str, activation: str | None) -> None:
+    """Whose aligned neighbours lie as rows of channels do."""
+    for offsets in ((1, 0), (0, 1), (1, 1)):
+        x, dy = (behind(offset, seed, (33, columns), dtype) for seed, offset in enumerate(offsets, 3))
+        case = Case(x, norm=Norm(activation=activation))
+        gradients = runner.backward(case.backward(runner.forward(case), dy, (True, False, False)))
+        expected, _, _ = case.expected_gradients(dy)
+        assert relative_error(gradients[0], expected) < {"float16": 1e-3, "bfloat16": 8e-3}.get(dtype, 1e-5)
 
 
 @NEEDS_COMPILER

@@ -13,7 +13,7 @@ from dataclasses import replace
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_crowd, has_several_channels
-from cunorm.plan.row_memory import lie_alike, vector_width
+from cunorm.plan.row_memory import are_shifted, lie_alike, vector_width
 from cunorm.plan.row_spread import leave_threads_idle, threads_for
 from cunorm.problem import BackwardProblem, Channels, ForwardProblem, Problem
 
@@ -58,6 +58,8 @@ def _has_nothing_by_column(problem: BackwardProblem) -> bool:
     0.86, 131,072 of 256 of bfloat16 0.95. But 50 and 36 columns of bfloat16 1.42 and 1.25, 10 of float32 1.14.
     """
     if problem.channels is not None or not problem.is_bare or problem.dresidual_out is not None:
+        return False
+    if are_shifted(problem):  # of which a vector is two pieces of 16 bytes, as rows of channels have none
         return False
     short = problem.columns * problem.itemsize <= _MOST_BYTES_BY_COLUMN
     return not (short and vector_width(problem) * problem.itemsize < 16)
