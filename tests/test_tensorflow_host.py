@@ -266,10 +266,14 @@ def test_numbers_may_be_of_any_type() -> None:
 
 
 @pytest.mark.parametrize("during", ["prepare", "run"])
-def test_an_interrupted_call_is_interrupted_and_the_next_is_not(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_is_interrupted_and_the_next_is_not(
+    during: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     x = random(3, 17)
     if during == "run":
         cunorm.layer_norm(x)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     with monkeypatch.context() as patched:
 
         def interrupted(*_: Any) -> Any:
