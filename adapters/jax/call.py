@@ -18,7 +18,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ from cunorm.prepared import Op, Output, Prepared
 __all__ = ["Call", "Inputs", "custom_call"]
 
 _TARGET = "cunorm"
+_CPU = ("cpu", 0)
+# In place of a size that is a symbol goes a multiple of this, which has many divisors.
+_STAND_IN = 55_440
 _DLPACK_CPU = 1
 
 _shape_dtype: Any = jax.ShapeDtypeStruct
@@ -98,17 +101,20 @@ class Call:
 
     def _outputs(self, arrays: Sequence[Any]) -> Sequence[Output | None]:
         """Of all results. Where sizes are symbols, as `jax.eval_shape` may ask, so are those of the results."""
-        shapes = [() if array is None else tuple(array.shape) for array in arrays]
-        symbols = dict.fromkeys(size for shape in shapes for size in shape if not isinstance(size, int))
-        if not symbols:
-            return self.prepare(_inputs_of(arrays), ("cpu", 0)).outputs
-        # Which sizes of results are those of operands shows by numbers that no tensor has, and groups divide.
+        sizes = [size for array in arrays if array is not None for size in array.shape]
+        symbols = dict.fromkeys(size for size in sizes if not isinstance(size, int))
+        return self._symbolic_outputs(arrays, symbols) if symbols else self.prepare(_inputs_of(arrays), _CPU).outputs
+
+    def _symbolic_outputs(self, arrays: Sequence[Any], symbols: Iterable[Any]) -> list[Output | None]:
+        """Which sizes of results are those of operands shows by numbers that no tensor has, and groups divide."""
         numbers = {symbol: _STAND_IN * (i + 10_007) for i, symbol in enumerate(symbols)}
-        given = [tuple(numbers.get(size, size) for size in shape) for shape in shapes]
-        inputs = tuple(None if array is None else (shape, str(array.dtype)) for shape, array in zip(given, arrays))
         sizes = {number: symbol for symbol, number in numbers.items()}
+        stand_ins = [
+            None if array is None else _shape_dtype(tuple(numbers.get(size, size) for size in array.shape), array.dtype)
+            for array in arrays
+        ]
         try:
-            outputs = self.prepare(inputs, ("cpu", 0)).outputs
+            outputs = self.prepare(_inputs_of(stand_ins), _CPU).outputs
         except (TypeError, ValueError) as error:
             said = re.sub(r"\d+", lambda match: str(sizes.get(int(match[0]), match[0])), str(error))
             raise type(error)(said) from None
@@ -140,10 +146,6 @@ class Call:
 def _placed(items: Sequence[Any], places: Sequence[bool]) -> list[Any]:
     rest = iter(items)
     return [next(rest) if there else None for there in places]
-
-
-# A number with many divisors.
-_STAND_IN = 55_440
 
 
 def _inputs_of(arrays: Sequence[Any]) -> Inputs:
@@ -259,7 +261,7 @@ def _run(name: str, shapes: int, generation: int, *arguments: Any) -> None:
     *tensors, stream = arguments
     kind, index = tensors[0].__dlpack_device__()
     given = [tensor.data_ptr() for tensor in tensors]
-    device = ("cpu", 0) if kind == _DLPACK_CPU else ("cuda", index)
+    device = _CPU if kind == _DLPACK_CPU else ("cuda", index)
     alignments = tuple([pointer & 15 for pointer in given])
     key = (name, shapes, generation, device, alignments if any(alignments) else ())
     prepared = _prepared.get(key) or _prepare(*key, _inputs_of_buffers(name, tensors))

@@ -22,7 +22,7 @@ _LEAST_BYTES_OF_ROW = 1024
 
 def is_kept_read_once(problem: Problem | PointwiseProblem, device: Device) -> bool:
     """Whether L2 is asked to keep rows that are read directly: those of 34 to 268 MB take 0.97 so."""
-    return _are_many(problem.rows * problem.columns * problem.itemsize, _LEAST_BYTES, device)
+    return _are_many_rows(problem, device)
 
 
 def is_kept_ahead(problem: Problem, device: Device, *, peeled: bool, blocks_per_row: int) -> bool:
@@ -36,7 +36,7 @@ def is_kept_ahead(problem: Problem, device: Device, *, peeled: bool, blocks_per_
     Clusters take 0.94 to 1.07, odd rows 1.00 and 1.02, those that begin in the middle of 16 bytes 1.03, rows of
     channels 1.00 to 1.09. Beside a residual and under an activation up to 128 bytes would spill.
     """
-    if peeled or are_shifted(problem) or not is_kept_read_once(problem, device):
+    if peeled or are_shifted(problem) or not _are_many_rows(problem, device):
         return False
     if isinstance(problem, BackwardProblem):
         long = problem.columns * problem.itemsize >= _LEAST_BYTES_OF_ROW
@@ -54,7 +54,7 @@ def is_kept_in_pipeline(problem: ForwardProblem, device: Device, *, peeled: bool
     takes 0.99 to 1.06.
     """
     by_channel = problem.channels is not None or problem.is_bare
-    return not peeled and by_channel and is_kept_read_once(problem, device)
+    return not peeled and by_channel and _are_many_rows(problem, device)
 
 
 def is_kept_in_slabs(problem: ChannelForward, device: Device) -> bool:
@@ -65,8 +65,7 @@ def is_kept_in_slabs(problem: ChannelForward, device: Device) -> bool:
     """
     x = problem.x
     alone = problem.channels_per_set == 1 and len(problem.point_sizes) == 1 and x.point_strides[-1] == 1
-    nbytes = problem.samples * problem.channels * problem.points * problem.itemsize
-    return alone and problem.itemsize == 4 and _are_many(nbytes, _LEAST_BYTES, device)
+    return alone and problem.itemsize == 4 and _are_many_channels(problem, _LEAST_BYTES, device)
 
 
 def is_kept_read_twice(problem: ChannelForward, device: Device) -> bool:
@@ -75,8 +74,15 @@ def is_kept_read_twice(problem: ChannelForward, device: Device) -> bool:
     Instance norm of 2 x 32 x 128^3 float32 and float16 numbers, channels last, takes 0.968 and 0.967 so, of 8 x 64 x
     64^3 float16 numbers 0.970. Backward as long, and so do rows that are read twice.
     """
-    nbytes = problem.samples * problem.channels * problem.points * problem.itemsize
-    return _are_many(nbytes, _LEAST_BYTES_OF_CHANNELS, device)
+    return _are_many_channels(problem, _LEAST_BYTES_OF_CHANNELS, device)
+
+
+def _are_many_rows(problem: Problem | PointwiseProblem, device: Device) -> bool:
+    return _are_many(problem.rows * problem.columns * problem.itemsize, _LEAST_BYTES, device)
+
+
+def _are_many_channels(problem: ChannelForward, least: int, device: Device) -> bool:
+    return _are_many(problem.samples * problem.channels * problem.points * problem.itemsize, least, device)
 
 
 def _are_many(nbytes: int, least: int, device: Device) -> bool:
