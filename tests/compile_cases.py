@@ -433,6 +433,10 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((8, 320, 64 * 64), 10, True, "silu"),
     ((8, 128, 256 * 256), 4, True, None),
     ((2, 512, 64 * 64), 16, False, None),
+    # Lanes that are no power of two.
+    ((8, 320, 128 * 128), 10, False, "silu"),
+    ((8, 192, 112 * 112), 6, False, "gelu"),
+    ((2, 960, 64 * 64), 30, False, None),
     ((64, 256, 56 * 56), None, False, None),
     ((64, 256, 56 * 56), None, True, "silu"),
     ((64, 2048, 49), None, True, None),

@@ -136,11 +136,11 @@ ASKED: list[Asked] = [
             "all blocks, 3 lanes": grids(3, 2),
         },
     ),
-    # Ten channels a group are no power of two: along the points no slab takes whole groups.
+    # Along the points ten channels a group, which are no power of two, make lanes that are none either.
     (
         Shape("group_norm", (2, 40, 7, 7), "NCHW", 4),
         {"dtype": "float16", "activation": "gelu", "parameter_dtype": "bfloat16"},
-        SPLIT,
+        {**SPLIT, "2 blocks": slabs(2, 10), "4 blocks": slabs(4, 20), "all blocks": grids(10, 3)},
     ),
     (
         Shape("group_norm", (2, 7, 7, 40), "NHWC", 4),
@@ -259,6 +259,11 @@ ASKED: list[Asked] = [
         Shape("batch_norm", (5, 3, 11, 31), "NCHW"),
         {"dtype": "float16", "running_dtype": "float32", "training": False, "activation": "gelu"},
         PLANNED,
+    ),
+    (
+        Shape("group_norm", (2, 18, 8, 8), "NCHW", 3),
+        {"dtype": "bfloat16", "activation": "silu", "affine": "weight"},
+        {"1 block": slabs(1, 6), "2 blocks": slabs(2, 12), "all blocks": grids(6, 3)},
     ),
     # Vectors along planes: of two channels, of several, and with a last tile of fewer channels.
     (

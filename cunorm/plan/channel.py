@@ -30,6 +30,11 @@ _LEAST_BYTES, _LEAST_BYTES_OF_FEW, _LEAST_BYTES_OF_GROUPS = 32 << 10, 96 << 10, 
 # Of one that rows hold faster where memory is as fast as an H200's: see _outrun_slabs.
 _LEAST_BYTES_OF_FASTER_ROWS, _LEAST_BYTES_OF_FASTER_CHANNELS = 1 << 20, 512 << 10
 _LEAST_FASTER_ROWS = 32  # fewer were not timed
+# Of a group that slabs hold faster there: see _is_better_group_as_slab.
+_LEAST_BYTES_OF_FASTER_GROUPS, _LEAST_BYTES_OF_WIDE_GROUPS, _LEAST_BYTES_OF_HEAVY_GROUPS = 48 << 10, 96 << 10, 64 << 10
+_MOST_BYTES_OF_WHOLE_ROWS = 160 << 10
+# Whose channels make blocks of 480 threads.
+_FIFTEEN = 15
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -78,7 +83,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     slab = None if most_blocks == 0 else _least(channel_slab.candidates(problem, device), problem, device)
     if slab is not None and most_blocks is not None and _is_better_slab(slab, most_blocks, problem):
         return slab
-    leave_idle = rows is not None and _leaves_many_idle(rows) and not _outrun_slabs(problem, device)
+    leave_idle = rows is not None and _leaves_many_idle(rows) and not _outrun_slabs(rows, problem, device)
     if rows is not None and not isinstance(rows, RowGrid) and not leave_idle:
         return rows
     grid = _least(channel_grid.candidates(problem, device), problem, device)
@@ -114,27 +119,61 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     nbytes = problem.channels_per_set * problem.points * problem.itemsize
     if problem.channels_per_set == 1 and device.capability >= 90 and nbytes < _LEAST_BYTES_OF_GROUPS:
         return nbytes >= (_LEAST_BYTES if problem.sets > device.multiprocessors else _LEAST_BYTES_OF_FEW)
+    if isinstance(rows, RowBlock) and _is_group_of_fast_memory(problem, device):
+        return _is_better_group_as_slab(rows, problem, device)
     shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
-    return shared and nbytes >= _LEAST_BYTES_OF_GROUPS and not _outrun_slabs(problem, device)
+    return shared and nbytes >= _LEAST_BYTES_OF_GROUPS and not _outrun_slabs(rows, problem, device)
 
 
-def _outrun_slabs(problem: ChannelProblem, device: Device) -> bool:
+def _is_group_of_fast_memory(problem: ChannelProblem, device: Device) -> bool:
+    """Whether it is of groups, so many and on such a GPU as were timed with memory as fast as an H200's."""
+    return device.has_fast_memory and problem.channels_per_set > 1 and problem.sets >= _LEAST_FASTER_ROWS
+
+
+def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: Device) -> bool:
+    """Whether a group takes longer as a row than as a slab, where memory is fast.
+
+    Fitted to 363 group norms on an H200: what is chosen takes 0.8 % more than the better of both on average. Slabs of
+    less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, where no thread has a vector less than others only
+    from 160 KB on; backward 0.70 to 1.03, and under silu, where some have one less, 0.70 to 1.11; of float32 forward
+    0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. From 1 MB on rows are faster, backward 0.76 to 1.03.
+    So they are where all run at once and are read directly, 0.74 to 1.05; and forward, and backward of float32, beside
+    slabs of 480 threads, 0.77 to 1.06.
+    """
+    nbytes, forward = problem.channels_per_set * problem.points * problem.itemsize, isinstance(problem, ChannelForward)
+    sixteen_bits, many = problem.itemsize == 2, problem.sets > device.multiprocessors
+    if rows.stage == "direct":
+        return False
+    if nbytes >= _LEAST_BYTES_OF_FASTER_ROWS:
+        return forward and (sixteen_bits or nbytes == _LEAST_BYTES_OF_FASTER_ROWS)
+    whole = rows.capacity == problem.channels_per_set * problem.points
+    awkward = problem.channels_per_set % _FIFTEEN == 0
+    if sixteen_bits and forward:
+        return not awkward and nbytes > (_MOST_BYTES_OF_WHOLE_ROWS if whole else _LEAST_BYTES_OF_FASTER_GROUPS)
+    if sixteen_bits and problem.activation is not None:
+        if not whole:
+            return nbytes >= (_MOST_BYTES_OF_WHOLE_ROWS if awkward else _LEAST_BYTES_OF_WIDE_GROUPS)
+        return 2 * problem.sets <= device.multiprocessors and nbytes >= _LEAST_BYTES_OF_GROUPS
+    if sixteen_bits:
+        return nbytes >= _LEAST_BYTES_OF_FASTER_GROUPS
+    if not forward and problem.activation is not None:
+        return nbytes >= _LEAST_BYTES_OF_HEAVY_GROUPS
+    return not awkward and nbytes >= (_LEAST_BYTES_OF_WIDE_GROUPS if many else _LEAST_BYTES_OF_GROUPS)
+
+
+def _outrun_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> bool:
     """Whether rows that blocks share take less time than slabs where memory is as fast as an H200's.
 
-    There what slabs wait for is no longer hidden. Backward, channels of 1 MB take 0.86 to 0.89 of the time, under silu
-    0.75 to 0.78, of 512 KB of 16-bit numbers under silu 0.80 to 0.98; groups of 1 MB of float32 0.91 and 0.96, under
-    silu 0.82 and 0.87, but of 512 KB 1.01 to 1.06; groups of 256 KB and more of float16 under silu 0.75 to 0.96, one of
-    eleven 1.07. Forward, groups of float32 0.81 to 1.10, 0.95 on average; but of float16 0.93 to 1.28.
+    There what slabs wait for is no longer hidden. Backward, channels of 1 MB take 0.78 to 0.91 of the time, of 512 KB
+    of 16-bit numbers under silu 0.83 and 0.92.
     """
-    if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS:
+    if _is_group_of_fast_memory(problem, device):
+        return isinstance(rows, RowBlock) and not _is_better_group_as_slab(rows, problem, device)
+    if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS or isinstance(problem, ChannelForward):
         return False
-    one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize
-    if isinstance(problem, ChannelForward):
-        return problem.itemsize == 4 and not one
+    nbytes = problem.channels_per_set * problem.points * problem.itemsize
     heavy = problem.itemsize == 2 and problem.activation is not None
-    if heavy:
-        return not one or nbytes >= _LEAST_BYTES_OF_FASTER_CHANNELS
-    return nbytes >= _LEAST_BYTES_OF_FASTER_ROWS
+    return nbytes >= (_LEAST_BYTES_OF_FASTER_CHANNELS if heavy else _LEAST_BYTES_OF_FASTER_ROWS)
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:

@@ -85,8 +85,9 @@ class Slab:
             numbers = (of_blocks + 2 + 2) * channels
         return static_bytes(problem, self.tiles, numbers)
 
-    def waves(self, problem: ChannelProblem, device: Device) -> Waves:
-        grid, resident = self.grid(problem), max(1, self.resident(problem, device))
+    def waves(self, problem: ChannelProblem, device: Device, registers: int | None = None) -> Waves:
+        """Where threads take so many registers; by default where they take as many as they may have."""
+        grid, resident = self.grid(problem), max(1, self.resident(problem, device, registers))
         side_by_side = device.groups(self.blocks_per_slab) * self.blocks_per_slab  # each on a multiprocessor
         room = side_by_side * resident
         return Waves(-(-grid // room), room, resident, -(-min(grid, room) // side_by_side))
@@ -116,10 +117,13 @@ class Slab:
         }
         return self.tiles.constants(problem) | own
 
-    def resident(self, problem: ChannelProblem, device: Device) -> int:
+    def resident(self, problem: ChannelProblem, device: Device, registers: int | None = None) -> int:
         """How many blocks share a multiprocessor."""
         shared_bytes = self.shared_bytes(problem) + self.static_bytes(problem)
-        return min(device.blocks_with(shared_bytes), self.tiles.min_blocks)
+        by_threads = self.tiles.min_blocks
+        if registers is not None:
+            by_threads = min(device.threads_per_multiprocessor, REGISTERS // registers) // self.tiles.threads
+        return min(device.blocks_with(shared_bytes), by_threads)
 
     def plan(self, problem: ChannelProblem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""

@@ -25,6 +25,9 @@ __all__ = [
     "tile_lanes",
 ]
 
+# Of channels, where vectors lie along the points: not timed.
+_TOO_MANY_LANES = 64
+
 
 class Direction(NamedTuple):
     """How vectors lie (see kernels/channel_tile.cuh)."""
@@ -163,10 +166,7 @@ def _aligned_elements(problem: ChannelProblem, *strides: int) -> int:
 def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> Iterator[tuple[int, int]]:
     """Channel lanes of tiles of whole sets, and how many threads they make: whole warps, up to so many."""
     if not way.along_channels:
-        # Sums along the points want a power of two of threads, here of both kinds.
-        for lanes in (1 << i for i in range(6)):
-            if lanes % problem.channels_per_set == 0 and lanes < 2 * problem.channels and lanes <= most_threads:
-                yield lanes, most_threads
+        yield from _lanes_along_points(problem, most_threads)
         return
     vectors = -(-problem.channels * way.plane // way.width)
     step = least_lanes(way, problem.channels_per_set)
@@ -176,6 +176,20 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
         point_lanes = most_threads // lanes // unit * unit
         if point_lanes > 0:
             yield lanes, -(-lanes * point_lanes // 32) * 32
+
+
+def _lanes_along_points(problem: ChannelProblem, most_threads: int) -> Iterator[tuple[int, int]]:
+    """The same where vectors lie along the points: a channel is summed by whole warps, or a power of two of threads."""
+    odd = problem.channels_per_set
+    while odd % 2 == 0:
+        odd //= 2
+    for lanes in (odd << i for i in range(6)):
+        if lanes % problem.channels_per_set or lanes >= min(2 * problem.channels, _TOO_MANY_LANES):
+            continue
+        point_lanes = most_threads // lanes
+        point_lanes = point_lanes // 32 * 32 or 1 << point_lanes.bit_length() - 1
+        if lanes * point_lanes % 32 == 0:
+            yield lanes, lanes * point_lanes
 
 
 def set_lanes(parts: int) -> int:
