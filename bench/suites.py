@@ -314,6 +314,14 @@ NV_INSTANCE_NORM: tuple[tuple[int, ...], ...] = (
     (8, 256, 32, 32, 32),
     _TINY_NV_NORMS,
 )
+_DIFFUSION = (
+    (8, 320, 64, 64),
+    (8, 320, 128, 128),
+    (8, 1280, 16, 16),
+    (8, 128, 256, 256),
+    (2, 512, 64, 64),
+    (8, 512, 64, 64),
+)
 _TINY = (_TINY_NV_NORMS, (1, 8, 4, 4), (4, 64, 14, 14), (16, 128, 7, 7))
 
 
@@ -330,8 +338,7 @@ def _instance_norm() -> Iterator[Row]:
 def _group_norm() -> Iterator[Row]:
     """Group norms of diffusion models, from the UNet's to the decoder's, without and with the SiLU that follows; and
     tiny ones."""
-    shapes = [(8, 320, 64, 64), (8, 1280, 16, 16), (8, 128, 256, 256), (2, 512, 64, 64), (8, 512, 64, 64)]
-    yield from _channel_rows("group-norm", shapes, ["float16"], activations=("", "silu"))
+    yield from _channel_rows("group-norm", _DIFFUSION, ["float16"], activations=("", "silu"))
     yield from _channel_rows("group-norm", _TINY, ["float16"], TINY_SHAPES, activations=("", "silu"))
 
 
