@@ -16,7 +16,9 @@ Slabs along the channels have become faster since, and may have shorter vectors;
 times on an H100 of 473 problems with the channels last: it is off by 10 % on average, and the ways that come out first
 take 1.8 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %. Where memory is as fast as an H200's these have constants of their
-own, fitted to 3130 times of 584 norms and to what comes first of them: off by 10 %, and 1.2 % more than the best.
+own, fitted to 3130 times of 584 norms and to what comes first of them: off by 10 %, and 1.2 % more than the best. Of
+406 norms the ways that come out first take 1.3 % more there (bench/results/h200/channel-ways.json, which has the best
+ways of each and those that come first).
 """
 
 from __future__ import annotations
