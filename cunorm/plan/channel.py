@@ -33,8 +33,8 @@ _LEAST_FASTER_ROWS = 32  # fewer were not timed
 # Of a group that slabs hold faster there: see _is_better_group_as_slab.
 _LEAST_BYTES_OF_FASTER_GROUPS, _LEAST_BYTES_OF_WIDE_GROUPS, _LEAST_BYTES_OF_HEAVY_GROUPS = 48 << 10, 96 << 10, 64 << 10
 _MOST_BYTES_OF_WHOLE_ROWS = 160 << 10
-# Whose channels make blocks of 480 threads.
-_FIFTEEN = 15
+# Groups of a multiple of so many channels make slabs of 480 threads a block.
+_AWKWARD_CHANNELS = 15
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -114,7 +114,7 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     and 0.93, 4 x 64 x 192^2 0.77 and 0.96, under silu 0.81 and 0.87; but 8 x 32 x 144^2 of float32 0.83 and 1.04, and
     under the exact gelu some 1.03 backward. 64 or 128 channels of 64 KB take 0.90 to 1.06, of 128 KB 0.60 to 0.96.
     """
-    if not direction(problem).is_whole_along_points(problem) or problem.itemsize > 4:
+    if not _is_of_whole_vectors(problem):
         return False
     nbytes = problem.channels_per_set * problem.points * problem.itemsize
     if problem.channels_per_set == 1 and device.capability >= 90 and nbytes < _LEAST_BYTES_OF_GROUPS:
@@ -125,15 +125,21 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     return shared and nbytes >= _LEAST_BYTES_OF_GROUPS and not _outrun_slabs(rows, problem, device)
 
 
+def _is_of_whole_vectors(problem: ChannelProblem) -> bool:
+    """Whether slabs along the points have vectors of 16 bytes, but of doubles, which were not timed."""
+    return direction(problem).is_whole_along_points(problem) and problem.itemsize <= 4
+
+
 def _is_group_of_fast_memory(problem: ChannelProblem, device: Device) -> bool:
-    """Whether it is of groups, so many and on such a GPU as were timed with memory as fast as an H200's."""
-    return device.has_fast_memory and problem.channels_per_set > 1 and problem.sets >= _LEAST_FASTER_ROWS
+    """Whether it is of such groups, and so many, as were timed with memory as fast as an H200's."""
+    many = problem.channels_per_set > 1 and problem.sets >= _LEAST_FASTER_ROWS
+    return device.has_fast_memory and many and _is_of_whole_vectors(problem)
 
 
 def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: Device) -> bool:
     """Whether a group takes longer as a row than as a slab, where memory is fast.
 
-    Fitted to 363 group norms on an H200: what is chosen takes 0.8 % more than the better of both on average. Slabs of
+    Fitted to 363 group norms on an H200: what is chosen takes 0.7 % more than the better of both on average. Slabs of
     less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, where no thread has a vector less than others only
     from 160 KB on; backward 0.70 to 1.03, and under silu, where some have one less, 0.70 to 1.11; of float32 forward
     0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. From 1 MB on rows are faster, backward 0.76 to 1.03.
@@ -147,7 +153,7 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     if nbytes >= _LEAST_BYTES_OF_FASTER_ROWS:
         return forward and (sixteen_bits or nbytes == _LEAST_BYTES_OF_FASTER_ROWS)
     whole = rows.capacity == problem.channels_per_set * problem.points
-    awkward = problem.channels_per_set % _FIFTEEN == 0
+    awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
     if sixteen_bits and forward:
         return not awkward and nbytes > (_MOST_BYTES_OF_WHOLE_ROWS if whole else _LEAST_BYTES_OF_FASTER_GROUPS)
     if sixteen_bits and problem.activation is not None:
@@ -169,11 +175,14 @@ def _outrun_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> bool
     """
     if _is_group_of_fast_memory(problem, device):
         return isinstance(rows, RowBlock) and not _is_better_group_as_slab(rows, problem, device)
-    if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS or isinstance(problem, ChannelForward):
+    if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS:
         return False
-    nbytes = problem.channels_per_set * problem.points * problem.itemsize
-    heavy = problem.itemsize == 2 and problem.activation is not None
-    return nbytes >= (_LEAST_BYTES_OF_FASTER_CHANNELS if heavy else _LEAST_BYTES_OF_FASTER_ROWS)
+    one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize
+    if isinstance(problem, ChannelForward):
+        return problem.itemsize == 4 and not one
+    if problem.itemsize == 2 and problem.activation is not None:
+        return not one or nbytes >= _LEAST_BYTES_OF_FASTER_CHANNELS
+    return nbytes >= _LEAST_BYTES_OF_FASTER_ROWS
 
 
 def _leaves_many_idle(rows: RowWay) -> bool:

@@ -184,7 +184,8 @@ def _lanes_along_points(problem: ChannelProblem, most_threads: int) -> Iterator[
     while odd % 2 == 0:
         odd //= 2
     for lanes in (odd << i for i in range(6)):
-        if lanes % problem.channels_per_set or lanes >= min(2 * problem.channels, _TOO_MANY_LANES):
+        too_many = lanes > most_threads or lanes >= min(2 * problem.channels, _TOO_MANY_LANES)
+        if lanes % problem.channels_per_set or too_many:
             continue
         point_lanes = most_threads // lanes
         point_lanes = point_lanes // 32 * 32 or 1 << point_lanes.bit_length() - 1
