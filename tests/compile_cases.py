@@ -430,7 +430,7 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((2, 640, 64), 20, True, "silu"),
     ((4, 320, 196), 10, True, "gelu_tanh"),
     ((8, 320, 64 * 64), 10, False, "silu"),
-    ((8, 320, 64 * 64), 10, True, "silu"),
+    ((8, 320, 128 * 128), 10, True, "silu"),
     ((8, 128, 256 * 256), 4, True, None),
     ((2, 512, 64 * 64), 16, False, None),
     # Lanes that are no power of two.
