@@ -62,11 +62,15 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
     assert not complaints, "\n".join(f"{kernel} {arch} {what}: {found}" for what, found in complaints.items())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+SHARES = {"float16": 0, "float32": 1, "float64": 2}
+
+
+@pytest.mark.parametrize("dtype", list(SHARES))
 def test_slabs_know_what_their_kernels_declare(dtype: str) -> None:
     """A slab's shared memory is reckoned before anything is compiled: never with less than there will be."""
     device, seen = GPUS["sm_90"], 0
-    for problem in channel_problems(dtype):
+    # The dtypes share the norms, of which there are two problems each.
+    for problem in (item for place, item in enumerate(channel_problems(dtype)) if place // 2 % 3 == SHARES[dtype]):
         for family in (channel_slab, channel_grid, channel_pipeline):
             slab: Any = next(iter(family.candidates(problem, device)), None)
             if slab is None:
