@@ -16,7 +16,7 @@ Slabs along the channels have become faster since, and may have shorter vectors;
 times on an H100 of 473 problems with the channels last: it is off by 10 % on average, and the ways that come out first
 take 1.8 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %. Where memory is as fast as an H200's these have constants of their
-own, fitted to 3130 times of 584 norms and to what comes first of them: off by 10 %, and 1.2 % more than the best. Of
+own, fitted to 3850 times of 736 norms and to what comes first of them: off by 10 %, and 1.0 % more than the best. Of
 406 norms the ways that come out first take 1.3 % more there (bench/results/h200/channel-ways.json, which has the best
 ways of each and those that come first).
 """
@@ -236,18 +236,19 @@ def _cost_along_points(slab: Slab, problem: ChannelProblem, device: Device) -> f
 def _cost_along_points_of_fast_memory(slab: Slab, problem: ChannelProblem, device: Device) -> float:
     """The same where memory brings numbers so fast that the work on them is not hidden, nor what blocks wait for."""
     forward, waves = isinstance(problem, ChannelForward), slab.waves(problem, device, _REGISTERS_ALONG_POINTS)
-    own, work = (5.9, 0.0077) if forward else (1.2, 0.0089)
+    own, wave, work = (5.5, 0.24, 0.0122) if forward else (1.5, 0.15, 0.02)
     if problem.activation is not None:
-        work += 0.0086 if forward else 0.0244
+        wave += 0.19 if forward else 0.65
+        work += 0.007 if forward else 0.0143
     elements = slab.vectors * 16 // problem.itemsize
-    latency = elements * work * max(1.6, slab.tiles.threads * waves.busiest / 512)
+    wave += elements * work * max(1.6, slab.tiles.threads * waves.busiest / 512)
     if slab.blocks_per_slab > 1:
-        own += 0.6 if forward else 2.5
+        own += 0.8 if forward else 2.1
         sent = (3 if forward else 2) * slab.tiles.channels * slab.blocks_per_slab
-        latency += (6.8e-4 if forward else 4.6e-4) * sent * waves.busiest
+        wave += (9.7e-4 if forward else 6.1e-4) * sent * waves.busiest
     memory = float((_time_to_move(problem.bytes_moved, device) ** 4 + (waves.number * own) ** 4) ** 0.25)
-    again = (waves.number - 1) / float(waves.resident ** (1.4 if forward else 0.87))
-    return (2.5 if forward else 7.0) + memory + latency * (1 + again)
+    again = (waves.number - 1) / float(waves.resident ** (1.2 if forward else 0.93))
+    return (2.0 if forward else 5.5) + memory + wave * (1 + again)
 
 
 def _waste_of_slabs(problem: ChannelProblem, slab: Slab) -> float:
