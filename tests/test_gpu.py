@@ -172,6 +172,47 @@ def _free() -> None:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
+def test_blocks_that_wait_for_each_other_on_several_streams() -> None:
+    """Kernels whose blocks all run together, each begun while the launch before it ends, beside long kernels.
+
+    If those of two streams ever had a part of the device each, this would not end.
+    """
+    import cupy
+
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n) { for (long long t = clock64(); clock64() - t < n;) {} }', "spin"
+    )
+    rng = np.random.default_rng(1)
+    rows, weight = [gpu_data(seed, 40, 700_000) for seed in (2, 3)], gpu_data(4, 700_000)
+    planes, scale = [gpu_data(seed, 64, 256, 56, 56) for seed in (5, 6)], gpu_data(7, 256)
+
+    def by_rows() -> tuple[Any, ...]:
+        y, mean, rstd = cunorm.layer_norm(rows[0], weight, weight, return_stats=True)
+        return (y, *cunorm.layer_norm_backward(rows[1], rows[0], weight, mean, rstd))
+
+    def by_channels() -> tuple[Any, ...]:
+        y, mean, rstd = cunorm.batch_norm(planes[0], scale, scale, training=True, return_stats=True)
+        return (y, *cunorm.batch_norm_backward(planes[1], planes[0], scale, mean, rstd))
+
+    works = by_rows, by_channels
+    expected = [[array.get() for array in work()] for work in works]
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    for _ in range(20):
+        last = []
+        for stream in streams:
+            with stream:
+                threads, cycles = int(rng.choice([64, 512, 1024])), int(rng.integers(10_000, 400_000))
+                spin((int(rng.integers(1, 140)),), (threads,), (cycles,))
+                which = int(rng.integers(2))
+                last.append((which, works[1 - which](), works[which]()))
+        for stream in streams:
+            stream.synchronize()
+        for which, _, results in last:
+            for array, right in zip(results, expected[which], strict=True):
+                np.testing.assert_array_equal(array.get(), right)
+
+
 @pytest.mark.parametrize("shape", [(2**20 + 3, 2056), (34, 2**26 + 8)], ids=str)
 def test_more_than_two_to_the_31_elements(shape: tuple[int, int]) -> None:
     import cupy
