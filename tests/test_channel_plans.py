@@ -111,12 +111,12 @@ def test_groups_that_are_slabs_where_memory_is_fast(
     assert _strategies(shape, dtype, shape[1] // 32, activation=activation) == expected
 
 
-@pytest.mark.parametrize("channels_per_set", [1, 3, 4, 5, 6, 10, 14, 15, 20, 30, 32, 40, 60, 64])
-def test_sets_of_any_number_of_channels_are_slabs_along_the_points(channels_per_set: int) -> None:
-    """A channel's threads are whole warps, or a power of two, so that shuffles can sum it."""
+@pytest.mark.parametrize("channels_per_set", [1, 3, 4, 5, 6, 10, 14, 15, 17, 20, 25, 30, 32, 34, 40, 45, 52, 60, 64])
+def test_slabs_along_the_points_of_sets_of_many_numbers_of_channels(channels_per_set: int) -> None:
+    """A channel's threads are whole warps, or a power of two, so that shuffles can sum it: some sets have no slabs."""
     for problem in plain_channel_norm((4, 32 * channels_per_set, 64**2), "float16", channels_per_set):
         every = [slab.tiles for slab in channel_slab.candidates(problem, Device())]
-        assert bool(every) == (channels_per_set < 64)
+        assert bool(every) == (channels_per_set not in (17, 25, 34, 45, 64))
         for tiles in every:
             assert tiles.channel_lanes % channels_per_set == 0 and tiles.holders == tiles.threads
             assert tiles.threads % 32 == 0 and tiles.threads <= 512
@@ -177,7 +177,7 @@ def test_slabs_in_waves_have_whole_lines_where_memory_is_fast(
     channels_per_set: int | None,
     expected: tuple[tuple[int, int, int] | None, tuple[int, int, int] | None],
 ) -> None:
-    """As was timed, the channels last; on an H100 they lie otherwise. None where one wave is faster."""
+    """As was timed, the channels last; on an H100 they lie otherwise. None for what is not asked."""
     for problem, way in zip(plain_channel_norm(shape, dtype, channels_per_set, last=True), expected, strict=True):
         if way is None:
             continue

@@ -30,11 +30,9 @@ _LEAST_BYTES, _LEAST_BYTES_OF_FEW, _LEAST_BYTES_OF_GROUPS = 32 << 10, 96 << 10, 
 # Of one that rows hold faster where memory is as fast as an H200's: see _outrun_slabs.
 _LEAST_BYTES_OF_FASTER_ROWS, _LEAST_BYTES_OF_FASTER_CHANNELS = 1 << 20, 512 << 10
 _LEAST_FASTER_ROWS = 32  # fewer were not timed
-# Of a group that slabs hold faster there: see _is_better_group_as_slab.
-_LEAST_BYTES_OF_FASTER_GROUPS, _LEAST_BYTES_OF_WIDE_GROUPS, _LEAST_BYTES_OF_HEAVY_GROUPS = 48 << 10, 96 << 10, 64 << 10
-_MOST_BYTES_OF_WHOLE_ROWS = 160 << 10
 # Groups of a multiple of so many channels make slabs of 480 threads a block.
 _AWKWARD_CHANNELS = 15
+_KB = 1 << 10
 _LINE_BYTES = 128
 # Slabs of shorter vectors are not better than rows that begin anywhere, whose vectors are whole: instance norm of 16 x
 # 64 x 257^2 float16 numbers takes 3.44 of a copy's time on an H100 by such, by rows 1.07; 2 x 64 x 45 x 54 x 45, by 4
@@ -121,6 +119,8 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
         return nbytes >= (_LEAST_BYTES if problem.sets > device.multiprocessors else _LEAST_BYTES_OF_FEW)
     if isinstance(rows, RowBlock) and _is_group_of_fast_memory(problem, device):
         return _is_better_group_as_slab(rows, problem, device)
+    if problem.channels_per_set & (problem.channels_per_set - 1):
+        return False  # no power of two: where memory is slower, and of few groups, these were not timed
     shared = isinstance(rows, RowGrid) or (isinstance(rows, RowBlock) and rows.blocks_per_row > 1)
     return shared and nbytes >= _LEAST_BYTES_OF_GROUPS and not _outrun_slabs(rows, problem, device)
 
@@ -140,41 +140,44 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     """Whether a group takes longer as a row than as a slab, where memory is fast.
 
     Fitted to 363 group norms on an H200: what is chosen takes 0.7 % more than the better of both on average. Slabs of
-    less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, where no thread has a vector less than others only
-    from 160 KB on; backward 0.70 to 1.03, and under silu, where some have one less, 0.70 to 1.11; of float32 forward
-    0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. From 1 MB on rows are faster, backward 0.76 to 1.03.
-    So they are where all run at once and are read directly, 0.74 to 1.05; and forward, and backward of float32, beside
-    slabs of 480 threads, 0.77 to 1.06.
+    less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, but where no thread of a row has a vector less than
+    others only from 160 KB on; backward 0.70 to 1.03, and under silu 0.70 to 1.11 where some have one less, else only
+    of few groups; of float32 forward 0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. So do those of 1 MB
+    forward, and more of float16, 0.74 to 1.02; backward rows of 1 MB and more are faster, 0.76 to 1.03, and forward
+    longer ones of float32. So are those that all run at once and are read directly, 0.74 to 1.05; and forward, and
+    backward of float32 without an activation, those beside slabs of 480 threads, 0.77 to 1.06.
     """
     nbytes, forward = problem.channels_per_set * problem.points * problem.itemsize, isinstance(problem, ChannelForward)
-    sixteen_bits, many = problem.itemsize == 2, problem.sets > device.multiprocessors
-    if rows.stage == "direct":
+    sixteen_bits, activated = problem.itemsize == 2, problem.activation is not None
+    awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
+    if rows.stage == "direct" or (forward and awkward):
         return False
     if nbytes >= _LEAST_BYTES_OF_FASTER_ROWS:
         return forward and (sixteen_bits or nbytes == _LEAST_BYTES_OF_FASTER_ROWS)
     whole = rows.capacity == problem.channels_per_set * problem.points
-    awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
     if sixteen_bits and forward:
-        return not awkward and nbytes > (_MOST_BYTES_OF_WHOLE_ROWS if whole else _LEAST_BYTES_OF_FASTER_GROUPS)
-    if sixteen_bits and problem.activation is not None:
-        if not whole:
-            return nbytes >= (_MOST_BYTES_OF_WHOLE_ROWS if awkward else _LEAST_BYTES_OF_WIDE_GROUPS)
-        return 2 * problem.sets <= device.multiprocessors and nbytes >= _LEAST_BYTES_OF_GROUPS
+        return nbytes > (160 * _KB if whole else 48 * _KB)
+    if sixteen_bits and activated:
+        if whole:
+            return 2 * problem.sets <= device.multiprocessors and nbytes >= 256 * _KB
+        return nbytes >= (160 * _KB if awkward else 96 * _KB)
     if sixteen_bits:
-        return nbytes >= _LEAST_BYTES_OF_FASTER_GROUPS
-    if not forward and problem.activation is not None:
-        return nbytes >= _LEAST_BYTES_OF_HEAVY_GROUPS
-    return not awkward and nbytes >= (_LEAST_BYTES_OF_WIDE_GROUPS if many else _LEAST_BYTES_OF_GROUPS)
+        return nbytes >= 48 * _KB
+    if activated and not forward:
+        return nbytes >= 64 * _KB
+    return not awkward and nbytes >= (96 * _KB if problem.sets > device.multiprocessors else 256 * _KB)
 
 
 def _outrun_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> bool:
     """Whether rows that blocks share take less time than slabs where memory is as fast as an H200's.
 
     There what slabs wait for is no longer hidden. Backward, channels of 1 MB take 0.78 to 0.91 of the time, of 512 KB
-    of 16-bit numbers under silu 0.83 and 0.92.
+    of 16-bit numbers under silu 0.83 and 0.92. Groups whose vectors are not whole, or that all blocks share, go by what
+    was timed of groups when slabs had been chosen otherwise: forward of float32 0.81 to 1.10, backward of 1 MB 0.82 to
+    0.96, of 16-bit numbers under an activation 0.75 to 1.07.
     """
-    if _is_group_of_fast_memory(problem, device):
-        return isinstance(rows, RowBlock) and not _is_better_group_as_slab(rows, problem, device)
+    if isinstance(rows, RowBlock) and _is_group_of_fast_memory(problem, device):
+        return not _is_better_group_as_slab(rows, problem, device)
     if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS:
         return False
     one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize

@@ -179,7 +179,10 @@ def tile_lanes(problem: ChannelProblem, way: Direction, most_threads: int) -> It
 
 
 def _lanes_along_points(problem: ChannelProblem, most_threads: int) -> Iterator[tuple[int, int]]:
-    """The same where vectors lie along the points: a channel is summed by whole warps, or a power of two of threads."""
+    """The same where vectors lie along the points: a channel is summed by whole warps, or a power of two of threads.
+
+    With no more than 512 threads that leaves sets of up to 63 channels whose odd part is 15 at most.
+    """
     odd = problem.channels_per_set
     while odd % 2 == 0:
         odd //= 2
