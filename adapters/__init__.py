@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cunorm.checks import value_of_keras
 from cunorm.execute import Adapter
 
-__all__ = ["adapter_of"]
+__all__ = ["adapter_of", "library_of"]
 
 # The package that defines a tensor's type -> the adapter module. What is not here but has __dlpack__ goes through
 # dlpack.
@@ -45,6 +45,17 @@ def adapter_of(tensor: Any) -> Adapter:
     return getattr(_adapters, _module_of(type(tensor)))  # type: ignore[no-any-return]
 
 
+def library_of(kind: type) -> str | None:
+    """The name of the library whose tensors are of a type; None where it is not known. A constant to torch.compile."""
+    # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known
+    # counts.
+    names = (_ADAPTERS.get(base.__module__.partition(".")[0]) for base in kind.__mro__)
+    return next(filter(None, names), None)
+
+
+setattr(library_of, "_dynamo_marked_constant", True)  # noqa: B010
+
+
 def _module_of(kind: type) -> str:
     """The name of the adapter's module, which is imported. torch.compile calls this while it traces, for a constant."""
     name = _found.get(kind)
@@ -59,12 +70,8 @@ setattr(_module_of, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _find(kind: type) -> str:
-    # A subclass (torch.nn.Parameter, a user's own) is defined elsewhere than its base: the first base that is known
-    # counts.
-    for base in kind.__mro__:
-        name = _ADAPTERS.get(base.__module__.partition(".")[0])
-        if name is not None:
-            return name
+    if library := library_of(kind):
+        return library
     if kind.__module__.startswith("keras.") and kind.__name__ == "KerasTensor":
         raise TypeError("x is a KerasTensor, which has no numbers yet: call this in the call of a layer")
     if hasattr(kind, "__jax_array__"):

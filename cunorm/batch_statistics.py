@@ -78,7 +78,7 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
         For another number of means, variances and counts, for shapes that differ, for counts that are negative or no
         whole numbers, or where all are zero.
     TypeError
-        For what is no tensor, number or sequence of these.
+        For what is no tensor, number or sequence of these, and for tensors of two libraries.
 
     Examples
     --------
@@ -100,6 +100,9 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
         for i, shape in enumerate(found_shapes):
             if not _alike(shape, shapes[0][0]):
                 raise ValueError(f"{name}[{i}] has shape {shape}; as means[0] it must have shape {shapes[0][0]}")
+    tensors = [*_named(means, "means"), *_named(variances, "variances")]
+    for named in tensors[1:]:
+        _check_library(named, tensors[0])
     mean = var = total = None
     for i in range(parts[0]):
         count = counts[i]
@@ -113,6 +116,8 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
                 continue
         elif isinstance(count, (str, bytes, numbers.Number)) or not hasattr(count, "__truediv__"):
             raise TypeError(f"counts has a {type(count).__qualname__}; they must be whole numbers")
+        else:
+            _check_library(("counts", count), tensors[0])
         if total is None:
             mean, var, total = means[i] * 1, variances[i] * 1, count  # never the caller's own memory
             continue
@@ -123,6 +128,20 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
     if total is None:
         raise ValueError("counts are all 0; one at least must be positive")
     return mean, var
+
+
+def _named(given: Any, name: str) -> list[tuple[str, Any]]:
+    """The tensors of means or variances, each with what a message calls it."""
+    return [(f"{name}[{i}]", item) for i, item in enumerate(given)] if isinstance(given, Sequence) else [(name, given)]
+
+
+def _check_library(named: tuple[str, Any], first: tuple[str, Any]) -> None:
+    """Refuse a tensor of another library than the first. What no adapter is for may be anything's."""
+    libraries = [adapters.library_of(type(tensor)) for _, tensor in (named, first)]
+    if None not in libraries and libraries[0] != libraries[1]:
+        (name, tensor), (first_name, other) = named, first
+        found = f"{name} is {kind_of(tensor)} ({libraries[0]}) and {first_name} {kind_of(other)} ({libraries[1]})"
+        raise TypeError(f"{found}; they must be of one library")
 
 
 def _shapes(given: Any, name: str) -> list[tuple[Any, ...]]:

@@ -432,3 +432,18 @@ def test_merging_statistics_of_other_channels() -> None:
     three, four = np.ones(3), np.ones(4)
     message = "means[1] has shape (4,); as means[0] it must have shape (3,)"
     assert_refused(cunorm.merge_batch_norm_stats, ValueError, message, ([three, four], [three, four], [1, 1]), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("variances", [torch.ones(3)], "variances[0] is a Tensor (torch) and means[0] an ndarray (numpy)"),
+        ("variances", torch.ones(1, 3), "variances is a Tensor (torch) and means[0] an ndarray (numpy)"),
+        ("counts", torch.ones(1), "counts is a Tensor (torch) and means[0] an ndarray (numpy)"),
+        ("counts", [torch.tensor(1)], "counts is a Tensor (torch) and means[0] an ndarray (numpy)"),
+    ],
+)
+def test_merging_statistics_of_two_libraries(name: str, given: Any, message: str) -> None:
+    arguments = {"means": [np.ones(3)], "variances": [np.ones(3)], "counts": [1]}
+    message += "; they must be of one library"
+    assert_refused(cunorm.merge_batch_norm_stats, TypeError, message, (), arguments | {name: given})

@@ -437,6 +437,13 @@ def test_merged_statistics_in_pytorch() -> None:
             torch.testing.assert_close(var, x.var((0, 2), correction=0))
 
 
+def test_pytorch_compiles_the_merging_of_statistics_as_one_graph() -> None:
+    means, variances = torch.randn(2, 3), torch.rand(2, 3)
+    merge = torch.compile(cunorm.merge_batch_norm_stats, backend="eager", fullgraph=True)
+    for given in ((means, variances), (list(means), tuple(variances))):
+        torch.testing.assert_close(merge(*given, [5, 10]), cunorm.merge_batch_norm_stats(*given, [5, 10]))
+
+
 # ---- Where results lie.
 
 
