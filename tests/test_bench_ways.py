@@ -47,3 +47,21 @@ def test_what_is_measured_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {Slab.__name__, Grid.__name__, Split.__name__} <= {way[1] for way in content["problems"][0]["ways"]}
     # What the costs put first is the built-in choice, which takes twice as long here.
     assert [regret for _, regret in ways.regrets(path)] == [2.0] * 3
+    # The same problems once more, with ways of one family.
+    assert ways.problems_of(path) == json.loads(json.dumps(ways.PROBLEMS[:3]))
+    again = tmp_path / "again.json"
+    ways.measure(again, ways.problems_of(path), [Grid.__name__], most=1)
+    assert [[way[1] for way in entry["ways"]] for entry in json.loads(again.read_text())["problems"]] == [["Grid"]] * 3
+
+
+def test_what_there_is_no_time_for_is_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    ways.measure(path, ways.PROBLEMS[:3], until=0.0)
+    assert json.loads(path.read_text())["problems"] == []
+
+
+def test_regret_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    ways.main(["regret", str(ROOT / "bench" / "results" / "h100" / "channel-ways.json")])
+    *lines, average = capsys.readouterr().out.splitlines()
+    assert len(lines) == 92 and lines[0] >= lines[-1] >= "1.00"
+    assert average.endswith("on average of 92")
