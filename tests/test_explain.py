@@ -402,8 +402,8 @@ def test_times_are_taken(
     calls, copies = called[:20], called[20:]
     assert all(calls) and not any(copies) and len(copies) == 20
     address = x.__array_interface__["data"][0]
-    if not (backward and options.get("residual")):
-        assert all(pointers["x"] == address for pointers in calls)
+    users = set() if backward and options.get("residual") else {"x"}
+    assert all({name for name, pointer in given.items() if pointer == address} == users for given in calls)
     fields = {name for item in found.plan.launches for _, name in item.arguments if isinstance(name, str)}
     scratch = {item.name for item in found.plan.scratch}
     wanted = {"bias"} if backward else set()  # which counts only under an activation

@@ -19,7 +19,8 @@ _BLOCK = 2**22 - 3  # bytes that are drawn, and then repeated
 def measured(call: Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[float, float]:
     """The times of a call and of a copy of the bytes that must move: medians, with a cold L2 cache.
 
-    x is the user's where it has an address; all else is drawn at random.
+    x is the user's where it has an address, and where the call reads it: backward with a residual reads their sum. All
+    else is drawn at random.
     """
     cupy = cuda.cupy()
     with cupy.cuda.Device(index) as device:
@@ -27,8 +28,8 @@ def measured(call: Call, index: int, x_pointer: int, moved_bytes: int) -> tuple[
         device.synchronize()  # x may be on its way, on another stream
         memory = [None if view is None else _memory(cupy, view) for view in views]
         pointers = [0 if item is None else item[1] for item in memory]
-        if x_pointer:
-            pointers[2 if call.backward and not call.residual else 0] = x_pointer
+        if x_pointer and not (call.backward and call.residual):
+            pointers[2 if call.backward else 0] = x_pointer
         workspace = cupy.empty(prepared.workspace_bytes, "uint8")
         source = cupy.zeros(moved_bytes // 2, "uint8")
         target = cupy.empty_like(source)
