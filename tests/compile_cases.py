@@ -10,12 +10,12 @@ which one takes from a tenth of a second to two. Covered is:
    sizes where there are fewest to spare, dealt out to the architectures, each to two; and each combination that has
    spilled on its architecture.
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
-   sm_90 gets all of these, the others share them.
+   sm_90 gets all of these, under some activations by turns; the others share them.
 4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, and rows that begin anywhere,
    channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
-   row_weight_gradients, zeros and column_sums: for every dtype, and all of it for sm_90. The architectures that are
-   alike share most of it, sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
+   row_weight_gradients, zeros and column_sums: all of it for sm_90. The architectures that are alike share most of it,
+   sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
 5. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
 The kernels are not listed here but asked of ``plan``.
@@ -67,6 +67,8 @@ ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
 NEWEST = ["sm_100", "sm_120"]
 SHARED = ("pointwise", "row_split", "row_pipeline", "row_grid", "channel_grid", "channel_split", "split_merge")
 ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", "zeros")
+SIXTEEN_BITS = ("float16", "bfloat16")
+SIXTEEN_BIT_TYPES = {DTYPES[dtype].cuda for dtype in SIXTEEN_BITS}
 Constants = tuple[tuple[str, int | str], ...]  # as launches have them
 
 LAYER_NORM = Norm()
@@ -306,13 +308,19 @@ SEGMENTS = [
 ]  # fmt: skip
 
 
+def some_activations(number: int, dtype: str) -> tuple[str | None, str | None]:
+    """Two of five, of which three dtypes together have all."""
+    every = (None, *ACTIVATIONS)
+    first = number + 2 * list(DTYPES).index(dtype)
+    return every[first % 5], every[(first + 1) % 5]
+
+
 def segment_launches(dtype: str, arch: str) -> Iterator[Launch]:
-    """Each of SEGMENTS, for sm_90 under all activations, else under one; architectures that are alike share them."""
+    """Each of SEGMENTS, for sm_90 under two activations, else under one; architectures that are alike share them."""
     place, share = ARCHS.index(arch), len(ALIKE) if arch in ALIKE else 1
     kinds = itertools.cycle((dtype, "float32", "float64", "float16"))
     for number, shape in enumerate(SEGMENTS):
-        some = (None, *ACTIVATIONS)[(number + place + list(DTYPES).index(dtype)) % 5]
-        for activation in (None, *ACTIVATIONS) if arch == "sm_90" else (some,):
+        for activation in some_activations(number + place, dtype)[: 2 if arch == "sm_90" else 1]:
             vector = Vector(next(kinds))
             for plain in plain_channel_norm(shape, dtype, None, activation=activation):
                 problem = dataclasses.replace(plain, weight=vector, bias=vector)
@@ -344,12 +352,11 @@ def channel_launches(dtype: str, arch: str) -> Iterator[Launch]:
     place = ARCHS.index(arch)
     share = len(ALIKE) if arch in ALIKE else 1 if arch == "sm_90" else 2
     for number in range(place % share, len(CHANNELS), share):
-        # With a dtype an activation, with the next none; for sm_90 all of rows that begin anywhere, but of doubles.
+        # With a dtype an activation, with the next none; for sm_90 two of rows that begin anywhere, but of doubles.
         activation = ("gelu", "silu", "gelu_tanh")[number % 3] if (number + list(DTYPES).index(dtype)) % 2 else None
-        every = arch == "sm_90" and CHANNELS[number][3] % 2 > 0 and dtype != "float64"
-        for plain, some in itertools.product(
-            (plain_channel_forward, plain_channel_backward), (None, *ACTIVATIONS) if every else (activation,)
-        ):
+        two = arch == "sm_90" and CHANNELS[number][3] % 2 > 0 and dtype != "float64"
+        activations = some_activations(number, dtype) if two else (activation,)
+        for plain, some in itertools.product((plain_channel_forward, plain_channel_backward), activations):
             chosen = plan_rows(plain(*CHANNELS[number], dtype, some), GPUS[arch])
             yield from () if chosen is None else chosen.launches
 
@@ -501,12 +508,30 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
     """Those to compile: for sm_90 all. Of many that plans lay out the same everywhere, architectures that are alike
-    share them; the two after sm_90 share what is not of rows in one piece, and so do the dtypes of sixteen bits."""
+    share them; the two after sm_90 share what is not of rows in one piece. That the dtypes of sixteen bits share too,
+    for sm_90 where it is the same for both."""
     every = mine = list(launches_for(arch, dtype).get(kernel, {}).values())
     alike = ALIKE[1:] if kernel.startswith(ASYNCHRONOUS) else ALIKE
     for archs, is_shared in ((alike, kernel.startswith(SHARED)), (NEWEST, not kernel.startswith("row_block"))):
         if arch in archs and is_shared:
             mine = mine[archs.index(arch) :: len(archs)]
-    if arch != "sm_90" and DTYPES[dtype].itemsize == 2 and not kernel.startswith("row_block"):
-        mine = mine[("float16", "bfloat16").index(dtype) :: 2]
+    if dtype in SIXTEEN_BITS and not kernel.startswith("row_block"):
+        if arch == "sm_90":
+            mine = [item for item in mine if _shares(kernel)[_of_sixteen_bits(item)] == dtype]
+        else:
+            mine = mine[SIXTEEN_BITS.index(dtype) :: 2]
     return mine or every[:1]
+
+
+def _of_sixteen_bits(item: Launch) -> Constants:
+    return tuple((name, "sixteen bits" if value in SIXTEEN_BIT_TYPES else value) for name, value in item.constants)
+
+
+@functools.cache
+def _shares(kernel: str) -> dict[Constants, str]:
+    """Which of the dtypes of sixteen bits compiles for sm_90 what is the same for both; by turns."""
+    holders: dict[Constants, list[str]] = {}
+    for dtype in SIXTEEN_BITS:
+        for item in launches_for("sm_90", dtype).get(kernel, {}).values():
+            holders.setdefault(_of_sixteen_bits(item), []).append(dtype)
+    return {constants: dtypes[place % len(dtypes)] for place, (constants, dtypes) in enumerate(holders.items())}
