@@ -11,7 +11,6 @@
 #include "channel_slab.cuh"
 #include "channel_grid.cuh"
 #include "activation.cuh"
-#include "affine.cuh"
 #include "channel_merge.cuh"
 #include "channel_running.cuh"
 #include "set_statistics.cuh"

@@ -6,8 +6,8 @@
 // - ahead: through shared memory that a thread alone uses, where its vectors of the next ROWS_AHEAD rows, each in its
 //   slot, are on their way while it works on this one: the bytes in flight are what keeps the memory busy while a block
 //   waits for its sums;
-// - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time, also ahead.
-//   For tiny rows, of vectors shorter than 16 bytes, that lie directly behind each other. Results leave likewise.
+// - run: through shared memory where the block copies its rows as one run of memory, 16 bytes at a time; ahead
+//   where blocks take turns. For short rows that lie directly behind each other. Results leave likewise.
 //
 // Where rows are SHIFTED, what is read begins so many elements behind a multiple of 16 bytes as the SHIFT of its tensor
 // says, the same in every row, and the results at one. A vector then lies in two pieces of 16 bytes. The first row's
