@@ -6,7 +6,7 @@ The numbers are of an H200, as shares of the time without.
 from __future__ import annotations
 
 from cunorm.plan.device import Device
-from cunorm.plan.row_memory import are_shifted
+from cunorm.plan.row_memory import are_shifted, has_several_channels
 from cunorm.problem import BackwardProblem, ChannelForward, ForwardProblem, PointwiseProblem, Problem
 
 __all__ = ["is_kept_ahead", "is_kept_in_pipeline", "is_kept_in_slabs", "is_kept_read_once", "is_kept_read_twice"]
@@ -42,8 +42,7 @@ def is_kept_ahead(problem: Problem, device: Device, *, peeled: bool, blocks_per_
         long = problem.columns * problem.itemsize >= _LEAST_BYTES_OF_ROW
         plain = problem.channels is None and problem.dresidual_out is None and problem.norm.activation is None
         return long and plain and blocks_per_row == 1
-    several = problem.channels is not None and problem.channels.channels_per_row > 1
-    return several and problem.norm.activation is None
+    return has_several_channels(problem) and problem.norm.activation is None
 
 
 def is_kept_in_pipeline(problem: ForwardProblem, device: Device, *, peeled: bool) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, fits, has_several_channels, resident_by_memory
-from cunorm.plan.row_memory import can_be_shared, columns_per_block, row_width
+from cunorm.plan.row_fit import blocks_with, fits, resident_by_memory
+from cunorm.plan.row_memory import can_be_shared, columns_per_block, has_several_channels, row_width
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "forward_geometry", "with_channels"]

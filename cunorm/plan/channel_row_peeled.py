@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_crowd, has_several_channels, resident_by_memory
-from cunorm.plan.row_memory import can_be_shared, columns_per_block, lie_alike, vector_width
+from cunorm.plan.row_fit import fits, fits_crowd, resident_by_memory
+from cunorm.plan.row_memory import can_be_shared, columns_per_block, has_several_channels, lie_alike, vector_width
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["backward_geometry", "with_more_blocks"]

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_crowd, has_several_channels
-from cunorm.plan.row_memory import are_shifted, lie_alike, vector_width
+from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_memory import are_shifted, has_several_channels, lie_alike, vector_width
 from cunorm.plan.row_spread import leave_threads_idle, threads_for
 from cunorm.problem import BackwardProblem, Channels, ForwardProblem, Problem
 

@@ -64,9 +64,12 @@ _SHORT, _LONG, _LONG_WITH_RESIDUAL = range(4, 32), range(193, 1 << 20), range(38
 
 
 def activated_row_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """The geometry; None where another is better, or was not measured. relu and gelu_tanh were not timed."""
+    """The geometry; None where another is better, or was not measured.
+
+    Under relu and gelu_tanh, which were not timed, rows lie as under silu.
+    """
     vectors_per_row = problem.columns // width
-    if not _was_measured(problem, device):
+    if not _applies(problem, device):
         return None
     if vectors_per_row in _SHORT:
         return _short(problem, device, width)
@@ -122,7 +125,7 @@ def activated_peeled_backward(problem: BackwardProblem, device: Device, width: i
     1.16 (1.56), 1.14 (1.62) and 1.34 (1.36) under the exact gelu; 50,257 1.54 and 1.69 (1.94 and 2.13), but 20,001 by
     four blocks 1.46 and 1.66 (1.26 and 1.39).
     """
-    if not _was_measured(problem, device) or 2048 < problem.columns // width <= 4096:
+    if not _applies(problem, device) or 2048 < problem.columns // width <= 4096:
         return None
     return _first_of(_WAYS_OF_PEELED, problem, device, width, peeled=True)
 
@@ -156,7 +159,7 @@ def _first_of(
     return None
 
 
-def _was_measured(problem: BackwardProblem, device: Device) -> bool:
+def _applies(problem: BackwardProblem, device: Device) -> bool:
     sixteen_bit, activated = problem.itemsize == 2, problem.norm.activation is not None
     rows = problem.weight is not None and problem.channels is None
     return device.capability == 90 and sixteen_bit and activated and rows

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_memory import are_shifted, compute_itemsize, lie_alike
+from cunorm.plan.row_memory import are_shifted, compute_itemsize, has_several_channels, lie_alike
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [
@@ -16,8 +16,6 @@ __all__ = [
     "fits_crowd",
     "fits_early",
     "fits_registers",
-    "has_several_channels",
-    "persistent",
     "resident",
     "resident_by_memory",
     "with_registers",
@@ -34,14 +32,14 @@ _ACTIVATION_REGISTERS = 8
 _DERIVATIVE_REGISTERS = 24
 
 
-def has_several_channels(problem: Problem) -> bool:
-    """Whether rows have several channels each."""
-    return problem.channels is not None and problem.channels.channels_per_row > 1
-
-
 def _registers_of_each(threads: int) -> int:
     """How many registers each of so many threads of a multiprocessor can have."""
     return min(255, REGISTERS // threads // 8 * 8)
+
+
+def _other_registers(device: Device) -> int:
+    """What addresses and the like take of a thread's registers."""
+    return next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
 
 
 def _registers(problem: Problem, width: int) -> tuple[int, int]:
@@ -71,7 +69,7 @@ def fits_registers(
     registers, more = _registers(problem, width)
     direct = direct or device.capability < 80
     double = problem.x.dtype == "float64"
-    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    other = _other_registers(device)
     if peeled:
         other += 12 + 8 * double + 40 * (direct and not lie_alike(problem))
     other += _of_shifted(problem, device, vectors)
@@ -118,7 +116,7 @@ def fits_early(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     """Whether there are registers for the weights of all vectors too."""
     words = sum(geometry.width * DTYPES[vector.dtype].itemsize for vector in problem.parameters) // 4
     registers, more = _registers(problem, geometry.width)
-    other = next(taken for first, taken in _OTHER_REGISTERS if device.capability >= first)
+    other = _other_registers(device)
     if isinstance(problem, ForwardProblem):
         other += _ACTIVATION_REGISTERS * (problem.norm.activation is not None)
     other += 12 * geometry.peeled + _of_shifted(problem, device, geometry.vectors)
@@ -202,9 +200,3 @@ def crowded(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
 def blocks_with(geometry: RowBlock, registers: int) -> int:
     """How many of its blocks leave each thread so many registers."""
     return max(1, REGISTERS // (geometry.threads * registers))
-
-
-def persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
-    """With as many blocks as fit, up to 1024 threads a multiprocessor."""
-    most = max(1, 1024 // geometry.threads)
-    return replace(geometry, blocks_per_multiprocessor=min(most, resident(geometry, problem, device)))

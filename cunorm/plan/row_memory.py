@@ -13,6 +13,7 @@ __all__ = [
     "can_be_shared",
     "columns_per_block",
     "compute_itemsize",
+    "has_several_channels",
     "lie_alike",
     "margin_of",
     "row_width",
@@ -77,7 +78,7 @@ def are_shifted(problem: Problem) -> bool:
 
 
 def row_width(problem: Problem) -> int:
-    """Elements of a vector of row_block_*, which may be shifted; where rows are peeled, those of a whole one.
+    """Elements of a vector of row_block_* where rows are not peeled; it may be shifted.
 
     Backward, it may also reach from one channel into the next, if these are no shorter.
     """
@@ -87,6 +88,11 @@ def row_width(problem: Problem) -> int:
     if channels is not None and channels.positions >= whole and _width_of_rows(problem) == whole:
         return whole
     return vector_width(problem)
+
+
+def has_several_channels(problem: Problem) -> bool:
+    """Whether rows have several channels each."""
+    return problem.channels is not None and problem.channels.channels_per_row > 1
 
 
 def vector_shift(vector: Vector | None, width: int) -> int:

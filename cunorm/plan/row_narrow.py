@@ -11,19 +11,12 @@ from dataclasses import replace
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_peeled_backward
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import (
-    fits,
-    fits_early,
-    fits_registers,
-    has_several_channels,
-    persistent,
-    resident,
-)
-from cunorm.plan.row_memory import lie_alike
+from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
+from cunorm.plan.row_memory import has_several_channels, lie_alike
 from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
-from cunorm.plan.row_spread import MOST_THREADS, at, of_few, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
@@ -109,7 +102,13 @@ def _read_directly(problem: Problem, device: Device, width: int, threads: int, v
     geometry = RowBlock(width, vectors, threads, max(1, 128 // threads), 1, "direct", True)
     if not fits(geometry, problem, device):
         return None
-    return geometry if isinstance(problem, ForwardProblem) else persistent(geometry, problem, device)
+    return geometry if isinstance(problem, ForwardProblem) else _persistent(geometry, problem, device)
+
+
+def _persistent(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
+    """With as many blocks as fit, up to 1024 threads a multiprocessor."""
+    most = max(1, 1024 // geometry.threads)
+    return replace(geometry, blocks_per_multiprocessor=min(most, resident(geometry, problem, device)))
 
 
 def _crowd_of_peeled(vectors: int, threads: int, forward: bool) -> tuple[int, int]:
@@ -143,7 +142,7 @@ def _spread_peeled(problem: Problem, device: Device, width: int, direct: bool) -
         brackets = [(math.inf, 1.9)]
     elif not forward:
         brackets = [(256, 1.9), (384, 4.0), (511, 3.0), (704, 4.0), (1024 if few else 768, 2.4), (math.inf, 5.0)]
-    wanted = at(brackets, vectors_per_row)
+    wanted = next(least for most, least in brackets if vectors_per_row <= most)
     threads, _ = spread(vectors_per_row, of_few(problem, device, vectors_per_row, wanted) if forward else wanted)
     if forward and width == 8:
         threads = min(threads, 128)

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, has_several_channels
+from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd
+from cunorm.plan.row_memory import has_several_channels
 from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
 from cunorm.problem import GELUS, ForwardProblem

@@ -10,8 +10,15 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants, Value
-from cunorm.plan.row_fit import has_several_channels
-from cunorm.plan.row_memory import are_rows, are_segmented, columns_per_block, compute_itemsize, lie_alike, vector_width
+from cunorm.plan.row_memory import (
+    are_rows,
+    are_segmented,
+    columns_per_block,
+    compute_itemsize,
+    has_several_channels,
+    lie_alike,
+    vector_width,
+)
 from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
@@ -102,7 +109,7 @@ class RowPipeline:
     groups: int  # of blocks_per_row blocks, which take turns over the rows
     rows_ahead: int  # that lie in shared memory, or are on their way to it
     lag: int  # turns after which a row is finished
-    threads: int = 384  # of a block, beside two warps for the statistics
+    threads: int  # of a block, beside two warps for the statistics
     blocks_per_multiprocessor: int = 1
     peeled: bool = False  # runs begin anywhere
 

@@ -146,7 +146,7 @@ def _sixteen_bit_ways_backward(problem: BackwardProblem, device: Device, way: Ro
     1.27, 1.09 and 1.11, but 16,640 1.13 and 1.09; with a residual 1.11, 1.02 and 1.05, with one row ahead 1.18, 1.06
     and 1.07. Under silu 22,016 take 1.37 and 2.16, but 20,480 1.44 and 1.31.
     """
-    crowd = _crowd(way)
+    crowd = replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
     pair, early = replace(crowd, blocks_per_row=2), replace(crowd, vectors=6, weights="early")
     many = problem.columns // way.width >= 2112 and problem.norm.activation is None and problem.channels is None
     few = early if problem.channels is not None else replace(early, vectors=4 if many else 5)
@@ -166,11 +166,6 @@ def _sixteen_bit_ways_backward(problem: BackwardProblem, device: Device, way: Ro
         if many:
             yield replace(few, vectors=3, rows_ahead=2)
         yield from (early, crowd)
-
-
-def _crowd(way: RowBlock) -> RowBlock:
-    """Two blocks of 128 threads a multiprocessor."""
-    return replace(way, vectors=7, threads_per_row=128, blocks_per_row=8, blocks_per_multiprocessor=2)
 
 
 def _float_ways_backward(problem: BackwardProblem, early: RowBlock) -> Iterator[RowBlock]:

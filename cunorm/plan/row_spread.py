@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
@@ -14,7 +12,6 @@ from cunorm.problem import Problem
 
 __all__ = [
     "MOST_THREADS",
-    "at",
     "leave_threads_idle",
     "more_threads",
     "of_few",
@@ -25,15 +22,8 @@ __all__ = [
     "vectors_for_all_threads",
 ]
 
-_T = TypeVar("_T")
-
 # Threads of a block that holds one long row, or a part of it. A thousand would leave each too few registers.
 MOST_THREADS = 512
-
-
-def at(brackets: Sequence[tuple[float, _T]], size: float) -> _T:
-    """What the first of the brackets (most, value) has that is not exceeded."""
-    return next(value for most, value in brackets if size <= most)
 
 
 def spread(vectors_per_row: int, least_vectors: float) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Rows that are moved once: by blocks or clusters that hold them, or by all blocks of the device together."""
+"""Which way rows go: moved once, by blocks or clusters that hold them or by all blocks together, or read twice."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Plan
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, has_several_channels
-from cunorm.plan.row_memory import can_be_shared
+from cunorm.plan.row_fit import fits
+from cunorm.plan.row_memory import can_be_shared, has_several_channels
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows import RowWay
 from cunorm.problem import (
