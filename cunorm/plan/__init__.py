@@ -38,17 +38,13 @@ def plan(problem: AnyProblem, device: Device, geometry: Way | None = None) -> Pl
     Pointwise problems have one plan only. The momentum of running statistics, which may be another at every step of a
     training, is no reason to plan anew.
     """
-    if not isinstance(problem, ChannelForward) or problem.running is None or problem.running.given:
-        return _plan(problem, device, geometry)
-    running = problem.running
-    planned = _plan(replace(problem, running=replace(running, kept=0.0, taken=0.0)), device, geometry)
-    return with_numbers_of(running, problem.values_per_set, planned)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(problem: AnyProblem, device: Device, geometry: Way | None) -> Plan:
     if isinstance(problem, (PointwiseForward, PointwiseBackward)):
         return pointwise.plan(problem, device)
+    if isinstance(problem, ChannelForward) and problem.running is not None and not problem.running.given:
+        running = problem.running
+        if running.kept or running.taken:
+            planned = plan(replace(problem, running=replace(running, kept=0.0, taken=0.0)), device, geometry)
+            return with_numbers_of(running, problem.values_per_set, planned)
     return plan_with(problem, device, None if geometry is None else fitted(problem, device, geometry))
 
 
