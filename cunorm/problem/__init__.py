@@ -12,7 +12,7 @@ from cunorm.problem.base import ACTIVATIONS, GELUS, RunningStatistics
 from cunorm.problem.channels import ChannelBackward, ChannelForward
 from cunorm.problem.pointwise import PointwiseBackward, PointwiseForward
 from cunorm.problem.rows import BackwardProblem, Channels, ForwardProblem, Norm
-from cunorm.problem.tensors import DTYPES, ChannelTensor, Dtype, Matrix, Vector, View, contiguous_strides
+from cunorm.problem.tensors import DTYPES, ChannelTensor, Matrix, Vector, View, contiguous_strides
 
 __all__ = [
     "ACTIVATIONS",
@@ -25,7 +25,6 @@ __all__ = [
     "ChannelProblem",
     "ChannelTensor",
     "Channels",
-    "Dtype",
     "ForwardProblem",
     "Matrix",
     "Norm",

@@ -58,5 +58,4 @@ class RunningStatistics:
     def of(
         mean: View, variance: View, *, given: bool, kept: float = 0.0, taken: float = 0.0, unbiased: bool = True
     ) -> RunningStatistics:
-        of_mean, of_variance = (Vector(view.dtype, view.pointer % 16) for view in (mean, variance))
-        return RunningStatistics(of_mean, of_variance, given, kept, taken, unbiased)
+        return RunningStatistics(Vector.of(mean), Vector.of(variance), given, kept, taken, unbiased)

@@ -85,6 +85,10 @@ class Vector:
     def alignment(self) -> int:
         return _alignment(self.offset)
 
+    @staticmethod
+    def of(view: View) -> Vector:
+        return Vector(view.dtype, view.pointer % 16)
+
 
 @dataclass(frozen=True)
 class ChannelTensor:
@@ -123,18 +127,18 @@ def _alignment(offset: int) -> int:
 
 
 def vector_of(view: View | None) -> Vector | None:
-    return None if view is None else Vector(view.dtype, view.pointer % 16)
+    return None if view is None else Vector.of(view)
 
 
 def matrices_of(views: tuple[View | None, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
     """The sizes of rows and of columns, and a Matrix for each view (None for None)."""
-    present = [view for view in views if view is not None]
-    shape = present[0].shape
+    given = present(*views)
+    shape, strides = given[0].shape, [view.strides for view in given]
     kept = [i for i in range(len(shape)) if i not in axis]
-    row_sizes, row_strides = _merge(shape, [view.strides for view in present], kept)
-    column_sizes, column_strides = _merge(shape, [view.strides for view in present], axis)
+    row_sizes, row_strides = _merge(shape, strides, kept)
+    column_sizes, column_strides = _merge(shape, strides, axis)
     matrices = [
-        Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16) for i, view in enumerate(present)
+        Matrix(view.dtype, row_strides[i], column_strides[i], view.pointer % 16) for i, view in enumerate(given)
     ]
     return row_sizes, column_sizes, _placed(matrices, views)
 
@@ -143,14 +147,14 @@ def pointwise_matrices(
     views: tuple[View | None, ...], bias: View | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
     """As `matrices_of`, with the last axis for columns, or without a bias the last of all axes merged."""
-    present = [view for view in views if view is not None]
-    dimensions = len(present[0].shape)
+    given = present(*views)
+    dimensions = len(given[0].shape)
     if bias is not None:
         return matrices_of(views, (dimensions - 1,))
-    sizes, strides = _merge(present[0].shape, [view.strides for view in present], range(dimensions))
+    sizes, strides = _merge(given[0].shape, [view.strides for view in given], range(dimensions))
     matrices = [
         Matrix(view.dtype, of_view[:-1] or (0,), of_view[-1:], view.pointer % 16)
-        for view, of_view in zip(present, strides)
+        for view, of_view in zip(given, strides)
     ]
     return sizes[:-1] or (1,), sizes[-1:], _placed(matrices, views)
 
@@ -159,11 +163,11 @@ def channel_tensors(
     views: tuple[View | None, ...], channel_axis: int, over_samples: bool
 ) -> tuple[tuple[int, int, tuple[int, ...]], list[Any]]:
     """Samples, channels and point sizes; and a ChannelTensor for each view (None for None)."""
-    present = [view for view in views if view is not None]
-    shape = present[0].shape
+    given = present(*views)
+    shape = given[0].shape
     spatial = [i for i in range(1, len(shape)) if i != channel_axis]
     dims = [0, *spatial] if over_samples else spatial
-    point_sizes, point_strides = _merge(shape, [view.strides for view in present], dims)
+    point_sizes, point_strides = _merge(shape, [view.strides for view in given], dims)
     samples = 1 if over_samples else shape[0]
     tensors = [
         ChannelTensor(
@@ -173,7 +177,7 @@ def channel_tensors(
             strides,
             view.pointer % 16,
         )
-        for view, strides in zip(present, point_strides)
+        for view, strides in zip(given, point_strides)
     ]
     sizes = samples, shape[channel_axis], point_sizes
     return sizes, _placed(tensors, views)
