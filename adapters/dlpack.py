@@ -16,6 +16,7 @@ from typing import Any
 import tvm_ffi
 
 from cunorm import cuda, execute
+from cunorm.adapters.capsules import tensor_address
 from cunorm.checks import no_tensor
 from cunorm.execute import Adapter
 from cunorm.prepared import Gradients, Op, Output, Results
@@ -194,12 +195,6 @@ def _export(tensor: Any, device: tuple[str, int], versioned: bool) -> Any:
     return tensor.__dlpack__(**arguments)
 
 
-# A function object of our own: the argument types of ctypes.pythonapi's belong to the whole process.
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-
 class _Bfloat16:
     """A bfloat16 array for DLPack. NumPy and CuPy do not export this dtype, so it goes as integers, relabelled."""
 
@@ -210,7 +205,7 @@ class _Bfloat16:
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
         capsule = self._bits.__dlpack__(stream=stream)
-        ctypes.c_uint8.from_address(_capsule_pointer(capsule, b"dltensor") + self._CODE_OFFSET).value = _BFLOAT
+        ctypes.c_uint8.from_address(tensor_address(capsule) + self._CODE_OFFSET).value = _BFLOAT
         return capsule
 
     def __dlpack_device__(self) -> Any:

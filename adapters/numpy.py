@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cunorm import execute, on_cpu
-from cunorm.checks import no_tensor
+from cunorm.checks import element_strides, no_tensor
 from cunorm.execute import Adapter
 from cunorm.prepared import Op, Output, Results
 from cunorm.problem import View
@@ -20,14 +20,9 @@ class NumpyAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
         if type(tensor) is not np.ndarray:
             _check_type(tensor, name)
-        itemsize = tensor.itemsize or 1  # 0 for some dtypes that the checks will refuse
-        if any(step % itemsize for step in tensor.strides):
-            raise ValueError(
-                f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes"
-            )
+        strides = element_strides(name, tensor.strides, tensor.itemsize)
         if not tensor.dtype.isnative:
             raise TypeError(f"{name} has dtype {tensor.dtype}, which is not in this machine's byte order")
-        strides = tuple(step // itemsize for step in tensor.strides)
         return View(tensor.__array_interface__["data"][0], tensor.shape, strides, tensor.dtype.name, ("cpu", 0))
 
     def empty(self, output: Output, like: Any) -> np.ndarray[Any, Any]:

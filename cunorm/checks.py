@@ -37,6 +37,7 @@ __all__ = [
     "check_vector",
     "check_weight_offset",
     "check_x",
+    "element_strides",
     "memory_order",
     "no_tensor",
 ]
@@ -248,6 +249,14 @@ def check_x(x: View, axis: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int,
     kept_shape = tuple(size for i, size in enumerate(x.shape) if i not in normalized)
     stats = Output(kept_shape, DTYPES[x.dtype].compute)
     return tuple(normalized), tuple(x.shape[i] for i in normalized), stats
+
+
+def element_strides(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides of an array in elements, of those in bytes."""
+    itemsize = itemsize or 1  # 0 for some dtypes that `check_dtype` will refuse
+    if any(step % itemsize for step in strides):
+        raise ValueError(f"{name} has strides {strides} that are no multiples of its element size, {itemsize} bytes")
+    return tuple(step // itemsize for step in strides)
 
 
 def check_dtype(view: View, name: str) -> None:

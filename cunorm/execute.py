@@ -213,9 +213,9 @@ def forward(
     residual: Any,
     weight: Any,
     bias: Any,
-    out: Any = None,
-    stats: bool = False,
-    running: tuple[Any, ...] = (),
+    out: Any,
+    stats: bool,
+    running: tuple[Any, ...],
     described: tuple[Any, list[int]] | None = None,
     paired: bool = False,
 ) -> Results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ __all__ = [
     "Prepared",
     "Results",
     "cannot_run",
+    "placed",
 ]
 
 Results = tuple[Any, Any, Any, Any]
@@ -37,6 +38,12 @@ RUNNING_OPERANDS = (*FORWARD_OPERANDS[:5], *FORWARD_NAMES[5:], *FORWARD_OPERANDS
 BACKWARD_NAMES = ("dy", "dresidual_out", "x", "weight", "bias", "mean", "rstd")
 BACKWARD_RESULTS = ("dx", "dweight", "dbias")
 BACKWARD_OPERANDS = (*BACKWARD_NAMES, *BACKWARD_RESULTS)
+
+
+def placed(given: Iterable[Any], where: Sequence[bool]) -> list[Any]:
+    """The values that were given where it says so, None elsewhere."""
+    rest = iter(given)
+    return [next(rest) if here else None for here in where]
 
 
 @dataclass(frozen=True)

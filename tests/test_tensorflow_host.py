@@ -23,7 +23,7 @@ import cunorm
 from cunorm import cli, execute
 from cunorm.adapters.tensorflow import host, work
 from cunorm.adapters.tensorflow.work import Backward, Forward
-from cunorm.prepared import Output, Prepared
+from cunorm.prepared import Output, Prepared, placed
 
 del test_memory_is_kept_until_the_kernels_are_done  # noqa: F821  (by Python, on a stream that TensorFlow does not know)
 
@@ -247,7 +247,7 @@ def test_work_is_the_same_from_its_text() -> None:
             inputs, outputs = [None if place % 2 else 1 for place in range(len(task.names))], [None, 1, None, 1]
             found, given, computed = work.from_text(work.to_text(task, inputs, outputs))
             assert found == task and found.op is op and type(found) is type(task)
-            assert work.place([1] * 9, given) == inputs and computed == [False, True, False, True]
+            assert placed([1] * 9, given) == inputs and computed == [False, True, False, True]
 
 
 def test_numbers_may_be_of_any_type() -> None:

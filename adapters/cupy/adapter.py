@@ -10,7 +10,7 @@ import cupy
 
 from cunorm import execute, on_cpu
 from cunorm.adapters.cupy import host
-from cunorm.checks import no_tensor
+from cunorm.checks import element_strides, no_tensor
 from cunorm.execute import Adapter
 from cunorm.prepared import BACKWARD_NAMES, FORWARD_NAMES, Gradients, Op, Output, Results
 from cunorm.problem import DTYPES, View
@@ -30,12 +30,7 @@ class CupyAdapter(Adapter):
     def view(self, tensor: Any, name: str) -> View:
         if not isinstance(tensor, cupy.ndarray):
             raise no_tensor(name, tensor, "CuPy", "a CuPy array")
-        itemsize = tensor.itemsize or 1  # 0 for some dtypes that the checks will refuse
-        if any(step % itemsize for step in tensor.strides):
-            raise ValueError(
-                f"{name} has strides {tensor.strides} that are no multiples of its element size, {itemsize} bytes"
-            )
-        strides = tuple(step // itemsize for step in tensor.strides)
+        strides = element_strides(name, tensor.strides, tensor.itemsize)
         return View(tensor.data.ptr, tensor.shape, strides, tensor.dtype.name, ("cuda", tensor.device.id))
 
     def describe(self, tensors: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], list[int]]:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from cunorm import execute, on_cpu
 from cunorm.adapters.jax.axes import BACKWARD_ROLES, FORWARD_ROLES, view_of
-from cunorm.prepared import Op, Output, Prepared
+from cunorm.prepared import Op, Output, Prepared, placed
 
 __all__ = ["Call", "Inputs", "custom_call"]
 
@@ -85,7 +85,7 @@ class Call:
 
     def operands(self, given: Sequence[Any]) -> list[Any]:
         """The operands that there are in their places, with None for those that there are not."""
-        return _placed(given, self.given)
+        return placed(given, self.given)
 
     def x_of(self, given: Sequence[Any]) -> Any:
         """x, or what belongs to it, among the operands that there are."""
@@ -93,7 +93,7 @@ class Call:
 
     def placed(self, results: Sequence[Any]) -> list[Any]:
         """The results likewise."""
-        return _placed(results, self.results)
+        return placed(results, self.results)
 
     def outputs(self, given: Sequence[Any]) -> list[Output]:
         """What the results that there are look like, of operands, or types of operands."""
@@ -137,15 +137,10 @@ class Call:
     def places(self) -> tuple[int | None, ...]:
         """Of each operand in the order that `Prepared.run` takes, which of the custom call's operands it is, if any."""
         there = [*self.given, *self.results]
-        places = _placed(range(sum(there)), there)
+        places = placed(range(sum(there)), there)
         if self.direction == "forward":  # the result stands before the running statistics
             places.insert(4, places.pop(len(self.given)))
         return tuple(places)
-
-
-def _placed(items: Sequence[Any], places: Sequence[bool]) -> list[Any]:
-    rest = iter(items)
-    return [next(rest) if there else None for there in places]
 
 
 def _inputs_of(arrays: Sequence[Any]) -> Inputs:

@@ -23,11 +23,12 @@ from typing import Any
 import tensorflow as tf
 
 from cunorm import cuda
+from cunorm.adapters.capsules import tensor_address
 from cunorm.adapters.tensorflow import host
-from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, place, scatter
+from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, scatter
 from cunorm.checks import no_tensor
 from cunorm.execute import Adapter
-from cunorm.prepared import Gradients, Op, Output, Results
+from cunorm.prepared import Gradients, Op, Output, Results, placed
 from cunorm.problem import DTYPES, View, contiguous_strides
 
 __all__ = ["ADAPTER", "device_of"]
@@ -42,12 +43,6 @@ class _DlTensor(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_index", ctypes.c_int32))
 
 
-# A pointer type of our own: the argument types of ctypes.pythonapi's functions belong to the whole process.
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-
 # TensorFlow numbers the devices that tf.config made visible, CUDA all of them: which is which never changes, and asking
 # about a pointer takes as long as exporting it.
 _cuda_devices: dict[int, int] = {}
@@ -56,7 +51,7 @@ _cuda_devices: dict[int, int] = {}
 def _memory(tensor: Any) -> tuple[int, tuple[str, int]]:
     """The address and device of an eager tensor, when TensorFlow's stream has finished everything before."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
-    exported = _DlTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    exported = _DlTensor.from_address(tensor_address(capsule))
     pointer, index = exported.data or 0, exported.device_index
     if exported.device_type == _DLPACK_CPU:
         return pointer, ("cpu", 0)
@@ -217,8 +212,8 @@ def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
 @tf.RegisterGradient(host.OP)  # type: ignore[untyped-decorator]
 def _gradients_of_op(op: Any, *cotangents: Any) -> list[Any]:
     work, is_given, is_computed = from_text(op.get_attr("what").decode())
-    inputs, results = place(op.inputs, is_given), place(op.outputs, is_computed)
-    gradients = _gradients(work, inputs, results, place(cotangents, is_computed))
+    inputs, results = placed(op.inputs, is_given), placed(op.outputs, is_computed)
+    gradients = _gradients(work, inputs, results, placed(cotangents, is_computed))
     return [value for value, tensor in zip(gradients, inputs) if tensor is not None]
 
 

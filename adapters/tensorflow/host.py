@@ -20,7 +20,7 @@ import tensorflow as tf
 from cunorm import cuda, execute, launch
 from cunorm.adapters import compiled
 from cunorm.adapters.tensorflow import work
-from cunorm.prepared import Output, Prepared
+from cunorm.prepared import Output, Prepared, placed
 from cunorm.problem import View, contiguous_strides
 
 __all__ = ["CODE", "OP", "build", "call", "library", "load", "native"]
@@ -137,7 +137,7 @@ def _prepare(ready: int, what: bytes, device: int, count: int, given: Any) -> No
     try:
         task, is_given, _ = work.from_text(what.decode())
         where = ("cpu", 0) if device < 0 else ("cuda", device)
-        views = work.place([given[number].view(where) for number in range(count)], is_given)
+        views = placed([given[number].view(where) for number in range(count)], is_given)
         _tell(ctypes.c_void_p(ready), task, views, task.prepare(views))
         _code.cunorm_succeed_ready(ctypes.c_void_p(ready))
     except Exception as error:

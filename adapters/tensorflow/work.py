@@ -11,10 +11,10 @@ from typing import Any, ClassVar, TypeVar
 from cunorm import execute, op_names
 from cunorm.execute import Adapter
 from cunorm.prepare import gradient_outputs
-from cunorm.prepared import BACKWARD_NAMES, Gradients, Op, Output, Prepared, Results
+from cunorm.prepared import BACKWARD_NAMES, Gradients, Op, Output, Prepared, Results, placed
 from cunorm.problem import View
 
-__all__ = ["Backward", "Forward", "Work", "from_text", "gather", "place", "scatter", "to_text"]
+__all__ = ["Backward", "Forward", "Work", "from_text", "gather", "scatter", "to_text"]
 
 _T = TypeVar("_T")
 
@@ -26,13 +26,7 @@ def gather(values: Sequence[_T | None]) -> list[_T]:
 
 def scatter(given: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """What `gather` took from ``values``, back in its places."""
-    return place(given, [value is not None for value in values])
-
-
-def place(given: Sequence[Any], where: Sequence[bool]) -> list[Any]:
-    """The values that were given where it says so, None elsewhere."""
-    rest = iter(given)
-    return [next(rest) if here else None for here in where]
+    return placed(given, [value is not None for value in values])
 
 
 @dataclass(frozen=True)
