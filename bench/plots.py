@@ -47,7 +47,7 @@ class Shown(Figure):
         return buffer.getvalue()
 
 
-def figure(results: Results, only: str = "") -> Figure:
+def figure(results: Results, only: str) -> Figure:
     """All that `draw` would draw of the rows that match ``only``, in one figure."""
     chosen = list(_figures([entry for entry in results.measurements if entry.row.matches(only)]))
     if not chosen:

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _LEAST_FLUSHED_BYTES = 256 * 2**20
+_COPIED_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,14 @@ def cold_seconds(work: Callable[[], Any], count: int, flushing: Any) -> list[flo
 
 
 @functools.cache
-def measured_copy_rate(index: int = 0, nbytes: int = 1 << 29) -> float:
+def measured_copy_rate(index: int = 0) -> float:
     """Bytes a second, read and written, of a plain copy on a CUDA device: the best of a few.
 
     Raises a MemoryError or RuntimeError where the GPU has no room or no time for it.
     """
     cupy = cuda.cupy()
     with cupy.cuda.Device(index):
-        source = cupy.zeros(nbytes, cupy.uint8)
+        source = cupy.zeros(_COPIED_BYTES, cupy.uint8)
         target = cupy.empty_like(source)
         best = float("inf")
         for _ in range(8):
@@ -150,4 +151,4 @@ def measured_copy_rate(index: int = 0, nbytes: int = 1 << 29) -> float:
             best = min(best, cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
         del source, target
         cupy.get_default_memory_pool().free_all_blocks()  # which other libraries may need
-    return 2 * nbytes / best
+    return 2 * _COPIED_BYTES / best

@@ -24,7 +24,6 @@ _FIRST_WITH_CACHE = (12, 9)
 
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
-_BARRIERS = re.compile(r"used (\d+) barriers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
@@ -42,15 +41,12 @@ class Resources:
         Bytes a thread of local memory: spills, and arrays that are not indexed by constants.
     shared_bytes : int
         Bytes a block of static shared memory.
-    barriers : int
-        Named barriers a block.
     """
 
     registers: int
     spill_bytes: int
     stack_bytes: int
     shared_bytes: int
-    barriers: int
 
 
 def compile_resources(
@@ -131,5 +127,4 @@ def _read(log: str) -> Resources:
         spill_bytes=sum(stores + loads for _, stores, loads in frames),
         stack_bytes=sum(stack for stack, _, _ in frames),
         shared_bytes=sum(map(int, _SHARED.findall(used[2]))),
-        barriers=sum(map(int, _BARRIERS.findall(used[2]))),
     )

@@ -156,7 +156,7 @@ def test_the_plan_is_the_one_of_a_call(
         fake_gpu.clear()
         getattr(cunorm, f"{op}_backward")(**gradient_arguments(op, x, results, given))
     assert fake_gpu == [explanation.plan]
-    assert explanation.here and explanation.title == "this (sm_90)" and explanation.copy_rate == 1e12
+    assert explanation.title == "this (sm_90)" and explanation.copy_rate == 1e12
 
 
 # ---- Its numbers fit together.
@@ -580,7 +580,7 @@ def test_times(op: str, shape: tuple[int, ...], options: dict[str, Any], backwar
     x = cupy.random.default_rng(0).standard_normal(shape, "float32")
     before = x.copy()
     found = cunorm.explain(x, op, backward=backward, **options)
-    assert found.here and not found.failure
+    assert found.copy_rate_is == "a copy's rate, just measured" and not found.failure
     assert found.seconds and found.copy_seconds and found.r and found.floor_seconds
     assert 0.3 < found.r < 100 and found.seconds > found.floor_seconds / 2
     assert cupy.array_equal(x, before)

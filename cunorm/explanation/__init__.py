@@ -204,7 +204,6 @@ def _explained(call: Call, op: str, target: _Target, place: int | None, measure:
         problem=problem,
         title=target.title,
         device=target.device,
-        here=target.place is not None,
         plan=chosen,
         chosen=_chosen_by(tuned, problem, target.device),
         copy_rate=target.rate,

@@ -60,7 +60,7 @@ class _Canvas:
     def __init__(self) -> None:
         self._elements: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str = "", opacity: float = 1.0) -> None:
+    def box(self, x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0) -> None:
         """A filled box; without a colour that of the text, faint."""
         paint = f'fill="{fill}" fill-opacity="{opacity:g}"' if fill else 'fill="currentColor" fill-opacity="0.07"'
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'

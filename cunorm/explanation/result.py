@@ -29,7 +29,6 @@ class Explanation:
     problem: AnyProblem
     title: str
     device: Device
-    here: bool
     plan: Plan
     chosen: str
     copy_rate: float | None
