@@ -66,13 +66,13 @@ def plain_backward(rows: int, columns: int, dtype: str = "float32") -> BackwardP
     return BackwardProblem((rows,), (columns,), x, x, None, x, Vector(dtype), None, dtype, dtype)
 
 
-def plain_gelu(columns: int, dtype: str = "float32") -> PointwiseForward:
-    x = Matrix(dtype, (0,), (1,))
+def plain_gelu(columns: int) -> PointwiseForward:
+    x = Matrix("float32", (0,), (1,))
     return PointwiseForward((1,), (columns,), x, x, None, "gelu")
 
 
-def plain_gelu_backward(columns: int, dtype: str = "float32") -> PointwiseBackward:
-    x = Matrix(dtype, (0,), (1,))
+def plain_gelu_backward(columns: int) -> PointwiseBackward:
+    x = Matrix("float32", (0,), (1,))
     return PointwiseBackward((1,), (columns,), x, x, x, None, None, "gelu")
 
 

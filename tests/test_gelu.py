@@ -552,9 +552,9 @@ def contiguous(shape: tuple[int, ...], dtype: str, offset: int = 0) -> View:
     return View(256 + offset * itemsize, shape, contiguous_strides(shape), dtype, ("cuda", 0))
 
 
-def forward_plan(shape: tuple[int, ...], dtype: str = "bfloat16", bias: bool = False, offset: int = 0) -> Plan:
-    x = contiguous(shape, dtype, offset)
-    vector = contiguous(shape[-1:], dtype) if bias else None
+def forward_plan(shape: tuple[int, ...], bias: bool = False, offset: int = 0) -> Plan:
+    x = contiguous(shape, "bfloat16", offset)
+    vector = contiguous(shape[-1:], "bfloat16") if bias else None
     return plan(PointwiseForward.of(x, vector, x, activation="gelu"), GPUS["sm_90"])
 
 

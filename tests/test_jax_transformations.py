@@ -96,8 +96,8 @@ def test_vmap_of_x_is_one_call(operation: Operation) -> None:
 def test_vmap_joins_rows_samples_or_channels() -> None:
     x, weights = jnp.ones((2, 3, 4, 5)), jnp.ones((2, 4))
 
-    def shape_of(function: Any, *arrays: Any, in_axes: Any = 0) -> Any:
-        jaxpr = str(jax.make_jaxpr(jax.vmap(function, in_axes))(*arrays))
+    def shape_of(function: Any, *arrays: Any) -> Any:
+        jaxpr = str(jax.make_jaxpr(jax.vmap(function))(*arrays))
         (line,) = (line for line in jaxpr.splitlines() if "= cunorm[" in line)
         return line.split(":f32")[1].split("]")[0] + "]"
 

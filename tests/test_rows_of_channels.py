@@ -105,10 +105,10 @@ def norm_of(
     return Norm(x, together, *vectors, activation)
 
 
-def forward_problem(norm: Norm, y: Array, stats: bool = True) -> ChannelForward:
+def forward_problem(norm: Norm, y: Array) -> ChannelForward:
     return ChannelForward.of(
         view_of(norm.x), view_of(norm.weight), view_of(norm.bias), view_of(y), channel_axis=1,  # type: ignore[arg-type]
-        channels_per_set=norm.together, over_samples=False, eps=EPS, stats=stats, activation=norm.activation,
+        channels_per_set=norm.together, over_samples=False, eps=EPS, stats=True, activation=norm.activation,
     )  # fmt: skip
 
 

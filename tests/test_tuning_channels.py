@@ -37,9 +37,9 @@ def problem_of(*shape: int, dtype: str = "float16", **options: Any) -> ChannelPr
     return problem
 
 
-def other_ways(problem: ChannelProblem, device: Device = DEVICE) -> list[Any]:
-    built_in = plan(problem, device)
-    return [way for way in candidates(problem, device) if plan_with(problem, device, way) != built_in]
+def other_ways(problem: ChannelProblem) -> list[Any]:
+    built_in = plan(problem, DEVICE)
+    return [way for way in candidates(problem, DEVICE) if plan_with(problem, DEVICE, way) != built_in]
 
 
 # ---- The ways.
