@@ -280,13 +280,14 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
 def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
     """Batch norms by the pipeline of rows: long parts of rows and short, and all that takes registers.
 
-    Architectures that are alike share them.
+    Architectures that are alike share them, and so do the dtypes for sm_90.
     """
     shapes = [(64, 256, 56**2), (32, 64, 112**2), (64, 64, 112**2), (256, 64, 32**2), (64, 1024, 14**2), (8, 16, 2**16)]
     # Whose segments begin anywhere, and of some of which a block has whole rows.
     shapes += [(16, 64, 257**2), (32, 64, 147**2), (16, 256, 33**2), (16, 2048, 33**2), (128, 192, 289), (4, 8, 501**2)]
     kinds = itertools.cycle((dtype, "float32", None, "float16", "float64"))
-    place, share = ARCHS.index(arch), 3 if arch in ALIKE else 1
+    share = 3 if arch in ALIKE else 2 if arch == "sm_90" else 1
+    place = list(DTYPES).index(dtype) if arch == "sm_90" else ARCHS.index(arch)
     for number, (shape, activation) in enumerate(itertools.product(shapes, (None, *ACTIVATIONS))):
         kind = next(kinds)
         if number % share != place % share:
