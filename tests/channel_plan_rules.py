@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from plan_alignment_rules import assert_access_to_weights
+from plan_cases import Constants, compute_bytes
+from plan_coverage_rules import covers_zeros
 from plan_rules import (
-    Constants,
-    assert_access_to_weights,
-    compute_bytes,
-    covers_zeros,
     every_field_of_the_kernel,
     launches_may_overlap,
     scratch_is_written_before_it_is_read,

@@ -30,7 +30,7 @@ os.environ.setdefault("CUNORM_COMPILED_CALLS", "0")
 
 # What asserts for tests says what it found, as they do.
 pytest.register_assert_rewrite(
-    "plan_rules", "channel_plan_rules", *(file.stem for file in Path(__file__).parent.glob("*cases.py"))
+    *(file.stem for pattern in ("*cases.py", "[!t]*rules.py") for file in Path(__file__).parent.glob(pattern))
 )
 
 NO_GPU = "needs an NVIDIA GPU"

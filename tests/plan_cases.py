@@ -6,6 +6,7 @@ They have no memory behind them, so sizes go up to what no machine holds.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import assume, event, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
+    AnyProblem,
     BackwardProblem,
     ChannelBackward,
     ChannelForward,
@@ -339,3 +341,18 @@ def plan_batch(problem: ChannelProblem, device: Device) -> Plan | None:
     """By the pipeline of rows for those of a batch norm; None where they cannot be held so."""
     found = rows_of_channels.pipeline_of_batch(problem, device)
     return None if found is None else rows_of_channels.plan_with(problem, device, found[1])
+
+
+# ---- For the rules that plans keep.
+
+Constants = dict[str, Any]
+
+
+def compute_bytes(problem: AnyProblem) -> int:
+    """The bytes of a number that sums are kept in."""
+    return DTYPES[DTYPES[problem.x.dtype].compute].itemsize
+
+
+def some(count: int) -> set[int]:
+    """Numbers below this, at both ends and in the middle."""
+    return {number for number in (0, 1, 2, 3, 5, 7, count // 2, count - 2, count - 1) if 0 <= number < count}

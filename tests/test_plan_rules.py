@@ -21,7 +21,8 @@ from plan_cases import (
     plan_rows,
     problems,
 )
-from plan_rules import RULES, launches_may_overlap, rows_and_columns_are_covered, within_the_limits_of_cuda
+from plan_coverage_rules import rows_and_columns_are_covered
+from plan_rules import RULES, launches_may_overlap, within_the_limits_of_cuda
 
 from cunorm import kernels
 from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry, rows

@@ -17,7 +17,7 @@ from plan_cases import (
     plain_channels,
     plan_rows,
 )
-from plan_rules import rows_and_columns_are_covered
+from plan_coverage_rules import rows_and_columns_are_covered
 
 from cunorm import tuning_file
 from cunorm.plan import plan, rows_of_channels
