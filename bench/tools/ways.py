@@ -108,7 +108,8 @@ def _compile(problems: Sequence[dict[str, Any]], families: Sequence[str], most: 
     for options in problems:
         problem = _problem(options)
         machine: Any = current_gpu(problem)
-        machine.compile(list(_chosen(problem, machine.device, families, most)), math.inf, lambda *_: None)
+        if chosen := list(_chosen(problem, machine.device, families, most)):
+            machine.compile(chosen, math.inf, lambda *_: None)
         machine.release()
 
 

@@ -3,7 +3,7 @@
 What counts is which way comes out first. The constants were fitted, and some then rounded or changed by hand, to times
 on an H200 of some fifty problems of the three norms, forward and backward, by up to a hundred ways each. Of the ways
 that were timed, those that come out first took 1 % more than the best on average, of grids that stream and of slabs
-along the channels; 8 % of the other slabs. Those of pipelines are of ten problems forward, and sixteen backward.
+along the channels; 8 % of the other slabs. Those of pipelines forward are of ten problems.
 
 With the rate of its memory the same constants fit an H100, but for those of what moves numbers and computes at the same
 time. Of 92 problems the ways that come out first take 3 % more than the best there (bench/tools/ways.py, and its times
@@ -17,8 +17,13 @@ times on an H100 of 473 problems with the channels last: it is off by 10 % on av
 take 1.8 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %. Where memory is as fast as an H200's these have constants of their
 own, fitted to 3850 times of 736 norms and to what comes first of them: off by 10 %, and 1.0 % more than the best. Of
-406 norms the ways that come out first of those timed take 1.3 % more (bench/results/h200/channel-ways.json, which has
+406 norms the ways that come out first of those timed take 1.1 % more (bench/results/h200/channel-ways.json, which has
 of each the best of these and those that came first).
+
+Pipelines backward were fitted anew to 1136 times on an H200 of 65 norms, and to what comes first there: eleven go other
+ways since then, and take 0.94 of the time on average, from 0.86 to 1.02. Of all pipelines that were timed, 116 norms
+with those forward, what comes first takes 1.8 % more than the best (bench/results/h200/pipeline-ways.json, without
+those that take 1.3 times the best and more).
 """
 
 from __future__ import annotations
@@ -316,23 +321,14 @@ def _pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
-    itemsize = problem.itemsize
-    run = way.tiles.channels * itemsize
-    if way.whole(problem):
-        waste = (1.3 if way.ahead < 5 else 1.36) * _activation(problem, device, 1.0, 1.12)
-    elif run * way.groups >= 512:  # groups work on tiles that lie behind each other
-        waste = (1.15 if run % 128 == 0 else 1.24 if run > 256 else 1.3) * _activation(problem, device, 1.0, 1.2)
-    elif run >= 128 and itemsize == 2:
-        waste = (1.35 if way.ahead >= 5 else 1.4) * _activation(problem, device, 1.0, 1.12)
-    else:
-        waste = (1.5 if itemsize > 2 else 1.63) * (1.0 if way.ahead < 5 else 0.94)
-    if run < 64 or run % 32:
-        waste *= max(1.1, 36 / run)
-    waste *= _activation(problem, device, 1.0, 1.15) if units(problem, way.tiles.direction) == 8 else 1.0
-    # What waits for what blocks tell each other should take as long as that.
-    waste *= 1.1 if way.lag * way.part_bytes < 50e3 else 1.0
-    moving = _time_in_pipeline(problem.bytes_moved * left_over, device, 0.75 if way.groups == 1 else 0.65)
-    return 14.0 + waste * moving + 0.15 * way.turns(problem)
+    turns, run = way.turns(problem), way.tiles.channels * problem.itemsize
+    waste = 1.11 * left_over * (1 + 2.62 * (16 / run) ** 1.69) * (1.18 if run % _SECTOR_BYTES else 1.0)
+    waste *= 0.99 if way.ahead >= 5 else 1.0
+    waste *= 1.11 if way.groups == 1 else 1.0  # all blocks sum and store at the same time
+    stream = waste * _time_in_pipeline(problem.bytes_moved, device, 0.75)
+    # What of the time until the blocks of a slab have told each other is longer than the turns that pass meanwhile.
+    untold = max(0.0, 6.6 - way.lag * stream / turns) / way.lag
+    return 14.6 + stream + turns * ((0.2 if problem.activation is None else 0.4) + untold)
 
 
 def _split_cost(problem: ChannelProblem, device: Device) -> float:
