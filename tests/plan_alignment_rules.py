@@ -150,6 +150,13 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         assert needed % 16 == 0 and constants["WEIGHTS_OF"] != "part" and problem.parameters
         assert constants["THREADS_PER_ROW"] > 32 and _channels_of_a_block(problem, item) <= constants["THREADS_PER_ROW"]
         needed += 2 * threads * len(problem.parameters) * compute_bytes(problem)
+    elif constants["WEIGHTS"] == "transposed":
+        # Those of a row, with up to 2 * (width - 1) columns more than its vectors have, each a number of width rows.
+        assert needed == 0 and constants["PEELED"] and item.kernel.endswith("forward") and item.cluster == 1
+        pitch, of_row = constants["TRANSPOSED_PITCH"], constants["THREADS_PER_ROW"] * constants["VECTORS"]
+        assert of_row + 2 <= pitch < of_row + 2 + 32 and (of_row + 2) * width >= problem.columns
+        needed += width * pitch * len(problem.parameters) * compute_bytes(problem)
+        _assert_banks_apart(problem, constants)
     elif constants["WEIGHTS"] == "staged":
         # Those of a row, or backward, and where rows begin in different ways, of each.
         forward = item.kernel.endswith("forward")
@@ -211,3 +218,13 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
             assert told == (segment, matrix.column_strides[0] if several else 0), "segments lie otherwise"
             assert not constants["PEELED"] or matrix.row_strides == problem.x.row_strides, "rows begin otherwise"
     assert item.shared_bytes == tensors * slots * 16 + numbers
+
+
+def _assert_banks_apart(problem: Problem, constants: Constants) -> None:
+    """The rows of a warp read transposed weights from different banks, but those that read the same numbers."""
+    width, threads, pitch = constants["VECTOR"], constants["THREADS_PER_ROW"], constants["TRANSPOSED_PITCH"]
+    words = len(problem.parameters)  # of a number; 32 of them are read at a time, by all lanes or by half of them
+    rows = 32 // words // threads
+    firsts = {-row * problem.x.row_strides[0] % width for row in range(rows)}
+    banks = [(first * pitch + thread) % (32 // words) for first in firsts for thread in range(threads)]
+    assert len(set(banks)) == len(banks)

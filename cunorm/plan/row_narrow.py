@@ -17,6 +17,7 @@ from cunorm.plan.row_peeled import peeled_directly
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
 from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
+from cunorm.plan.row_transposed import transposed_row
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
@@ -28,6 +29,10 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     itemsize = problem.itemsize
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
+    if isinstance(problem, ForwardProblem):
+        transposed = transposed_row(problem, device)
+        if transposed is not None:
+            return transposed
     if problem.columns * itemsize < SHORT_BYTES:
         return short_row(problem, device, width)
     # What does not lie alike is better read number by number: 4096 columns of float32 that begin 4 bytes late take 1.09
