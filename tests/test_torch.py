@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -183,15 +184,30 @@ UNPACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64)], ids=str)
 @pytest.mark.parametrize("unpack", list(UNPACKED))
-def test_statistics_are_kept_in_one_tensor(device: str, unpack: str) -> None:
-    x, weight, bias, dy = tensors((4, 64), (64,), torch.float32, device)
+@pytest.mark.parametrize("paired", [True, False])
+def test_statistics_are_kept_in_one_tensor_or_two(
+    device: str, shape: tuple[int, ...], unpack: str, paired: bool
+) -> None:
+    """In one where no hooks are to see them: these see what PyTorch's dispatcher would keep."""
+    x, weight, bias, dy = tensors(shape, (64,), torch.float32, device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     saved: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, UNPACKED[unpack]):
+    with contextlib.ExitStack() as hooks:
+        if not paired:
+            pack = lambda t: saved.append(t) or t  # noqa: E731
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, UNPACKED[unpack]))
         y = cunorm.layer_norm(*leaves)
+    if paired:
+        node: Any = y.grad_fn
+        saved = [t for t in node.saved_tensors if t is not None]
+        for i in range(len(saved)):
+            place = i if i < 2 else 3  # there is no bias
+            node._raw_saved_tensors[place].register_hooks(lambda t: t, UNPACKED[unpack])
     _, mean, rstd = cunorm.layer_norm(*(t.detach() for t in leaves), return_stats=True)
-    assert len(saved) == 3 and torch.equal(saved[2], torch.stack((mean, rstd)))
+    statistics = [torch.stack((mean, rstd))] if paired else [mean, rstd]
+    assert len(saved) == 2 + len(statistics) and all(map(torch.equal, saved[2:], statistics))
     expected = cunorm.layer_norm_backward(dy, x.detach(), weight.detach(), mean, rstd)
     for gradient, direct in zip(torch.autograd.grad(y, leaves, dy), expected):
         # An x that lies in another way has another plan, whose sums may be added in another order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import gc
@@ -20,6 +21,7 @@ import torch
 from host_cases import CallOnCpu, Driver, compiled_calls, step
 from test_torch import *  # noqa: F403  (all of its tests, once more with compiled calls)
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from torch_cases import CASES, DEVICES, EVERY, STATISTICS, Case, assert_same, data, gradients, objective
 
 import cunorm
@@ -151,6 +153,26 @@ def test_checkpointing(use_reentrant: bool) -> None:
             leaf.grad = None
         y.square().sum().backward()
         assert_same((x.grad, weight.grad), expected)
+
+
+@pytest.mark.parametrize("counted", ["forward", "recomputation"])
+def test_checkpointing_with_a_mode_in_one_of_forward_and_recomputation(
+    counted: str, no_python: Callable[[], None]
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, weight = data(2, 4, 6).requires_grad_(), data(6).requires_grad_()
+    expected = torch.autograd.grad(cunorm.layer_norm(x, weight).square().sum(), (x, weight))
+    modes = [FlopCounterMode(display=False), contextlib.nullcontext()]
+    contexts = modes if counted == "forward" else modes[::-1]
+    for _ in range(3):
+        y: Any = checkpoint(cunorm.layer_norm, x, weight, use_reentrant=False, context_fn=lambda: contexts)
+        assert_same(torch.autograd.grad(y.square().sum(), (x, weight)), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        for _ in range(2):
+            y = cunorm.layer_norm(x, weight)
+            assert_same(torch.autograd.grad(y.square().sum(), (x, weight)), expected)
+            no_python()
 
 
 def test_modes_are_kinds_of_their_own(no_python: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.utils._python_dispatch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_cases import (
     CASES,
     DEVICES,
@@ -29,6 +31,7 @@ from torch_cases import (
     Tensors,
     assert_same,
     data,
+    gradients,
     objective,
     tuple_of,
 )
@@ -127,6 +130,20 @@ def test_checkpoint(case: Case, reentrant: bool, device: str) -> None:
     checkpoint(block, *again, use_reentrant=reentrant).backward()
     for tensor, leaf in zip(again, leaves):
         assert tensor.grad is not None and leaf.grad is not None and torch.equal(tensor.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("counted", ["forward", "recomputation"])
+@EVERY
+def test_checkpoint_with_a_mode_in_one_of_forward_and_recomputation(case: Case, counted: str) -> None:
+    """The call by the dispatcher and the eager one save as many tensors, which are alike."""
+    modes = [FlopCounterMode(display=False), contextlib.nullcontext()]
+    contexts = modes if counted == "forward" else modes[::-1]
+    leaves = case.fresh(grad=True)
+    expected = gradients(lambda *tensors: case(*tensors, **case.constants), leaves)
+    for _ in range(2):  # a second call may be compiled
+        call: Any = functools.partial(case, **case.constants)
+        results = checkpoint(call, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+        assert_same(torch.autograd.grad(objective(results), leaves), expected)
 
 
 class Labelled(torch.Tensor):

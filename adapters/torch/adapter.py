@@ -47,6 +47,8 @@ _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _empty_strided_cpu: Any = getattr(_guards, "_empty_strided_cpu", None)
 _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+# The hooks that tensors saved from now on go to, None without; before PyTorch 2.8 nobody can ask.
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 
 
 def _empty(output: Output, device: torch.device) -> torch.Tensor:
@@ -267,8 +269,10 @@ class TorchAdapter(Adapter):
 
     def _teach_forward(self, op: Op, stats: bool, recorded: bool, tensors: Sequence[Any], kind: _Kind) -> None:
         find = functools.partial(execute.known_forward, self, op, stats or recorded, kind)
-        kept = host.Statistics.PAIRED if recorded else host.Statistics.NONE
-        host.teach_forward(op, host.Statistics.APART if stats else kept, tensors, find, _allocation)
+        kept = host.Statistics.NONE
+        if stats or recorded:
+            kept = host.Statistics.APART if _keeps_apart(stats) else host.Statistics.PAIRED
+        host.teach_forward(op, kept, tensors, find, _allocation)
 
     def _teach_backward(
         self,
@@ -297,8 +301,6 @@ class TorchAdapter(Adapter):
         bias_dtype: str | None,
         paired: bool = False,
     ) -> Gradients:
-        if paired and not mean.is_contiguous():  # a hook of saved tensors may have put it elsewhere
-            mean = mean.contiguous()
         if not (_is_compiling() or _number_of_modes() or _is_transformed() or forward_ad._current_level >= 0):
             tensors = (dy, dresidual_out, x, weight, bias, mean, rstd)
             native, known = host.native, False
@@ -325,7 +327,22 @@ class TorchAdapter(Adapter):
 def _backward_of_kind_unknown(*arguments: Any, **options: Any) -> Gradients:
     """`TorchAdapter.backward`, for the compiled code, which knows dtypes as PyTorch has them."""
     options["bias_dtype"] = _NAMES.get(options["bias_dtype"])  # None for None
-    return ADAPTER.backward(*arguments, **options)
+    *others, mean, rstd = arguments
+    return ADAPTER.backward(*others, _saved(mean), _saved(rstd), **options)
+
+
+def _saved(statistic: Any) -> Any:
+    """A statistic that was saved, contiguous: a hook may have put it elsewhere."""
+    return statistic if statistic is None or statistic.is_contiguous() else statistic.contiguous()
+
+
+def _keeps_apart(stats: bool) -> bool:
+    """Whether a node saves mean and rstd as two tensors: where they are results, and where hooks look at them.
+
+    That is what the dispatcher's node saves. ``torch.utils.checkpoint`` counts what is saved, and a mode may be active
+    in but one of forward and recomputation.
+    """
+    return stats or _top_hooks(True) is not None
 
 
 ADAPTER = TorchAdapter()
@@ -386,8 +403,9 @@ class Cunorm(torch.autograd.Function):
     def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, call: tuple[Any, ...]) -> Any:
         op, stats, running, described = call
         # What users get is no view of one tensor.
+        paired = not _keeps_apart(stats)
         y, residual_out, mean, rstd = execute.forward(
-            ADAPTER, op, x, residual, weight, bias, None, True, running, described, not stats
+            ADAPTER, op, x, residual, weight, bias, None, True, running, described, paired
         )
         if running and op.updates_running:
             _written(*running)
@@ -415,6 +433,7 @@ class Cunorm(torch.autograd.Function):
             op, bias_dtype = ctx.call
             x, weight, bias, mean, rstd = ctx.saved_tensors
             mask, paired = (needs_x or needs_residual, needs_weight, needs_bias), mean is not None and rstd is None
+            mean, rstd = _saved(mean), _saved(rstd)
             dx, dweight, dbias = ADAPTER.backward(
                 op, dy, dresidual_out, x, weight, bias, mean, rstd, mask, bias_dtype, paired
             )

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
@@ -361,7 +362,9 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (tensors[4].defined() || any_requires_grad(tensors, 5, 7)) Py_RETURN_FALSE;
   const bool stats = arguments[2] == Py_True;
   const bool recorded = at::GradMode::is_enabled() && any_requires_grad(tensors, 0, 4);
-  const Statistics statistics = stats ? APART : recorded ? PAIRED : NONE;
+  // As Python's _keeps_apart: what is saved where hooks look at it is what PyTorch's dispatcher would save.
+  const bool apart = stats || (recorded && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty());
+  const Statistics statistics = apart ? APART : recorded ? PAIRED : NONE;
   const auto [ready, otherwise] = find(kind_of(arguments[0], forward_options(statistics), tensors));
   if (!ready) return Py_NewRef(otherwise);
   if (!recorded) return as_tuple(run_forward(*ready, tensors));
