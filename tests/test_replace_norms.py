@@ -202,6 +202,7 @@ def test_a_shared_layer_goes_by_any_of_its_names(options: dict[str, Any]) -> Non
         ({"include": [int]}, TypeError, "include has <class 'int'>"),
         ({"kinds": ["softmaxes"]}, ValueError, "kinds is ['softmaxes']; it must be 'norms' or 'gelus', or a sequence"),
         ({"kinds": "norm"}, ValueError, "kinds is ['norm']"),
+        ({"kinds": [["norms"]]}, ValueError, "kinds is [['norms']]; it must be"),
         ({"kinds": None}, ValueError, "kinds is None; it must be"),
         ({"exclude": None}, TypeError, "exclude is None; it must be names of layers, or classes"),
         ({"exclude": nn.LayerNorm(8)}, TypeError, "exclude is LayerNorm((8,), eps=1e-05, elementwise_affine=True"),

@@ -187,7 +187,7 @@ def replace_norms(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {kind_of(model)}; it must be a torch.nn.Module")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, Iterable) else kinds
-    if not isinstance(kinds, list) or not set(kinds) <= set(_KINDS):
+    if not isinstance(kinds, list) or not all(kind in _KINDS for kind in kinds):
         raise ValueError(f"kinds is {kinds!r}; it must be {' or '.join(map(repr, _KINDS))}, or a sequence of them")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
