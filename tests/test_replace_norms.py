@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import doctest
 import io
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +147,19 @@ def test_copies_of_replaced_layers(make: Callable[[], nn.Module]) -> None:
         assert type(other) is type(module)
         assert torch.equal(other(x), module(x))
         assert torch.equal(other.weight, module.weight) and other.weight is not module.weight
+
+
+def test_copies_of_what_was_made_over_a_replaced_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.LayerNorm(16)
+    replace_norms(module)
+    kind = type("Doubled", (type(module),), {"forward": lambda self, x: 2 * kind.__base__.forward(self, x)})
+    monkeypatch.setattr(sys.modules[__name__], kind.__name__, kind, raising=False)
+    kind.__module__ = __name__
+    x = torch.randn(3, 16)
+    y = module(x)
+    module.__class__ = kind
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is kind and torch.equal(other(x), 2 * y)
 
 
 # ---- What is asked for.

@@ -380,6 +380,8 @@ class _Derived(nn.Module):
 
     # Pickle would not find the class by its name.
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not _classes.get(self._made_of):
+            return super().__reduce_ex__(protocol)  # somebody's subclass, which is to stay that
         reduced: Any = super().__reduce_ex__(2)
         make, arguments, *rest = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
