@@ -131,6 +131,36 @@ def test_a_layer_that_was_changed_computes_what_it_says() -> None:
         torch.testing.assert_close(layer(x), theirs(x))
 
 
+class OpenNorm(LlamaRMSNorm):
+    """Asks for what others may have set, registered or added."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.scaled(super().forward(x))
+        return sum((module(y) for module in self.children()), y) + sum(self.buffers())
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, "scale", 1.0) if not hasattr(self, "power") else x**self.power
+
+
+@pytest.mark.parametrize("name", ["scale", "power", "buffer", "module"])
+def test_what_comes_later_and_is_asked_for_counts(name: str) -> None:
+    layer = OpenNorm(16)
+    theirs = copy.deepcopy(layer)
+    assert replace_norms(layer).replaced
+    x = torch.randn(4, 16)
+    before = layer(x)
+    for module in (layer, theirs):
+        module.bookkeeping = 3.0
+        if name == "buffer":
+            module.register_buffer("shift", torch.ones(16))
+        elif name == "module":
+            module.add_module("behind", nn.ReLU())
+        else:
+            setattr(module, name, 3.0)
+    torch.testing.assert_close(layer(x), theirs(x))
+    assert not torch.allclose(layer(x), before)
+
+
 @pytest.mark.parametrize("place", ["last", "first"])
 def test_what_a_layer_broadcasts_it_broadcasts(place: str) -> None:
     layer = RmsNorm(8) if place == "last" else VitDetLayerNorm(8)

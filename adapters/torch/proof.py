@@ -77,7 +77,9 @@ class Formula:
         return found
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """The result of the layer; None for orders and dtypes that were not tried, or other parameters."""
+        """The result of the layer; None for orders and dtypes that were not tried, or other things in the layer."""
+        if module._buffers or module._modules:
+            return None
         for name, value in module._parameters.items():
             if (value is None) is (name in (self.weight, self.bias)):
                 return None

@@ -9,6 +9,9 @@ from __future__ import annotations
 import collections
 import copyreg
 import fnmatch
+import functools
+import inspect
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -448,13 +451,36 @@ class _Proved(nn.Module):
         return super().forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OF_EVERY_MODULE and hasattr(self, name):
+        # Frameworks set attributes of their own, which the layer's forward does not ask for.
+        if name not in _OF_EVERY_MODULE and (hasattr(self, name) or name in _names_in_forward(type(self))):
             _forget_formula(self, name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         _forget_formula(self, name)
         super().__delattr__(name)
+
+
+@functools.cache
+def _names_in_forward(kind: type[_Derived]) -> frozenset[str]:
+    """The names and texts in the forward of the layer that a class was made for, and in the methods that it names.
+
+    Each attribute that it may ask for is among them, unless its name is put together or comes from elsewhere.
+    """
+    original = kind._made_of[1]
+    classes = [each for each in original.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+    names = ["forward"]
+    seen: set[str] = set()
+    for name in names:  # which grows meanwhile
+        if name in seen:
+            continue
+        seen.add(name)
+        codes = [getattr(inspect.unwrap(vars(each)[name]), "__code__", None) for each in classes if name in vars(each)]
+        for code in codes:  # and so does this
+            if code is not None:
+                names += [*code.co_names, *(item for item in code.co_consts if isinstance(item, str))]
+                codes += [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(seen)
 
 
 def _forget_formula(module: nn.Module, name: str) -> None:
