@@ -317,6 +317,31 @@ def test_parameters_need_not_be_contiguous(place: str) -> None:
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.parametrize("strided", [("running_mean",), ("running_var",), ("running_mean", "running_var")], ids=str)
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("layer", ["BatchNorm2d", "InstanceNorm2d"])
+def test_running_statistics_need_not_be_contiguous(
+    layer: str, momentum: float | None, strided: tuple[str, ...]
+) -> None:
+    ours, theirs = (getattr(kind, layer)(6, momentum=momentum, track_running_stats=True) for kind in (layers, nn))
+    x = torch.randn(3, 6, 4, 5)
+    held = {}
+    for module in (ours, theirs):
+        for name in strided:
+            setattr(module, name, torch.ones(6, 2)[:, 0])
+            held[name] = module.get_buffer(name)
+        for training in (True, False):
+            y = module.train(training)(x)
+        module.expected = y
+        assert all(module.get_buffer(name) is tensor for name, tensor in held.items())
+    torch.testing.assert_close(ours.expected, theirs.expected)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    if "running_mean" in strided:
+        for module in (ours, theirs):
+            module.running_mean = torch.zeros(1).expand(6)
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("layer", ["BatchNorm2d", "InstanceNorm2d"])
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4)], ids=str)
 def test_nothing_leaves_running_statistics_alone(layer: str, shape: tuple[int, ...]) -> None:

@@ -71,7 +71,10 @@ def tensor_of(module: nn.Module, name: str) -> Any:
 
 def parameter_of(module: nn.Module, name: str) -> Any:
     """A weight or bias of a layer, contiguous as the functions take it. torch.nn's layers take any."""
-    tensor = tensor_of(module, name)
+    return _contiguous(tensor_of(module, name))
+
+
+def _contiguous(tensor: Any) -> Any:
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -204,8 +207,8 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
                 input,
                 weight,
                 bias,
-                running_mean=mean,
-                running_var=var,
+                running_mean=_contiguous(mean),
+                running_var=_contiguous(var),
                 training=False,
                 eps=eps,
                 activation=self.activation,
@@ -283,17 +286,22 @@ class _BatchNormForward(_Activated, _BatchNorm):
                     mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
                     var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
                 return y
+        given_mean, given_var = _contiguous(mean), _contiguous(var)
         y = cunorm.batch_norm(
             input,
             weight,
             bias,
-            running_mean=mean,
-            running_var=var,
+            running_mean=given_mean,
+            running_var=given_var,
             training=of_batch,
             momentum=0.0 if self.momentum is None else self.momentum,
             eps=eps,
             activation=activation,
         )
+        if of_batch and not (given_mean is mean and given_var is var):  # what was updated are copies
+            with torch.no_grad():
+                mean.copy_(given_mean)
+                var.copy_(given_var)
         return y
 
 
