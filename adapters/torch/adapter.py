@@ -327,8 +327,8 @@ class TorchAdapter(Adapter):
 def _backward_of_kind_unknown(*arguments: Any, **options: Any) -> Gradients:
     """`TorchAdapter.backward`, for the compiled code, which knows dtypes as PyTorch has them."""
     options["bias_dtype"] = _NAMES.get(options["bias_dtype"])  # None for None
-    *others, mean, rstd = arguments
-    return ADAPTER.backward(*others, _saved(mean), _saved(rstd), **options)
+    mean, rstd = arguments[-2:]
+    return ADAPTER.backward(*arguments[:-2], *map(_saved, (mean, rstd)), **options)
 
 
 def _saved(statistic: Any) -> Any:
