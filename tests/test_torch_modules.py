@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,6 +225,21 @@ def test_compiled_layers(layer: Made, device: str) -> None:
             module.train(training)(leaf).square().sum().backward()
         torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
         torch.testing.assert_close(compiled.state_dict(), {f"_orig_mod.{n}": t for n, t in ours.state_dict().items()})
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32])
+def test_compiled_layers_take_the_numbers_of_numpy(number: Any) -> None:
+    torch.compiler.reset()
+    made = [layers.LayerNorm(8, eps=number(1e-5)), layers.BatchNorm1d(8, eps=number(1e-5), momentum=number(0.3))]
+    replaced = [nn.LayerNorm(8, eps=number(1e-5)), nn.BatchNorm1d(8, eps=number(1e-5), momentum=number(0.3))]
+    layers.replace_norms(nn.Sequential(*replaced), compiled=True)
+    x = torch.randn(4, 8)
+    for layer in (*made, *replaced):
+        plain = nn.LayerNorm(8) if isinstance(layer, nn.LayerNorm) else nn.BatchNorm1d(8, momentum=0.3)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), plain(x))
+        torch.testing.assert_close(dict(layer.named_buffers()), dict(plain.named_buffers()))
+    assert layers.BatchNorm1d(8, momentum=None).momentum is None
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of the sizes that become constants

@@ -11,6 +11,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -54,10 +55,19 @@ class _Activated(nn.Module):
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation = check_activation(activation)
+        make_numbers_plain(self)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text if self.activation is None else f"{text}, activation={self.activation!r}"
+
+
+def make_numbers_plain(module: nn.Module) -> None:
+    """Make a layer's eps and momentum Python's numbers where they are NumPy's, which torch.compile takes for arrays."""
+    for name in ("eps", "momentum"):
+        value = getattr(module, name, None)
+        if isinstance(value, np.generic):
+            setattr(module, name, value.item())
 
 
 def tensor_of(module: nn.Module, name: str) -> Any:
@@ -265,7 +275,8 @@ class _BatchNormForward(_Activated, _BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         training, tracks, eps, activation = self.training, self.track_running_stats, self.eps, self.activation
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        mean = var = None
+        mean: Any = None
+        var: Any = None
         if tracks or not training:
             mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor

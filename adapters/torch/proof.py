@@ -192,7 +192,7 @@ def _formulas(module: nn.Module, weight: str | None, bias: str | None) -> Iterat
         for approximate in ("none", "tanh"):
             yield Formula("gelu", {"approximate": approximate})
         return
-    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.1]
+    numbers = [float(value) for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.1]
     rank = getattr(module, weight).dim() if weight else getattr(module, bias).dim() if bias else 1
     axis = -1 if rank == 1 else tuple(range(-rank, 0))
     groups = getattr(module, "num_groups", None)

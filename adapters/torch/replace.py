@@ -224,6 +224,8 @@ def replace_norms(
             continue
         if substitute.formula is not None:
             vars(module)[_FORMULA] = substitute.formula
+        else:
+            modules.make_numbers_plain(module)
         replaced.append(Entry(name, module, original, substitute.text, substitute.kind))
     return Report(tuple(replaced), tuple(left))
 
@@ -442,6 +444,8 @@ _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward", "__class__"))
 class _Proved(nn.Module):
     """The forward of a layer whose formula was found, as long as nothing that made the formula has changed."""
 
+    _made_of: _MadeOf
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given, formula = (*args, *kwargs.values()), vars(self).get(_FORMULA)
         if len(given) == 1 and formula is not None:
@@ -452,7 +456,7 @@ class _Proved(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Frameworks set attributes of their own, which the layer's forward does not ask for.
-        if name not in _OF_EVERY_MODULE and (hasattr(self, name) or name in _names_in_forward(type(self))):
+        if name not in _OF_EVERY_MODULE and (hasattr(self, name) or name in _names_in_forward(self._made_of)):
             _forget_formula(self, name)
         super().__setattr__(name, value)
 
@@ -462,12 +466,12 @@ class _Proved(nn.Module):
 
 
 @functools.cache
-def _names_in_forward(kind: type[_Derived]) -> frozenset[str]:
-    """The names and texts in the forward of the layer that a class was made for, and in the methods that it names.
+def _names_in_forward(made_of: _MadeOf) -> frozenset[str]:
+    """The names and texts in the forward of the layer that a class was made of, and in the methods that it names.
 
     Each attribute that it may ask for is among them, unless its name is put together or comes from elsewhere.
     """
-    original = kind._made_of[1]
+    _, original, _ = made_of
     classes = [each for each in original.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     names = ["forward"]
     seen: set[str] = set()
