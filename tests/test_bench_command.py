@@ -56,6 +56,13 @@ def test_without_a_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None
         (("small", "--warm", "--json", "x.json"), "--warm times nothing, so it goes without --json"),
         (("small", "--warm", "--plots", "x"), "--warm times nothing, so it goes without"),
         (("--from", "/no/such/x.json"), "/no/such/x.json"),
+        (("--json", "x.json"), "name a suite for --json"),
+        (("--plots", "x"), "name a suite for --plots"),
+        (("--only", "layer_norm"), "name a suite for --only"),
+        (("--part", "2/3"), "name a suite for --part"),
+        (("--warm",), "name a suite for --warm"),
+        (("--providers", "torch"), "name a suite for --providers"),
+        (("--max-seconds", "9"), "name a suite for --max-seconds"),
     ],
 )
 def test_arguments_that_cannot_be_used(

@@ -35,7 +35,12 @@ def run(
     """Run suites, or show the results in ``sources``."""
     from cunorm.bench.suites import MODEL_SUITES, SUITES, suite
 
+    measuring = {"--providers": providers, "--part": part != _WHOLE, "--warm": warm}
+    measuring["--max-seconds"] = max_seconds < float("inf")
     if not suites and not sources:
+        for name, given in (measuring | {"--only": only, "--json": json, "--plots": plots}).items():
+            if given:
+                raise UsageError(f"name a suite for {name}; without any option they are listed")
         makers = SUITES | MODEL_SUITES
         output.table(("suite", "measures"), [(name, _described(make)) for name, make in makers.items()])
         return
@@ -45,9 +50,7 @@ def run(
     if not max_seconds > 0:
         raise UsageError(f"--max-seconds {max_seconds} must be positive")
     if sources:
-        measuring = {"a suite": suites, "--providers": providers, "--part": part != _WHOLE, "--warm": warm}
-        measuring["--max-seconds"] = max_seconds < float("inf")
-        for name, given in measuring.items():
+        for name, given in ({"a suite": suites} | measuring).items():
             if given:
                 raise UsageError(f"--from shows saved results, so it goes without {name}")
     if warm and (json or plots):
