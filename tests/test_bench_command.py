@@ -116,6 +116,20 @@ def test_saved_results_are_shown_without_pytorch(tmp_path: Path) -> None:
     assert re.search(r"\d \?s\b", done.stdout)
 
 
+def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cunorm.cli.bench._machine", lambda: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    code, out, err = bench(capsys, "small", "--plots", str(tmp_path / "file"))
+    assert (code, out) == (2, "") and "file: [Errno 17] File exists" in err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "cunorm.bench.plots", raising=False)
+    code, out, err = bench(capsys, "small", "--plots", str(tmp_path / "folder"))
+    assert (code, out) == (2, "") and "--plots needs matplotlib, the extra bench: " in err
+    assert not (tmp_path / "folder").exists()
+
+
 def test_rows_that_are_not_asked_for_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "results.json"
     synthetic().save(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ def run(
     if warm and (json or plots):
         raise UsageError("--warm times nothing, so it goes without --json and --plots")
     check_target("--json", json)
+    if plots is not None:
+        _check_plots(plots)
     if sources:
         results = _load(sources)
         results.measurements = [entry for entry in results.measurements if entry.row.matches(only)]
@@ -95,13 +98,22 @@ def _load(sources: Sequence[Path]) -> Results:
         raise UsageError(f"--from: {error}") from error
 
 
-def _draw(results: Results, folder: Path) -> None:
+def _check_plots(folder: Path) -> None:
+    """Make the folder; UsageError where that or drawing is impossible, which must not show after minutes of a GPU."""
     try:
-        from cunorm.bench.plots import draw
+        importlib.import_module("cunorm.bench.plots")
     except ImportError as error:
         raise UsageError(f"--plots needs matplotlib, the extra bench: {error}") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--plots {folder}: {error}") from error
+
+
+def _draw(results: Results, folder: Path) -> None:
+    from cunorm.bench.plots import draw
+
+    try:
         for path in draw(results, folder):
             output.line(f"written: {path}")
     except OSError as error:
