@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import json
 import math
+import types
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,16 +203,48 @@ def load(path: str | Path) -> Results:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         measurements = []
-        for line in data.pop("rows"):
+        rows = data.pop("rows")
+        if not isinstance(rows, list):
+            raise TypeError("rows is no list")
+        for line in rows:
             providers, copy_seconds = line.pop("providers"), line.pop("copy_seconds")
             row = Row(**line | {"shape": tuple(line["shape"])})
+            if not row.shape:
+                raise TypeError("shape is empty")
             for name, found in providers.items():
                 measurements.append(dataclasses.replace(Measurement.of(row, name, copy_seconds), **found))
-        return Results(**data, measurements=measurements)
+                _check_types(measurements[-1])
+        results = Results(**data, measurements=measurements)
+        _check_types(results)
+        return results
     except KeyError as error:
         raise ValueError(f"{path} has no results of a benchmark: there is no {error}") from error
     except (AttributeError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} has no results of a benchmark: {error}") from error
+
+
+def _check_types(entry: Measurement | Results) -> None:
+    """TypeError for a field of another type than its annotation says."""
+    for name, kind in _field_types(type(entry)).items():
+        value = getattr(entry, name)
+        if not _is_of(value, kind):
+            raise TypeError(f"{name} is {value!r}")
+
+
+@functools.cache
+def _field_types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(_is_of(value, one) for one in arguments)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_of(item, arguments[1]) for item in value.values())
+    if origin is not None:  # a list or a tuple of one type
+        return isinstance(value, origin) and all(_is_of(item, arguments[0]) for item in value)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def merge(runs: Sequence[Results]) -> Results:

@@ -35,6 +35,34 @@ def test_a_file_that_has_no_results_is_refused(text: str, tmp_path: Path) -> Non
         load(path)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("machine", None),
+        ("machine", {"device": ["A GPU"]}),
+        ("versions", [1]),
+        ("absent", "liger"),
+        ("missing", [[]]),
+        ("seconds", "9"),
+        ("rows", {}),
+        ("shape", "x"),
+        ("shape", ["x", 8]),
+        ("shape", []),
+        ("copy_seconds", "x"),
+        ("providers", {"cunorm": {"seconds": "x"}}),
+        ("providers", {"cunorm": []}),
+    ],
+)
+def test_results_of_other_types_are_refused(name: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    synthetic().save(path)
+    contents = json.loads(path.read_text())
+    (contents if name in contents else contents["rows"][0])[name] = value
+    path.write_text(json.dumps(contents))
+    with pytest.raises(ValueError, match=r"results\.json has no results of a benchmark: "):
+        load(path)
+
+
 @pytest.mark.parametrize("name", ["nv-norms", "rows", "host"])
 def test_results_of_before_there_were_layouts_are_read(name: str) -> None:
     measurements = load(ROOT / "bench" / "results" / "h200" / f"{name}.json").measurements
