@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import html
 import json
 import math
@@ -223,17 +222,15 @@ def load(path: str | Path) -> Results:
         raise ValueError(f"{path} has no results of a benchmark: {error}") from error
 
 
+_MEASUREMENT_TYPES, _RESULTS_TYPES = typing.get_type_hints(Measurement), typing.get_type_hints(Results)
+
+
 def _check_types(entry: Measurement | Results) -> None:
     """TypeError for a field of another type than its annotation says."""
-    for name, kind in _field_types(type(entry)).items():
+    for name, kind in _MEASUREMENT_TYPES.items() if isinstance(entry, Measurement) else _RESULTS_TYPES.items():
         value = getattr(entry, name)
         if not _is_of(value, kind):
             raise TypeError(f"{name} is {value!r}")
-
-
-@functools.cache
-def _field_types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
