@@ -117,6 +117,15 @@ def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().err == "python -m cunorm info: interrupted\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_no_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "cunorm", "info"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "python -m cunorm info: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 def test_tune(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

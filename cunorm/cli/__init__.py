@@ -42,6 +42,9 @@ def run(arguments: Sequence[str], *, started: float | None = None) -> int:
         return 130  # as shells have it
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
+    except OSError as error:  # the disk of the output is full, say; of other files the commands say so themselves
+        print(f"python -m cunorm {command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
