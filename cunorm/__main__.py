@@ -9,7 +9,7 @@ _STARTED = time.monotonic()
 
 
 def main() -> int:
-    """Run the command line; the exit code is 0, or 2 for arguments that cannot be used."""
+    """Run the command line; the exit code is 0, 2 for arguments that cannot be used, 1 for output that cannot be."""
     from cunorm.cli import run
 
     return run(sys.argv[1:], started=_STARTED)
