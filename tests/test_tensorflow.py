@@ -233,6 +233,49 @@ def test_variables_and_sparse_gradients(function: bool) -> None:
     assert not dx.numpy()[[0, 2]].any() and dx.numpy()[[1, 3]].any()
 
 
+@pytest.mark.parametrize("function", MODES)
+@pytest.mark.parametrize("name", ["cond", "cond in a loop", "loop", "map", "nested"])
+def test_gradients_through_control_flow(name: str, function: bool) -> None:
+    """TensorFlow differentiates copies of the graphs of branches and bodies, when their tensors are gone."""
+    x, weight = tensor(data(1, (4, 8))), tf.Variable(data(2, (8,)))
+    dy = tensor(data(3, (4, 8)))
+
+    def norm(rows: Any) -> Any:
+        return cunorm.layer_norm(rows, weight)
+
+    def loop(body: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 2, lambda i, rows: (i + 1, body(i, rows)), (0, x))[1]
+
+    @tf.function
+    def flow(condition: Any) -> Any:
+        if name == "cond":
+            return tf.cond(condition, lambda: norm(x), lambda: x)
+        if name == "cond in a loop":
+            return loop(lambda i, rows: tf.cond(i < 1, lambda: norm(rows) + x, lambda: rows))
+        if name == "loop":
+            return loop(lambda _, rows: norm(rows) + x)
+        if name == "map":
+            return tf.map_fn(norm, x)
+        return tf.cond(condition, lambda: norm(norm(x) * x), lambda: x)
+
+    def expected() -> Any:
+        if name == "cond in a loop":
+            return norm(x) + x
+        if name == "loop":
+            return norm(norm(x) + x) + x
+        return norm(norm(x) * x) if name == "nested" else norm(x)
+
+    def gradients(forward: Any, *arguments: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(forward(*arguments) ** 2 * dy)
+        return tape.gradient(loss, [x, weight])
+
+    found = (tf.function(gradients) if function else gradients)(flow, tf.constant(True))
+    for gradient, wanted in zip(found, gradients(expected)):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", MODES)
 def test_backward_without_tape(device: str, function: bool) -> None:

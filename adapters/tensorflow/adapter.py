@@ -25,7 +25,7 @@ import tensorflow as tf
 from cunorm import cuda
 from cunorm.adapters.capsules import tensor_address
 from cunorm.adapters.tensorflow import host
-from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, scatter
+from cunorm.adapters.tensorflow.work import Backward, Forward, Work, from_text, gather, scatter, to_text
 from cunorm.checks import no_tensor
 from cunorm.execute import Adapter
 from cunorm.prepared import Gradients, Op, Output, Results, placed
@@ -206,13 +206,40 @@ def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
         return gather(results), gradient
 
     results = call(*gather(inputs))
+    if not tf.executing_eagerly():
+        # tf.cond differentiates a copy of this graph, whose gradients must hold no tensor of this one. The op has the
+        # results and the inputs, as tf.custom_gradient made it.
+        name = _registered(to_text(work, inputs, computed))
+        results[0].op._set_attr("_gradient_op_type", tf.compat.v1.AttrValue(s=name.encode()))
     return scatter(results, computed)
+
+
+@functools.cache
+def _registered(text: str) -> str:
+    """The name of the gradient for ``work.to_text``."""
+    name = f"{host.OP} {text}"
+
+    def gradients(op: Any, *cotangents: Any) -> list[Any]:
+        inputs = op.inputs[sum(from_text(text)[2]) :]
+        results, cotangents = (values[: -len(inputs)] for values in (op.outputs, cotangents))
+        return [*(None for _ in results), *_gradients_by_text(text, inputs, results, cotangents)]
+
+    with contextlib.suppress(KeyError):  # another thread has registered it
+        tf.RegisterGradient(name)(gradients)
+    return name
 
 
 @tf.RegisterGradient(host.OP)  # type: ignore[untyped-decorator]
 def _gradients_of_op(op: Any, *cotangents: Any) -> list[Any]:
-    work, is_given, is_computed = from_text(op.get_attr("what").decode())
-    inputs, results = placed(op.inputs, is_given), placed(op.outputs, is_computed)
+    return _gradients_by_text(op.get_attr("what").decode(), op.inputs, op.outputs, cotangents)
+
+
+def _gradients_by_text(
+    text: str, given: Sequence[Any], computed: Sequence[Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """As `_gradients`, of those tensors that there are."""
+    work, is_given, is_computed = from_text(text)
+    inputs, results = placed(given, is_given), placed(computed, is_computed)
     gradients = _gradients(work, inputs, results, placed(cotangents, is_computed))
     return [value for value, tensor in zip(gradients, inputs) if tensor is not None]
 
