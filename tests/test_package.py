@@ -94,8 +94,8 @@ def test_wheel_holds_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_is_small(wheel: Path) -> None:
-    """Of 0.6 MB, as README says."""
-    assert wheel.stat().st_size < 650_000
+    """Of 0.7 MB, as README says."""
+    assert wheel.stat().st_size < 750_000
 
 
 def test_wheel_is_for_every_python(wheel: Path) -> None:
