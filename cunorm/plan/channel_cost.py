@@ -322,7 +322,7 @@ def _pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
     turns, run = way.turns(problem), way.tiles.channels * problem.itemsize
-    waste = 1.11 * left_over * (1 + 2.62 * (16 / run) ** 1.69) * (1.18 if run % _SECTOR_BYTES else 1.0)
+    waste = 1.11 * left_over * (1 + 2.62 * math.pow(16 / run, 1.69)) * (1.18 if run % _SECTOR_BYTES else 1.0)
     waste *= 0.99 if way.ahead >= 5 else 1.0
     waste *= 1.11 if way.groups == 1 else 1.0  # all blocks sum and store at the same time
     stream = waste * _time_in_pipeline(problem.bytes_moved, device, 0.75)
