@@ -130,7 +130,7 @@ def test_slabs_along_the_points_of_sets_of_many_numbers_of_channels(channels_per
     [
         # Channels of a tile, groups of blocks, slabs in shared memory; forward and backward.
         ((8, 512, 64**2), "float16", 16, None, (None, None)),
-        ((8, 512, 64**2), "float16", 16, "silu", (None, None)),
+        ((8, 512, 64**2), "float16", 16, "silu", (None, (64, 8, 3))),
         ((8, 320, 64**2), "float16", 10, None, ((320, 2, 4), None)),
         ((8, 320, 64**2), "float16", 10, "silu", ((320, 2, 4), (160, 2, 4))),
         ((8, 320, 64**2), "float32", 10, None, ((320, 1, 5), None)),

@@ -326,9 +326,10 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     waste *= 0.99 if way.ahead >= 5 else 1.0
     waste *= 1.11 if way.groups == 1 else 1.0  # all blocks sum and store at the same time
     stream = waste * _time_in_pipeline(problem.bytes_moved, device, 0.75)
-    # What of the time until the blocks of a slab have told each other is longer than the turns that pass meanwhile.
-    untold = max(0.0, 6.6 - way.lag * stream / turns) / way.lag
-    return 14.6 + stream + turns * ((0.2 if problem.activation is None else 0.4) + untold)
+    # A slab waits for what its blocks tell each other, while others move: what takes longer hides the rest.
+    telling = turns * 6.6 / way.lag
+    longer, hidden = max(stream, telling), min(stream, telling)
+    return 14.6 + longer + 0.02 * hidden + turns * (0.2 if problem.activation is None else 0.4)
 
 
 def _split_cost(problem: ChannelProblem, device: Device) -> float:
