@@ -91,13 +91,22 @@ def test_any_rows_that_begin_anywhere(dtype: str, affine: str) -> None:
         (plain_forward(100_000, 100, "bfloat16"), H200),  # whole vectors of 8 bytes
         (plain_forward(100_000, 33, "bfloat16"), H200),
         (plain_forward(100_000, 4097, "bfloat16"), H200),
-        (plain_forward(32_768, 257, "bfloat16"), H200),  # neither few nor many
+        (plain_forward(32_768, 1023, "bfloat16"), H200),  # neither few nor many
         (plain_forward(100_000, 257, "bfloat16"), replace(H200, memory_rate=20e3)),
     ],
     ids=str,
 )
 def test_others_are_laid_otherwise(problem: ForwardProblem, device: Device) -> None:
     assert way_of(plan(problem, device)) is None
+
+
+@pytest.mark.parametrize("columns", [257, 513, 769])
+def test_rows_between_few_and_many_take_turns(columns: int) -> None:
+    """As the case of 200 rows does on the emulator."""
+    for rows, turns in ((1024, 0), (32_768, 1), (1_000_000, 0)):
+        chosen = plan(plain_forward(rows, columns, "bfloat16"), H200)
+        assert way_of(chosen) is not None
+        assert dict(chosen.launches[-1].constants)["TAKES_TURNS"] == turns
 
 
 def test_every_row_has_as_many_threads_as_it_needs() -> None:
