@@ -66,8 +66,8 @@ PROBLEMS = [
     ((20000, 256), (-1,), "bfloat16"),  # rows of a block share weights that are staged
     ((301, 1025), (-1,), "bfloat16"),  # as they lie in memory
     ((9001, 257), (-1,), "bfloat16"),  # transposed, as others below are
-    ((30_000, 513), (-1,), "float16"),  # in turns
-    ((1001, 90), (-1,), "bfloat16"),
+    ((20_000, 257), (-1,), "float16"),  # in turns
+    ((300, 129), (-1,), "bfloat16"),
     ((900, 4097), (-1,), "bfloat16"),
     ((200, 65), (-1,), "float32"),  # several edges a thread
     ((300, 1023), (-1,), "float32"),

@@ -50,7 +50,9 @@ def transposed_row(problem: ForwardProblem, device: Device) -> RowBlock | None:
     and 1.20; with float32 weights 16,384 of 769 1.14, 1.35 and 1.25.
     """
     vectors_per_row, activation = problem.columns // _WIDTH, problem.norm.activation
-    if not device.has_fast_memory or problem.itemsize != 2 or problem.channels is not None or not problem.parameters:
+    if not device.has_fast_memory or device.capability < 90:
+        return None
+    if problem.itemsize != 2 or problem.channels is not None or not problem.parameters:
         return None
     if not lie_alike(problem) or any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
         return None
@@ -58,6 +60,8 @@ def transposed_row(problem: ForwardProblem, device: Device) -> RowBlock | None:
     if problem.columns < _LEAST_COLUMNS or (short and (problem.columns % 4 == 0 or problem.residual is not None)):
         return None
     of_all_threads = vectors_for_all_threads(problem, device, vectors_per_row)
+    if short and _are_few(vectors_per_row, of_all_threads):
+        return None  # which were not timed
     takes_turns = _is_better_in_turns(problem, vectors_per_row, of_all_threads)
     if not takes_turns and not _is_better(problem, vectors_per_row, of_all_threads):
         return None
