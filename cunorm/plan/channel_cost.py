@@ -20,10 +20,10 @@ own, fitted to 3850 times of 736 norms and to what comes first of them: off by 1
 406 norms the ways that come out first of those timed take 1.1 % more (bench/results/h200/channel-ways.json, which has
 of each the best of these and those that came first).
 
-Pipelines backward were fitted anew to 1136 times on an H200 of 65 norms, and to what comes first there: eleven go other
-ways since then, and take 0.94 of the time on average, from 0.86 to 1.02. Of all pipelines that were timed, 116 norms
-with those forward, what comes first takes 1.8 % more than the best (bench/results/h200/pipeline-ways.json, without
-those that take 1.3 times the best and more).
+Pipelines backward were fitted anew to 1136 times on an H200 of 65 norms, and to what comes first there: of those norms
+ten go other ways since then, and take 0.94 of the time on average, from 0.86 to 1.00. Of all pipelines that were timed,
+116 norms with those forward, what comes first takes 1.7 % more than the best (bench/results/h200/pipeline-ways.json,
+without those that take 1.3 times the best and more).
 """
 
 from __future__ import annotations
