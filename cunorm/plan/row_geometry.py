@@ -17,8 +17,10 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
 from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
+from cunorm.plan.row_plain import plain_row_backward
 from cunorm.plan.row_run import row_a_thread
 from cunorm.plan.row_shared import shared_row
+from cunorm.plan.row_shifted import shifted_row_backward
 from cunorm.plan.row_spread import (
     MOST_THREADS,
     more_threads,
@@ -28,6 +30,7 @@ from cunorm.plan.row_spread import (
     three_ahead,
     vectors_for_all_threads,
 )
+from cunorm.plan.row_turns import row_in_turns
 from cunorm.plan.row_weights import are_wide, backward_weights, with_weights
 from cunorm.plan.row_wide import wide_row
 from cunorm.problem import GELUS, BackwardProblem, ForwardProblem, Problem
@@ -69,6 +72,9 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
         return of_wide
     if width < piece:
         return narrow(problem, device, width)
+    in_turns = row_in_turns(problem, device, width)
+    if in_turns is not None:
+        return in_turns
     vectors_per_row = problem.columns // width
     if problem.rows <= 2 * device.multiprocessors:
         geometry = _few_rows(problem, device, width)
@@ -277,9 +283,10 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
-    geometry = activated_row_backward(problem, device, width)
-    if geometry is not None:
-        return geometry
+    for better in (activated_row_backward, shifted_row_backward, plain_row_backward):
+        geometry = better(problem, device, width)
+        if geometry is not None:
+            return geometry
     vectors_per_row = problem.columns // width
     if problem.rows == 1 and vectors_per_row <= (128 if itemsize == 2 else 256):
         return with_room(RowBlock(width, 1, max(32, threads_for(vectors_per_row, 1))), problem, device)
@@ -318,7 +325,7 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
     wanted, block_threads, share, stage, ahead = 4.0, 128, 3, "ahead", 1
     if sixteen_bit and vectors_per_row > 32:
         wanted, ahead = 2.0, 2
-    elif sixteen_bit and (problem.norm.centered or problem.norm.activation is not None):
+    elif sixteen_bit and (problem.norm.centered or problem.norm.activation is not None or vectors_per_row == 32):
         wanted, block_threads, share, ahead = 1.0, 256, 2, 2
     elif vectors_per_row < 32 and not sixteen_bit:
         wanted, block_threads, share, stage = 3.0, 256, 2, "direct"

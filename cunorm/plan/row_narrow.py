@@ -12,8 +12,10 @@ from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_peeled_backward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
+from cunorm.plan.row_half import row_of_half_vectors
 from cunorm.plan.row_memory import has_several_channels, lie_alike
 from cunorm.plan.row_peeled import peeled_directly
+from cunorm.plan.row_plain import plain_half_backward, plain_peeled_backward
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
 from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
@@ -30,9 +32,11 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
     if isinstance(problem, ForwardProblem):
-        transposed = transposed_row(problem, device)
-        if transposed is not None:
-            return transposed
+        better = row_of_half_vectors(problem, device, width) or transposed_row(problem, device)
+    else:
+        better = plain_half_backward(problem, device, width)
+    if better is not None:
+        return better
     if problem.columns * itemsize < SHORT_BYTES:
         return short_row(problem, device, width)
     # What does not lie alike is better read number by number: 4096 columns of float32 that begin 4 bytes late take 1.09
@@ -61,7 +65,7 @@ def _peeled_alike(problem: Problem, device: Device, width: int) -> RowBlock | No
     if isinstance(problem, ForwardProblem):
         geometry = peeled_directly(problem, device, width)
     else:
-        geometry = activated_peeled_backward(problem, device, width)
+        geometry = activated_peeled_backward(problem, device, width) or plain_peeled_backward(problem, device, width)
     if geometry is not None:
         return geometry
     vectors_per_row = problem.columns // width

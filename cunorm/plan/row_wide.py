@@ -24,6 +24,10 @@ __all__ = ["wide_row"]
 _LEAST, _MOST = 256, 32_768
 # Columns, at least, of RMS norm, and of layer norm with a residual: shorter ones have enough else to wait for.
 _LEAST_OF_OTHERS = 5120
+# Columns from which on RMS norm is better off so with any number of rows, by more threads of up to so many vectors.
+_LONG_OF_RMS, _MOST_OF_RMS, _THREADS_OF_RMS = 16_384, 7, 512
+# Columns from which on many rows of layer norm had better have half the vectors of twice the threads.
+_LONG_OF_MANY = 8192
 # By the vectors of a thread, how many threads of a multiprocessor have room for them and their weights in registers.
 _THREADS = {3: 512, 4: 512, 5: 384, 6: 384, 7: 256, 8: 256}
 # Vectors of a row up to which a thread has no more than four, and from which on two blocks share it.
@@ -52,32 +56,37 @@ def wide_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
 def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """Rows of whole vectors: 132 problems of 256 to 32,768 columns and 4 to 134 MB take 0.88 of their time.
 
-    8, 24 and 134 MB of 4096 columns take 1.03, 1.02 and 1.05, else 1.21, 1.25 and 1.06; of 8192 1.05, 1.04 and 1.06,
+    8, 24 and 134 MB of 4096 columns take 1.03, 1.02 and 1.05, else 1.21, 1.25 and 1.06; of 8192 1.05, 1.04 and 1.04,
     else 1.25, 1.29 and 1.13; 24 and 134 MB of 1000 0.96 and 1.00, else 1.24 and 1.14, of 32,768 1.10 and 1.10, else
     1.63 and 1.29. RMS norm has half the weights: 24 MB of 8192 take 1.00, else 1.24, but 134 MB 1.05, else 1.03, and of
-    fewer columns 1.00 to 1.07 of their time. With a residual 24 MB of 8192 take 1.07, else 1.13, of 32,768 1.08, else
-    1.41, but 8 MB of 4096 1.05, else 1.02.
+    fewer columns 1.00 to 1.07 of their time. Of 16,384 and more it takes 0.94 of its time by twice the threads: 59
+    norms of 12 to 256 MB 0.73 to 1.02. With a residual 24 MB of 8192 take 1.07, else 1.13, of 32,768 1.08, else 1.41,
+    but 8 MB of 4096 1.05, else 1.02.
     """
     both, alone = len(problem.parameters) == 2, problem.residual is None
+    long_of_rms = alone and not both and problem.columns >= _LONG_OF_RMS
     least = _LEAST if both and alone else _LEAST_OF_OTHERS
     if problem.columns < least or not (both or alone):
         return None
     vectors_per_row = problem.columns // width
     blocks = 2 if vectors_per_row >= _SHARED_FROM else 1
     of_block = -(-vectors_per_row // blocks)
-    threads = threads_for(of_block, 4 if vectors_per_row <= _FOUR_UP_TO else max(_THREADS))
+    most = 4 if vectors_per_row <= _FOUR_UP_TO else _MOST_OF_RMS if long_of_rms else max(_THREADS)
+    threads = threads_for(of_block, most)
     vectors = -(-of_block // threads)
     if vectors == 6 and blocks == 1:
         threads, vectors = 2 * threads, 3
     rows = max(1, 64 // threads)
-    share = max(1, _THREADS[vectors] // (threads * rows))
+    share = max(1, (_THREADS_OF_RMS if long_of_rms else _THREADS[vectors]) // (threads * rows))
     if not device.groups(blocks):
         return None
     turns = problem.rows / (rows * share * device.groups(blocks))
     if turns <= 1 or problem.rows <= 2 * device.multiprocessors:
         return None
-    if turns > _CLAIMED_TURNS and not (both and alone):
+    if turns > _CLAIMED_TURNS and not ((both and alone) or long_of_rms):
         return None
+    if turns > _CLAIMED_TURNS and vectors == 8 and problem.columns >= _LONG_OF_MANY:
+        threads, vectors = 2 * threads, 4
     if any(problem.columns <= columns and turns > many for columns, many in _MANY_TURNS):
         return _of_many(problem, device, width)
     ahead = 2 if _FEW_TURNS < turns < _CLAIMED_TURNS else 1

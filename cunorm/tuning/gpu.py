@@ -21,6 +21,7 @@ __all__ = ["Gpu", "current_gpu"]
 _OUTPUTS = ("y", "residual_out", "dx", "dweight", "dbias")
 _BLOCK = 2**22 - 3  # numbers that are drawn, and then repeated; a prime, so that rows differ
 _CHUNK = 2**24  # numbers that are compared at once
+_MOST_ROWS = 2**14  # of which the sums of dy, as it is drawn, are finite float16 numbers
 
 
 def current_gpu(problem: Problem | ChannelProblem) -> Machine:
@@ -60,10 +61,17 @@ class Gpu:
             # A weight or rstd about 1, anything else about 0.3 (so that the mean is not nothing).
             drawn: Any = rng.standard_normal(min(count, _BLOCK), "float32")
             drawn = 1 + drawn / 8 if name in ("weight", "rstd") else 0.3 + drawn
+            if name == "dy":
+                drawn *= min(1.0, _MOST_ROWS / self._rows_of_sums(count))
             values = drawn.astype(on_cpu.numpy_dtype(dtype)).view(_stored_as(dtype))
             block = self._cupy.asarray(values)
             for start in range(0, count, _BLOCK):
                 array[start : start + _BLOCK] = block[: count - start]
+
+    def _rows_of_sums(self, count: int) -> int:
+        """How many numbers of so many add up to one of dweight or dbias."""
+        sums = [self._tensors[name][0] for name in ("dweight", "dbias") if name in self._tensors]
+        return max(1, count // max(1, min(sums, default=count)))
 
     def compile(self, plans: Sequence[Plan], until: float, report: Report) -> list[Plan]:
         from concurrent.futures import ThreadPoolExecutor
