@@ -18,7 +18,8 @@ which one takes from a tenth of a second to two. Covered is:
    sm_100 and sm_120 all, and on each the two dtypes of sixteen bits.
 5. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
-The kernels are not listed here but asked of ``plan``.
+The kernels are not listed here but asked of ``plan``. Of these some thousands those are compiled that together have
+each value of each constant (see `launches_of`); with ``CUNORM_EVERY_KERNEL=1`` all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +67,15 @@ from cunorm.resources import Resources
 ARCHS = list(GPUS)
 ALIKE = ["sm_75", "sm_80", "sm_86", "sm_89"]
 NEWEST = ["sm_100", "sm_120"]
-SHARED = ("pointwise", "row_split", "row_pipeline", "row_grid", "channel_grid", "channel_split", "split_merge")
+# Whether all that is listed here is compiled, which takes an hour on two cores: before a release, and after a change of
+# what kernels share.
+EVERY_KERNEL = os.environ.get("CUNORM_EVERY_KERNEL") == "1"
+# Constants of which each combination of values is compiled for sm_90, and those of which no value is special.
+PAIRS = [
+    ("VECTORS", "ACTIVATION"), ("VECTORS", "STAGE"), ("VECTORS", "WEIGHTS"), ("STAGE", "WEIGHTS"), ("STAGE", "PEELED"),
+    ("STAGE", "ACTIVATION"), ("VECTORS", "HAS_RESIDUAL"), ("VECTORS", "HAS_DRESIDUAL"),
+]  # fmt: skip
+ANY_NUMBER = ("TRANSPOSED_PITCH",)
 ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", "zeros")
 SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT_TYPES = {DTYPES[dtype].cuda for dtype in SIXTEEN_BITS}
@@ -219,6 +229,14 @@ def cases(arch: str) -> list[Case]:
     odd = [("bfloat16", 145), ("bfloat16", 257), ("bfloat16", 1023), ("float32", 257)]
     few_rows += [Case(*case, rows=1024, norm=norm, backward=False) for case in odd for norm in norms]
     few_rows += [Case(dtype, columns, rows=1 << 20) for dtype, columns in SHORT]
+    # Where memory is fast: see row_half, row_plain, row_shifted, row_turns and row_wide in cunorm/plan.
+    lengths = [(16, 1 << 19), (64, 1 << 17), (88, 65_536), (129, 65_536), (180, 65_536), (388, 32_768), (769, 16_384)]
+    lengths += [(900, 16_384), (1537, 16_384), (2500, 8192), (3073, 4096), (5121, 4096), (384, 16_384), (768, 8192)]
+    lengths += [(1536, 4096), (3072, 8192), (6144, 4096), (12_288, 2048)]
+    few_rows += [Case("bfloat16", *case, norm=norm) for case in lengths for norm in (LAYER_NORM, Norm(False))]
+    few_rows += [Case("float16", *case, residual=True) for case in lengths]
+    few_rows += [Case("bfloat16", *case, late=1) for case in ((3072, 4096), (4096, 4096), (8192, 2048), (10_240, 2048))]
+    few_rows += [Case("bfloat16", size, rows=2048, norm=Norm(False), weight="float32") for size in (16_384, 24_576)]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]
     for number, case in enumerate(with_options()):
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):
@@ -514,31 +532,57 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
 
 
 def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
-    """Those to compile: for sm_90 all. Of many that plans lay out the same everywhere, architectures that are alike
-    share them; the two after sm_90 share what is not of rows in one piece. That the dtypes of sixteen bits share too,
-    for sm_90 where it is the same for both."""
-    every = mine = list(launches_for(arch, dtype).get(kernel, {}).values())
-    alike = ALIKE[1:] if kernel.startswith(ASYNCHRONOUS) else ALIKE
-    for archs, is_shared in ((alike, kernel.startswith(SHARED)), (NEWEST, not kernel.startswith("row_block"))):
-        if arch in archs and is_shared:
-            mine = mine[archs.index(arch) :: len(archs)]
-    if dtype in SIXTEEN_BITS and not kernel.startswith("row_block"):
-        if arch == "sm_90":
-            mine = [item for item in mine if _shares(kernel)[_of_sixteen_bits(item)] == dtype]
-        else:
-            mine = mine[SIXTEEN_BITS.index(dtype) :: 2]
+    """Those to compile: a share of what covers the rest (see `_shares`), or with EVERY_KERNEL all that are listed."""
+    every = list(launches_for(arch, dtype).get(kernel, {}).values())
+    if EVERY_KERNEL:
+        return every
+    archs = next(archs for archs in (ALIKE, NEWEST, [arch]) if arch in archs)
+    dtypes = SIXTEEN_BITS if dtype in SIXTEEN_BITS else (dtype,)
+    mine = _shares(tuple(archs), dtypes, kernel).get((arch, dtype), [])
     return mine or every[:1]
 
 
-def _of_sixteen_bits(item: Launch) -> Constants:
-    return tuple((name, "sixteen bits" if value in SIXTEEN_BIT_TYPES else value) for name, value in item.constants)
-
-
 @functools.cache
-def _shares(kernel: str) -> dict[Constants, str]:
-    """Which of the dtypes of sixteen bits compiles for sm_90 what is the same for both; by turns."""
-    holders: dict[Constants, list[str]] = {}
-    for dtype in SIXTEEN_BITS:
-        for item in launches_for("sm_90", dtype).get(kernel, {}).values():
-            holders.setdefault(_of_sixteen_bits(item), []).append(dtype)
-    return {constants: dtypes[place % len(dtypes)] for place, (constants, dtypes) in enumerate(holders.items())}
+def _shares(archs: tuple[str, ...], dtypes: tuple[str, ...], kernel: str) -> dict[tuple[str, str], list[Launch]]:
+    """The launches that cover those of architectures and dtypes that are alike, dealt out to these: by turns.
+
+    Covered is each value of each constant, for sm_90 each pair of PAIRS, and each way to lay out rows; and whatever has
+    spilled. Of those that cover most comes first what the launches before do not.
+    """
+    holders: dict[Constants, dict[tuple[str, str], Launch]] = {}
+    spilled = set()
+    for arch, dtype in itertools.product(archs, dtypes):
+        for item in launches_for(arch, dtype).get(kernel, {}).values():
+            holders.setdefault(item.constants, {})[arch, dtype] = item
+        rows = [problem for case in SPILLED.get(arch, []) if case.dtype == dtype for problem in case.problems()]
+        spilled |= {item.constants for item in launches(rows, arch) if item.kernel == kernel}
+    shares: dict[tuple[str, str], list[Launch]] = {}
+    for place, constants in enumerate(_covering(holders, spilled, in_pairs=archs == ("sm_90",))):
+        takers = list(holders[constants])
+        taker = takers[place % len(takers)]
+        shares.setdefault(taker, []).append(holders[constants][taker])
+    return shares
+
+
+def _covering(every: Iterable[Constants], required: set[Constants], in_pairs: bool) -> list[Constants]:
+    """Few of these that have all that any of them has, and those that are required."""
+    has = {constants: _features(dict(constants), in_pairs) for constants in every}
+    chosen = [constants for constants in has if constants in required]
+    left = set().union(*has.values()).difference(*(has[constants] for constants in chosen))
+    while left:
+        best = max(has, key=lambda constants: len(has[constants] & left))
+        chosen.append(best)
+        left -= has[best]
+    return chosen
+
+
+def _features(constants: dict[str, Any], in_pairs: bool) -> set[tuple[object, ...]]:
+    known = {name: "sixteen bits" if value in SIXTEEN_BIT_TYPES else value for name, value in constants.items()}
+    found: set[tuple[object, ...]] = {item for item in known.items() if item[0] not in ANY_NUMBER}
+    if "WHOLE_VECTORS" in known:
+        is_whole = known["WHOLE_VECTORS"] == known["VECTORS"]
+        found.add((*(known[name] for name in ("STAGE", "PEELED", "WEIGHTS")), is_whole, known["BLOCKS_PER_ROW"] > 1))
+    if in_pairs:
+        pairs = (pair for pair in PAIRS if known.keys() >= set(pair))
+        found |= {(first, known[first], second, known[second]) for first, second in pairs}
+    return found

@@ -25,7 +25,7 @@ _LEAST, _MOST = 256, 32_768
 # Columns, at least, of RMS norm, and of layer norm with a residual: shorter ones have enough else to wait for.
 _LEAST_OF_OTHERS = 5120
 # Columns from which on RMS norm is better off so with any number of rows, by more threads of up to so many vectors.
-_LONG_OF_RMS, _MOST_OF_RMS, _THREADS_OF_RMS = 16_384, 7, 512
+_LONG_OF_RMS, _MOST_OF_RMS, _THREADS_OF_RMS = 16_384, 6, 512
 # Columns from which on many rows of layer norm had better have half the vectors of twice the threads.
 _LONG_OF_MANY = 8192
 # By the vectors of a thread, how many threads of a multiprocessor have room for them and their weights in registers.
