@@ -90,7 +90,7 @@ def check_pointwise_mask(output_mask: Any, has_bias: bool) -> tuple[bool, bool, 
 
 def _check_bools(output_mask: Any, count: int, what: str) -> tuple[bool, ...]:
     message = f"output_mask must be {what}; got {output_mask!r}"
-    if not isinstance(output_mask, Sequence) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
+    if not _is_sequence(output_mask) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
         raise TypeError(message)
     if len(output_mask) != count:
         raise ValueError(message)
@@ -149,9 +149,13 @@ def check_activation(activation: Any) -> str | None:
 def check_axis(axis: Any) -> tuple[int, ...]:
     """The axes of a user's call as a tuple, still negative where they were: the dimensions are not known yet."""
     try:
-        return tuple(map(operator.index, axis)) if isinstance(axis, Sequence) else (operator.index(axis),)
+        return tuple(map(operator.index, axis)) if _is_sequence(axis) else (operator.index(axis),)
     except TypeError:
         raise TypeError(f"axis must be an int or a sequence of ints; got {axis!r}") from None
+
+
+def _is_sequence(values: Any) -> bool:
+    return isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
 
 
 def check_data_format(data_format: Any) -> str:
@@ -200,6 +204,8 @@ def check_running(running_mean: Any, running_var: Any, training: bool) -> tuple[
     if running_mean is None or running_var is None:
         missing, other = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
         raise ValueError(f"{missing} is None and {other} is given; they must be given both, or neither")
+    if training and running_mean is running_var:
+        raise ValueError("running_mean and running_var are the same array; each must have its own to be updated")
     return running_mean, running_var
 
 

@@ -31,6 +31,7 @@ from cases import (
     views,
 )
 
+import cunorm
 from cunorm import reference
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
 
@@ -111,6 +112,16 @@ def test_any_axes(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dt
     columns = columns_shape(shape, axis)
     weight, bias = data(1, columns, dtype, shift=1.0), data(2, columns, dtype)
     check(runner, Case(data(0, shape, dtype), weight, bias, axis))
+
+
+@pytest.mark.parametrize("axis", [np.array([1, 2]), np.array([-1, -2], "int8"), [np.int64(1), 2]], ids=str)
+def test_axes_and_masks_of_numpy(axis: Any) -> None:
+    x = data(0, (4, 6, 8))
+    y, mean, rstd = cunorm.layer_norm(x, axis=axis, return_stats=True)
+    assert np.array_equal(y, cunorm.layer_norm(x, axis=(1, 2)))
+    mask = np.array([True, False, False])
+    dx, dweight, dbias = cunorm.layer_norm_backward(x, x, None, mean, rstd, axis=axis, output_mask=mask)
+    assert dx.shape == x.shape and dweight is None and dbias is None
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
