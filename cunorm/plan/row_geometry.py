@@ -325,7 +325,7 @@ def _short_rows_backward(problem: BackwardProblem, device: Device, width: int) -
     wanted, block_threads, share, stage, ahead = 4.0, 128, 3, "ahead", 1
     if sixteen_bit and vectors_per_row > 32:
         wanted, ahead = 2.0, 2
-    elif sixteen_bit and (problem.norm.centered or problem.norm.activation is not None or vectors_per_row == 32):
+    elif sixteen_bit and (problem.norm.centered or problem.norm.activation is not None):
         wanted, block_threads, share, ahead = 1.0, 256, 2, 2
     elif vectors_per_row < 32 and not sixteen_bit:
         wanted, block_threads, share, stage = 3.0, 256, 2, "direct"

@@ -13,6 +13,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import fits, fits_early
 from cunorm.plan.row_memory import are_shifted
+from cunorm.plan.row_spread import vectors_for_all_threads
 from cunorm.problem import BackwardProblem
 
 __all__ = ["shifted_row_backward"]
@@ -37,7 +38,8 @@ def shifted_row_backward(problem: BackwardProblem, device: Device, width: int) -
     plain = problem.channels is None and norm.activation is None and (norm.centered or residual is None)
     if not timed or not plain or not are_shifted(problem):
         return None
-    if not _LEAST <= vectors_per_row <= _MOST or problem.rows <= device.multiprocessors:
+    few = vectors_for_all_threads(problem, device, vectors_per_row) < 1
+    if few or not _LEAST <= vectors_per_row <= _MOST or problem.rows <= device.multiprocessors:
         return None
     if vectors_per_row >= _LONG:
         threads, share, weights = 256, 1, "early"

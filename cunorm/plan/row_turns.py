@@ -50,7 +50,7 @@ def _alone(problem: ForwardProblem, device: Device, width: int, for_all: float) 
     0.87 and 0.95. RMS norm of more columns takes 1.00 to 1.02, and 320 or 640, of which not all threads have three
     vectors, 1.02 to 1.08.
     """
-    geometry = _laid(problem, width, "staged", 1024)
+    geometry = _laid(problem, width, "staged", min(1024, device.threads_per_multiprocessor))
     rms = not problem.norm.centered
     if geometry.capacity != problem.columns or (rms and problem.columns > _MOST_OF_RMS):
         return None
@@ -68,7 +68,7 @@ def _with_residual(problem: ForwardProblem, device: Device, width: int, for_all:
     have not all of their vectors, longer rows take 0.94 to 1.07, on average 0.99. Of powers of two a thread has four
     vectors: 16 MB take 0.95 to 0.99, but 8 MB 1.01.
     """
-    geometry = _laid(problem, width, "early", 512)
+    geometry = _laid(problem, width, "early", min(512, device.threads_per_multiprocessor))
     full = geometry.capacity == problem.columns
     if are_wide(problem) or (full and geometry.vectors == 4 and for_all <= _SOME_TURNS):
         return None
