@@ -324,6 +324,15 @@ def test_every_operand_is_there_and_every_plan_is_compared(
         assert result.seconds == pytest.approx(1e-5)
 
 
+def test_float16_sums_of_many_rows_are_numbers(numpy_gpu: CupyOnNumpy) -> None:
+    """Else two layouts would differ by inf - inf, and none could be told right."""
+    machine: Any = tuning_gpu.current_gpu(problem_of(400_000, 8, dtype="float16", direction="backward"))
+    dy = machine._arrays["dy"].reshape(-1, 8)
+    assert 1000 < abs(dy.sum(axis=0, dtype="float64")).max() < 30_000
+    few: Any = tuning_gpu.current_gpu(problem_of(4000, 8, dtype="float16", direction="backward"))
+    assert few._arrays["dy"].std() == pytest.approx(1, rel=0.1)
+
+
 @pytest.mark.parametrize("output", ["dx", "dweight", "dbias"])
 @pytest.mark.parametrize("value", [np.nan, 1.0])
 def test_one_wrong_result_is_enough(numpy_gpu: CupyOnNumpy, output: str, value: float) -> None:
