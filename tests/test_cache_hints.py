@@ -48,7 +48,7 @@ def test_rows_that_clusters_share_ask_for_nothing() -> None:
         assert set(kept(problem).values()) == {0}
 
 
-@pytest.mark.parametrize("columns", [512, 4096, 12_288])
+@pytest.mark.parametrize("columns", [512, 4096, 8192])
 def test_rows_that_come_ahead_backward(columns: int) -> None:
     few, many = (plain_backward(nbytes // (2 * columns), columns, "float16") for nbytes in (20_000_000, 40_000_000))
     activated = replace(many, norm=Norm(activation="silu"), bias=many.weight)

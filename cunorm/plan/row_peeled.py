@@ -65,7 +65,12 @@ def _laid(problem: ForwardProblem, device: Device, width: int, wanted: float) ->
     # Two long rows a block share its weights: 4097 columns of float32 take 1.01 so, 1.06 alone.
     rows = rows_per_block(problem, device, 2 if threads >= 128 and vectors > 4 else max(1, 128 // threads), threads)
     weights = "staged" if problem.parameters else "late"
-    return crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
+    geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
+    if problem.residual is not None and problem.itemsize == 2 and vectors > 4:
+        geometry = replace(
+            geometry, min_blocks=blocks_with(geometry, 80)
+        )  # with 64 registers 12 to 150 bytes would spill
+    return geometry
 
 
 def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
