@@ -204,8 +204,6 @@ def check_running(running_mean: Any, running_var: Any, training: bool) -> tuple[
     if running_mean is None or running_var is None:
         missing, other = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
         raise ValueError(f"{missing} is None and {other} is given; they must be given both, or neither")
-    if training and running_mean is running_var:
-        raise ValueError("running_mean and running_var are the same array; each must have its own to be updated")
     return running_mean, running_var
 
 

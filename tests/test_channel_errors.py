@@ -308,13 +308,6 @@ def test_one_of_the_running_statistics(make: Make, training: bool, missing: str,
     refused("batch_norm", ValueError, message, make(values(*SHAPE)), training=training, **options)
 
 
-def test_running_statistics_that_are_one_array(make: Make) -> None:
-    array = make(np.ones(6))
-    message = "running_mean and running_var are the same array; each must have its own to be updated"
-    same = {"running_mean": array, "running_var": array}
-    refused("batch_norm", ValueError, message, make(values(*SHAPE)), training=True, **same)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("argument", ["running_mean", "running_var"])
 def test_shape_and_dtype_of_running_statistics(make: Make, training: bool, argument: str) -> None:
