@@ -23,8 +23,10 @@ from compile_cases import (
     channel_launches,
     channel_problems,
     complaint,
+    features,
     grid_problems,
     launches,
+    launches_for,
     launches_of,
     pipeline_problems,
     split_problems,
@@ -120,6 +122,20 @@ def test_every_way_to_lay_out_rows_is_compiled(kernel: str) -> None:
         assert _ways(item for item in asked if item.kernel == kernel) <= _ways(
             item for item in known if item.kernel == kernel
         )
+
+
+@pytest.mark.parametrize("kernel", ["row_block_forward", "row_block_backward", "column_sums"])
+def test_what_is_compiled_has_all_that_any_kernel_has(kernel: str) -> None:
+    """Each value of each constant, each pair that counts, and each way to lay out rows: some of the kernels do."""
+    for dtypes in (("float16", "bfloat16"), ("float32",)):
+        every: set[tuple[object, ...]] = set()
+        some: set[tuple[object, ...]] = set()
+        for dtype in dtypes:
+            for item in launches_for("sm_90", dtype)[kernel].values():
+                every |= features(dict(item.constants), in_pairs=True)
+            for item in launches_of("sm_90", dtype, kernel):
+                some |= features(dict(item.constants), in_pairs=True)
+        assert some == every
 
 
 def test_every_option_is_compiled() -> None:

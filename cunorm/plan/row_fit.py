@@ -18,6 +18,7 @@ __all__ = [
     "fits_registers",
     "resident",
     "resident_by_memory",
+    "that_fits",
     "with_registers",
     "with_room",
 ]
@@ -130,6 +131,12 @@ def fits_crowd(geometry: RowBlock, problem: Problem, device: Device, share: int)
         return False
     threads, direct = share * geometry.threads, geometry.stage == "direct"
     return fits_registers(problem, device, geometry.width, geometry.vectors, threads, geometry.peeled, direct)
+
+
+def that_fits(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock | None:
+    """The geometry, if there are the registers for weights that come early, and the shared memory."""
+    in_registers = geometry.weights != "early" or fits_early(geometry, problem, device)
+    return geometry if in_registers and fits(geometry, problem, device) else None
 
 
 def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:

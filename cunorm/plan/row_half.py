@@ -1,7 +1,7 @@
 """Rows of sixteen-bit numbers that are whole vectors of 8 bytes, not of 16, forward: those of 132, 300 or 900 columns.
 
-Every second one begins in the middle of 16 bytes. Peeled, each would have to shift its weights and to go number by
-number at its ends; by vectors of 8 bytes nothing is to be done, and no memory is as fast as that loads are too many.
+Every second one begins in the middle of 16 bytes. Peeled, each would have to shift its weights, and to go number by
+number at its ends; by vectors of 8 bytes there is nothing of that to do, for twice as many loads.
 
 The numbers are of an H200, as the time of rows that are peeled or transposed (see row_peeled.py, row_transposed.py).
 Where memory is slower none was timed.
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import blocks_with, fits, fits_early
+from cunorm.plan.row_fit import blocks_with, that_fits
 from cunorm.plan.row_memory import are_shifted
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
@@ -51,8 +51,7 @@ def row_of_half_vectors(problem: ForwardProblem, device: Device, width: int) -> 
     geometry = RowBlock(width, vectors, threads, rows, weights=weights if problem.parameters else "late")
     registers = 64 if vectors <= 6 and problem.residual is None else 80
     geometry = replace(geometry, min_blocks=blocks_with(geometry, registers))
-    in_registers = geometry.weights != "early" or fits_early(geometry, problem, device)
-    return geometry if in_registers and fits(geometry, problem, device) else None
+    return that_fits(geometry, problem, device)
 
 
 def _how(problem: ForwardProblem, light: bool) -> tuple[int, int, str]:

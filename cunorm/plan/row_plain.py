@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_early
+from cunorm.plan.row_fit import that_fits
 from cunorm.plan.row_memory import are_shifted
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.problem import BackwardProblem
@@ -42,7 +42,7 @@ class _Way(NamedTuple):
 _WAYS = (
     _Way(range(2, 3), 1, 2, 256, 3, "early"),
     _Way(range(4, 5), 1, 4, 256, 3, "early"),
-    _Way(range(5, 9), 1, 8, 256, 3, "early", most=5),
+    _Way(range(5, 8), 1, 8, 256, 3, "early", most=5),
     _Way(range(8, 9), 1, 8, 256, 3, "early"),
     _Way(range(9, 13), 1, 16, 256, 3, "early", most=5),
     _Way(range(32, 33), 1, 32, 256, 2, "early"),
@@ -81,7 +81,7 @@ def plain_row_backward(problem: BackwardProblem, device: Device, width: int) -> 
     groups = device.groups(geometry.blocks_per_row) * geometry.rows_per_block
     if problem.norm.centered and geometry.threads_per_row >= 256 and problem.rows < _LEAST_ROWS * groups:
         return None
-    return _that_fits(replace(geometry, rows_ahead=2), problem, device)
+    return _fitted(replace(geometry, rows_ahead=2), problem, device)
 
 
 def plain_half_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
@@ -98,13 +98,13 @@ def plain_half_backward(problem: BackwardProblem, device: Device, width: int) ->
     threads = threads_for(vectors_per_row, 6)
     vectors, weights = -(-vectors_per_row // threads), "early" if problem.parameters else "late"
     geometry = RowBlock(width, vectors, threads, 128 // threads, 1, "ahead", False, weights, 3, rows_ahead=2)
-    return _that_fits(geometry, problem, device)
+    return _fitted(geometry, problem, device)
 
 
 def plain_peeled_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """The same of rows that begin anywhere."""
     geometry = _laid(problem, device, width, _WAYS_OF_PEELED) if _applies(problem, device) else None
-    return None if geometry is None else _that_fits(replace(geometry, peeled=True), problem, device)
+    return None if geometry is None else _fitted(replace(geometry, peeled=True), problem, device)
 
 
 def _applies(problem: BackwardProblem, device: Device) -> bool:
@@ -126,10 +126,9 @@ def _laid(problem: BackwardProblem, device: Device, width: int, ways: Iterable[_
     return None
 
 
-def _that_fits(geometry: RowBlock, problem: BackwardProblem, device: Device) -> RowBlock | None:
+def _fitted(geometry: RowBlock, problem: BackwardProblem, device: Device) -> RowBlock | None:
     if geometry.blocks_per_row > 1 and not device.groups(geometry.blocks_per_row):
         return None
     share = min(geometry.blocks_per_multiprocessor, device.threads_per_multiprocessor // geometry.threads)
     geometry = replace(geometry, blocks_per_multiprocessor=share)
-    in_registers = geometry.weights != "early" or fits_early(geometry, problem, device)
-    return geometry if in_registers and fits(geometry, problem, device) else None
+    return that_fits(geometry, problem, device)

@@ -1,6 +1,6 @@
 """Rows of sixteen-bit numbers that are a few vectors for each thread of the GPU, forward: they are fetched ahead.
 
-Such rows, 4 to 20 MB of them, are a wave of blocks or two where each block has rows of its own. By blocks that take
+Such rows, up to 20 MB of them, are a wave of blocks or two where each block has rows of its own. By blocks that take
 turns, two rows ahead, the memory is kept busy throughout.
 
 The numbers are of an H200, as the time over that of a block for every group of rows. Where memory is slower none was
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_early
+from cunorm.plan.row_fit import that_fits
 from cunorm.plan.row_memory import are_shifted
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.plan.row_weights import are_wide
@@ -58,7 +58,7 @@ def _alone(problem: ForwardProblem, device: Device, width: int, for_all: float) 
         return None  # see row_wide.py
     few = geometry.vectors == 3 and for_all > _SECOND_TURN
     short = rms and problem.columns <= _SHORT and for_all > _SOME_TURNS
-    return geometry if (few or short) and fits(geometry, problem, device) else None
+    return that_fits(geometry, problem, device) if few or short else None
 
 
 def _with_residual(problem: ForwardProblem, device: Device, width: int, for_all: float) -> RowBlock | None:
@@ -74,8 +74,7 @@ def _with_residual(problem: ForwardProblem, device: Device, width: int, for_all:
         return None
     if not full and problem.columns > _MOST_IN_PART:
         return None
-    in_registers = not problem.parameters or fits_early(geometry, problem, device)
-    return geometry if in_registers and fits(geometry, problem, device) else None
+    return that_fits(geometry, problem, device)
 
 
 def _laid(problem: ForwardProblem, width: int, weights: str, all_threads: int) -> RowBlock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import crowded, fits, fits_early
+from cunorm.plan.row_fit import crowded, fits, that_fits
 from cunorm.plan.row_memory import are_shifted
 from cunorm.plan.row_spread import threads_for
 from cunorm.plan.row_weights import are_wide
@@ -60,8 +60,9 @@ def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
     else 1.25, 1.29 and 1.13; 24 and 134 MB of 1000 0.96 and 1.00, else 1.24 and 1.14, of 32,768 1.10 and 1.10, else
     1.63 and 1.29. RMS norm has half the weights: 24 MB of 8192 take 1.00, else 1.24, but 134 MB 1.05, else 1.03, and of
     fewer columns 1.00 to 1.07 of their time. Of 16,384 and more it takes 0.94 of its time by twice the threads: 59
-    norms of 12 to 256 MB 0.73 to 1.02. With a residual 24 MB of 8192 take 1.07, else 1.13, of 32,768 1.08, else 1.41,
-    but 8 MB of 4096 1.05, else 1.02.
+    norms of 12 to 256 MB 0.73 to 1.02. Some of these had seven vectors of each thread, which would spill 16 to 24
+    bytes: 32 to 128 MB of 28,672 take 0.82 to 0.98 by half of them, by seven 0.75 to 0.97. With a residual 24 MB of
+    8192 take 1.07, else 1.13, of 32,768 1.08, else 1.41, but 8 MB of 4096 1.05, else 1.02.
     """
     both, alone = len(problem.parameters) == 2, problem.residual is None
     long_of_rms = alone and not both and problem.columns >= _LONG_OF_RMS
@@ -91,7 +92,7 @@ def _long_row(problem: ForwardProblem, device: Device, width: int) -> RowBlock |
         return _of_many(problem, device, width)
     ahead = 2 if _FEW_TURNS < turns < _CLAIMED_TURNS else 1
     geometry = RowBlock(width, vectors, threads, rows, blocks, "ahead", False, "early", share, rows_ahead=ahead)
-    return geometry if fits(geometry, problem, device) and fits_early(geometry, problem, device) else None
+    return that_fits(geometry, problem, device)
 
 
 def _of_many(problem: ForwardProblem, device: Device, width: int) -> RowBlock:
