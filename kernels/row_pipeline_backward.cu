@@ -8,8 +8,9 @@
 // of them is in row_pipeline.cuh. A thread keeps the sums of its columns in registers, so that dweight and dbias cost
 // one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
 //
-// Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel: each row leaves
-// the sums of its channel, which column_sums adds over samples. Of batch norm a row is a channel of all samples.
+// Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and group norm, a
+// row being several: each row leaves the sums of its channels, which column_sums adds over samples. Of batch norm a row
+// is a channel of all samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "grid_words.cuh"
@@ -33,14 +34,15 @@ struct Arguments {
   const Compute* mean;
   const Compute* rstd;
   X_TYPE* dx;
-  // [groups][columns]: partial sums, or finished ones where there is one group. Where weights are by channel, [rows].
+  // [groups][columns]: partial sums, or finished ones where there is one group. Where weights are by channel,
+  // [rows][channels_per_row].
   DWEIGHT_TYPE* dweight;
   DBIAS_TYPE* dbias;
   long long* words;  // zeros, see Exchange
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
   long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
-  long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
+  long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
   long long dy_stride;
@@ -64,7 +66,7 @@ struct OfWarps {
   Compute sums[2][WARPS];
 };
 
-// What every warp needs to sum a row; weight and bias only where the row has one of each.
+// What every warp needs to sum a row; weight and bias only where the block's part has one of each.
 struct Given {
   Compute mean;
   Compute rstd;
@@ -93,7 +95,7 @@ struct Loaded {
   }
 };
 
-// Weights and biases of a thread's columns; or of the row's channel.
+// Weights and biases of a thread's columns; or of the part's channel.
 struct Affine {
   Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
   Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
@@ -114,6 +116,49 @@ struct Affine {
   }
 };
 
+// The sums of a row that has several channels, from what its blocks tell of their parts: each counts as much as its
+// channel's weight.
+struct ChannelMerge {
+  const RowParts& parts;
+  int blocks;                           // of a row
+  WEIGHT_TYPE weights[PARTS_PER_LANE];  // of the lane's blocks, every 32nd, as they lie in memory
+
+  __device__ __forceinline__ int block_of(int i) const { return static_cast<int>(threadIdx.x) % 32 + 32 * i; }
+
+  // With the weights of a row whose first channel that is.
+  __device__ __forceinline__ ChannelMerge(const RowParts& parts, int blocks, const WEIGHT_TYPE* row_weights)
+      : parts(parts), blocks(blocks) {
+    if constexpr (!HAS_WEIGHT) return;
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) {
+      if (block_of(i) < blocks) weights[i] = row_weights[parts.channel_of(block_of(i))];
+    }
+  }
+
+  // The sums over the row of g and g * xhat, and those over one of its channels of dz and dz * xhat.
+  __device__ __forceinline__ void merge(const Compute (&told)[PARTS_PER_LANE][2], int channel, Compute (&of_row)[2],
+                                        Compute (&of_channel)[2]) const {
+    Compute sums[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) {
+      if (block_of(i) >= blocks) continue;
+      const Compute weight = HAS_WEIGHT ? widen(weights[i]) : 1;
+      const bool is_of_channel = parts.channel_of(block_of(i)) == channel;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        sums[j] += weight * told[i][j];
+        sums[2 + j] += is_of_channel ? told[i][j] : 0;
+      }
+    }
+    warp_sum<32, 1>(sums);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      of_row[j] = sums[j];
+      of_channel[j] = sums[2 + j];
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     row_pipeline_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -124,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const SharedPart part = part_of_block(arguments.room, arguments.columns_per_block, arguments.blocks_per_row);
+  const RowParts parts = row_parts_of(arguments);
+  const SharedPart part = row_part_of_block(arguments, parts);
   const long long rows = arguments.rows, groups = part.groups;
   const int own_vectors = own_vectors_of(part.count / VECTOR);
   const auto has = [&](int i) { return i < own_vectors; };
@@ -163,10 +209,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   Affine affine = {};
   long long row = part.group;  // that is summed
+  const int own_channel = parts.channel_of(part.rank);  // of those that a row has
   const auto load_given = [&](long long row) {
     const long long there = row < rows ? row : rows - 1;
     return Loaded{CENTERED ? arguments.mean[there] : 0, arguments.rstd[there],
-                  OfChannel(arguments.weight, arguments.bias, channel_of_row(arguments, there))};
+                  OfChannel(arguments.weight, arguments.bias, channel_of_row(arguments, there) + own_channel)};
   };
   Loaded next_given = {};
   if (works) {
@@ -232,16 +279,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       next_given = load_given(row + 2 * groups);
       if (finishes) {
         const Loaded loaded = load_given(done_row);
-        Compute parts[PARTS_PER_LANE][2], sums[2];
-        exchange.await(parts, done_turn);
-        sum_parts(parts, sums);
+        Compute told[PARTS_PER_LANE][2], sums[2], of_channel[2];
+        Compute factor = 1;  // of the sums, where the whole row has one weight
+        if constexpr (SEVERAL_CHANNELS) {
+          const long long channel = channel_of_row(arguments, done_row);
+          const ChannelMerge of_channels(parts, part.blocks, arguments.weight + channel);
+          exchange.await(told, done_turn);
+          of_channels.merge(told, own_channel, sums, of_channel);
+        } else {
+          exchange.await(told, done_turn);
+          sum_parts(told, sums);
+          of_channel[0] = sums[0];
+          of_channel[1] = sums[1];
+        }
         if (lane == 0) {
           const Given given = loaded.widened();
-          if constexpr (HAS_CHANNELS) {
-            if (WANTS_DBIAS && part.rank == 0) narrow(sums[0], arguments.dbias[done_row]);
-            if (WANTS_DWEIGHT && part.rank == 0) narrow(sums[1], arguments.dweight[done_row]);
+          if (HAS_CHANNELS && parts.first_of(part.rank) == 0) {
+            const long long place = done_row * channels_per_row(arguments) + own_channel;
+            if constexpr (WANTS_DBIAS) narrow(of_channel[0], arguments.dbias[place]);
+            if constexpr (WANTS_DWEIGHT) narrow(of_channel[1], arguments.dweight[place]);
           }
-          const Compute factor = HAS_CHANNELS && HAS_WEIGHT ? given.weight[0] : 1;
+          if constexpr (HAS_CHANNELS && HAS_WEIGHT && !SEVERAL_CHANNELS) factor = given.weight[0];
           const Compute scale = -factor / static_cast<Compute>(arguments.columns);
           of_row[turn % 2] = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
         }

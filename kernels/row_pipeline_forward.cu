@@ -1,7 +1,8 @@
 // Layer norm and RMS norm of long rows, each of which several blocks share: y = activate((x - mean) * rstd * weight +
 // bias); RMS norm (not CENTERED) has no mean. With a residual, what is normalized is residual_out = x + residual, as it
-// was rounded. Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel; so
-// is batch norm, whose rows are the same channel of all samples, and which moves running statistics towards a row's.
+// was rounded. Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and
+// group norm, a row being several; so is batch norm, whose rows are the same channel of all samples, and which moves
+// running statistics towards a row's.
 //
 // Moves x (and the residual) once in, and y (and residual_out) once out. How blocks share rows and tell each other what
 // they have of them is in row_pipeline.cuh.
@@ -41,7 +42,7 @@ struct Arguments {
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
   long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
-  long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
+  long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
   long long residual_stride;
@@ -78,7 +79,7 @@ struct OfWarps {
 // What a block tells of its part: its statistics and, PEELED, of how many numbers.
 constexpr int TOLD = PEELED ? 4 : 3;
 
-// What every warp needs to finish a row; weight and bias only where the row has one of each.
+// What every warp needs to finish a row; weight and bias only where the block's part has one of each.
 struct OfRow {
   Compute mean;
   Compute remainder;
@@ -133,7 +134,7 @@ __device__ __forceinline__ WarpMerge warp_merge_of(int vectors) {
 
 // ---- Weights.
 
-// Those of a thread's columns; or of the row's channel.
+// Those of a thread's columns; or of the part's channel.
 struct Affine {
   Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
   Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
@@ -158,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const SharedPart part = part_of_block(arguments.room, arguments.columns_per_block, arguments.blocks_per_row);
+  const RowParts parts = row_parts_of(arguments);
+  const SharedPart part = row_part_of_block(arguments, parts);
   const long long rows = arguments.rows, groups = part.groups;
   const int vectors = part.count / VECTOR, own_vectors = own_vectors_of(vectors);
   const auto has = [&](int i) { return i < own_vectors; };
@@ -217,10 +219,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   // What the last two warps merge with.
   const Exchange<TOLD> exchange(arguments.words, part);
   const WarpMerge merge_warps = warp_merge_of(vectors);
-  const Shares of_blocks = shares_of_blocks(arguments.columns, arguments.columns_per_block, part.blocks);
-  Compute shares[PARTS_PER_LANE];  // PEELED, of each row others
-  if constexpr (!PEELED) shares_of_lane(of_blocks, shares);
   const Compute of_each = static_cast<Compute>(1) / arguments.columns;  // the share of a number
+  Compute shares[PARTS_PER_LANE];  // of every 32nd block, each lane; PEELED, of each row others
+  if constexpr (!PEELED) {
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) {
+      shares[i] = lane + 32 * i < part.blocks ? parts.count_of(lane + 32 * i) * of_each : 0;
+    }
+  }
 
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
@@ -288,17 +294,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         if constexpr (PEELED) target.counts[warp] = count[0];
       }
     } else if (waits && finishes) {
-      const OfChannel of_channel(arguments.weight, arguments.bias, channel_of_row(arguments, done_row));
+      const long long channel = channel_of_row(arguments, done_row) + parts.channel_of(part.rank);
+      const OfChannel of_channel(arguments.weight, arguments.bias, channel);
       const bool updates = UPDATES_RUNNING && part.rank == 0;
       Running before = {};
       if (updates) before = {arguments.running_mean[done_row], arguments.running_var[done_row]};
-      Compute parts[PARTS_PER_LANE][TOLD];
-      exchange.await(parts, done_turn);
+      Compute told[PARTS_PER_LANE][TOLD];
+      exchange.await(told, done_turn);
       if constexpr (PEELED) {
 #pragma unroll
-        for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = parts[i][TOLD - 1] * of_each;
+        for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = told[i][TOLD - 1] * of_each;
       }
-      const Statistics whole = merged_of_lanes(parts, shares);
+      const Statistics whole = merged_of_lanes(told, shares);
       const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
       if (lane == 0) {
         OfRow& target = of_row[turn % 2];

@@ -299,6 +299,14 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
             problem = as_rows(make(8, 8, 1, points, dtype, activation))
             assert problem is not None
             yield problem
+    # Groups: as many blocks for each channel.
+    shapes = itertools.cycle(((1, 512, 16, 256**2), (1, 256, 8, 512**2), (2, 640, 20, 128**2), (2, 32, 4, 96**3)))
+    for activation, weight in itertools.product((None, *ACTIVATIONS), (dtype, "float32", "float64")):
+        for make, shape in itertools.product((plain_channel_forward, plain_channel_backward), (next(shapes),)):
+            problem = as_rows(make(*shape, dtype, activation))
+            assert problem is not None
+            bias = Vector(weight) if problem.bias is not None else None
+            yield dataclasses.replace(problem, weight=Vector(weight), bias=bias)
 
 
 def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:

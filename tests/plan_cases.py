@@ -339,7 +339,7 @@ def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:
 
 def plan_batch(problem: ChannelProblem, device: Device) -> Plan | None:
     """By the pipeline of rows for those of a batch norm; None where they cannot be held so."""
-    found = rows_of_channels.pipeline_of_batch(problem, device)
+    found = rows_of_channels.pipeline(problem, device)
     return None if found is None else rows_of_channels.plan_with(problem, device, found[1])
 
 

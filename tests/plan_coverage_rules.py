@@ -98,13 +98,18 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
     assert item.cooperative and item.block == (threads + 64, 1) and threads % 32 == 0 and item.grid % blocks == 0
     assert item.grid // blocks <= arguments["rows"], "a group of blocks has nothing to do"
-    assert per_block % width == 0 and (blocks - 1) * per_block < arguments["room"] <= blocks * per_block
+    # As many blocks have parts of each channel.
+    channels = arguments["channels"][1] if constants["SEVERAL_CHANNELS"] else 1
+    of_channel, room = blocks // channels, arguments["room"] // channels
+    assert channels == 1 or (blocks % channels == 0 and room % width == 0)
+    assert per_block % width == 0 and (of_channel - 1) * per_block < room <= of_channel * per_block
     assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
     assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
     segment, stride, room = (arguments[f"segment_{name}"] for name in ("columns", "stride", "room"))
     assert constants["SEGMENTED"] == (segment > 0) and (segment > 0 or stride == room == 0)
+    assert not (segment and channels > 1)
     if not segment:
         assert arguments["room"] == arguments["columns"] and not constants["PEELED"]
     else:
@@ -213,7 +218,8 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
         _assert_divides(by_rows, rows_per_sample, problem.rows)
         _assert_divides(by_positions, positions, problem.columns)
         if constants["WEIGHTS_OF"] == "part":
-            assert channels_per_row == 1 or positions % per_block == 0
+            several = channels_per_row > 1 and not item.kernel.startswith("row_pipeline")
+            assert not several or positions % per_block == 0
         elif constants["WEIGHTS_OF"] == "vector":
             assert positions % width == 0 and per_block % width == 0 and not constants.get("PEELED")
         elif constants["WEIGHTS_OF"] == "crossing":

@@ -71,7 +71,7 @@ def test_slabs_where_rows_of_clusters_are_slower() -> None:
         ((8, 32, 64**3), "float16", 1, "silu", ["channel_slab", "row_cluster"]),
         ((8, 128, 256**2), "float16", 4, None, ["channel_slab", "channel_slab"]),
         ((8, 128, 256**2), "float16", 4, "silu", ["channel_slab", "row_cluster"]),
-        ((2, 256, 256**2), "float32", 8, None, ["row_cluster", "channel_grid"]),
+        ((2, 256, 256**2), "float32", 8, None, ["row_pipeline", "row_pipeline"]),
         ((8, 512, 64**2), "float32", 16, "silu", ["channel_slab", "channel_slab"]),
         ((1, 3, 512**2), "float32", 1, None, ["channel_slab", "channel_slab"]),
     ],
@@ -102,7 +102,7 @@ def test_rows_outrun_some_slabs_where_memory_is_fast(
         ((4, 1280, 32**2), "float32", None, ["row_cluster", "row_cluster"]),
         ((4, 1280, 32**2), "float32", "silu", ["row_cluster", "channel_slab"]),
         ((4, 960, 64**2), "float32", None, ["row_cluster", "row_cluster"]),
-        ((4, 512, 128**2), "float32", "silu", ["channel_slab", "row_cluster"]),
+        ((4, 512, 128**2), "float32", "silu", ["row_pipeline", "row_pipeline"]),
     ],
 )
 def test_groups_that_are_slabs_where_memory_is_fast(

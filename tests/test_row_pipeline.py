@@ -10,6 +10,7 @@ import pytest
 from plan_cases import GPUS, plain_backward, plain_channel_backward, plain_channel_forward, plain_forward
 
 from cunorm.plan import Device, plan, row_pipeline
+from cunorm.plan.row_memory import has_several_channels
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem, Vector
@@ -44,7 +45,8 @@ def long_problems(device: Device) -> Iterator[tuple[Problem, RowPipeline]]:
 def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
     kinds = set()
     for problem, way in long_problems(device):
-        kinds.add((type(problem), problem.channels is not None, way.blocks_per_multiprocessor))
+        by = "columns" if problem.channels is None else problem.channels.channels_per_row
+        kinds.add((type(problem), by, way.blocks_per_multiprocessor))
         share, blocks = way.blocks_per_multiprocessor, way.blocks_per_row
         assert way.groups * blocks <= device.multiprocessors * share
         assert way.groups <= problem.rows
@@ -52,11 +54,15 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
         assert share * (way.shared_bytes(problem) + 2048) <= device.shared_bytes + 1024
         assert share * (way.threads + 64) <= device.threads_per_multiprocessor
         part = way.columns_per_block(problem)
-        assert part % way.width == 0 and (blocks - 1) * part < problem.columns <= blocks * part
+        several = has_several_channels(problem)
+        channels = problem.channels.channels_per_row if problem.channels is not None and several else 1
+        of_channel, columns = blocks // channels, problem.columns // channels
+        assert blocks == channels * of_channel
+        assert part % way.width == 0 and (of_channel - 1) * part < columns <= of_channel * part
         assert way.resident == way.vectors(problem) and way.width * DTYPES[problem.x.dtype].itemsize == 16
         assert 1 <= way.lag < way.rows_ahead
-    assert {(type_, by_channel) for type_, by_channel, _ in kinds} == set(
-        itertools.product((ForwardProblem, BackwardProblem), (False, True))
+    assert {(type_, by) for type_, by, _ in kinds} == set(
+        itertools.product((ForwardProblem, BackwardProblem), ("columns", 1, 3))
     )
 
 
@@ -103,12 +109,32 @@ def test_clusters_have_rows_that_are_shorter_or_few() -> None:
     assert ways == ["row_cluster", "row_cluster", "row_pipeline", "row_cluster"]
 
 
-@pytest.mark.parametrize(("together", "points"), [(1, 1_200_000), (4, 2**18), (8, 125_001)])
-def test_rows_of_one_channel(together: int, points: int) -> None:
+@pytest.mark.parametrize(("together", "points"), [(1, 1_200_000), (4, 2**18), (8, 125_001), (8, 125_000)])
+def test_channels_begin_with_a_vector(together: int, points: int) -> None:
     for make in (plain_channel_forward, plain_channel_backward):
         problem = as_rows(make(20, 16, together, points, "float16"))
         assert problem is not None
-        assert (row_pipeline.geometry(problem, H200) is not None) == (together == 1)
+        assert (row_pipeline.geometry(problem, H200) is not None) == (points % 8 == 0)
+
+
+def test_parts_of_a_channel_are_whole_lines_where_it_is() -> None:
+    for points in (2**18, 125_000):
+        problem = as_rows(plain_channel_forward(20, 16, 8, points, "float16"))
+        assert problem is not None
+        way = row_pipeline.geometry(problem, H200)
+        assert way is not None and way.blocks_per_row % 8 == 0
+        assert (way.columns_per_block(problem) % 64 == 0) == (points % 64 == 0)
+
+
+def test_groups_are_shared_by_all_blocks_where_clusters_take_longer() -> None:
+    """Those of 640 KB and more, backward without an activation of 1 MB and more."""
+    for make, activation, ways in (
+        (plain_channel_forward, None, ["channel_slab", "row_pipeline", "row_pipeline"]),
+        (plain_channel_backward, None, ["channel_slab", "channel_slab", "row_pipeline"]),
+        (plain_channel_backward, "silu", ["channel_slab", "row_pipeline", "row_pipeline"]),
+    ):
+        groups = [make(2, 32 * channels, channels, 2**14, "float16", activation) for channels in (10, 20, 32)]
+        assert [plan(problem, H200).strategy for problem in groups] == ways
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -43,7 +43,8 @@ H200 = GPUS["sm_90"]
         (8, 64, 1, 100**3, "row_pipeline"),
         (8, 64, 1, 200**3, "row_grid"),
         (8, 1280, 40, 256, "row_block"),
-        (2, 128, 4, 65_536, "row_cluster"),
+        (4, 128, 4, 32_768, "row_cluster"),
+        (1, 128, 4, 512**2, "row_pipeline"),
     ],
 )
 def test_usual_rows_are_moved_once(

@@ -89,9 +89,9 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
         grid = None
     pipeline = _least(channel_pipeline.candidates(problem, device), problem, device)
     ways: list[tuple[float, _OfChannels | RowWay]] = [(cost(Split(), problem, device), rows or Split())]
-    batch = rows_of_channels.pipeline_of_batch(problem, device)
-    if batch is not None:
-        ways.append(batch)
+    row_pipeline = rows_of_channels.pipeline(problem, device)
+    if row_pipeline is not None:
+        ways.append(row_pipeline)
     held = (pipeline, grid, slab if rows is None else None)
     ways += [(cost(way, problem, device), way) for way in held if way is not None]
     _, best = min(ways, key=lambda way: way[0])

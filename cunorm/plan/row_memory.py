@@ -10,7 +10,9 @@ __all__ = [
     "are_rows",
     "are_segmented",
     "are_shifted",
+    "are_whole_lines",
     "can_be_shared",
+    "columns_of_part",
     "columns_per_block",
     "compute_itemsize",
     "has_several_channels",
@@ -141,10 +143,20 @@ def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
         if blocks < channels.channels_per_row:
             return -(-channels.channels_per_row // blocks) * channels.positions
         return problem.columns // blocks
-    part, line = -(-problem.columns // blocks), _LINE_BYTES // problem.itemsize
-    whole = blocks > 1 and channels is None and problem.columns % width == 0
-    unit = line if whole and part >= _LEAST_LINES * line else width
+    in_lines = blocks > 1 and channels is None and problem.columns % width == 0
+    return columns_of_part(problem, problem.columns, blocks, width, in_lines)
+
+
+def columns_of_part(problem: Problem, columns: int, blocks: int, width: int, in_lines: bool) -> int:
+    """How many of so many columns each of the blocks that share them takes: in lines, if that is wanted, or vectors."""
+    part, line = -(-columns // blocks), _LINE_BYTES // problem.itemsize
+    unit = line if in_lines and part >= _LEAST_LINES * line else width
     return -(-part // unit) * unit
+
+
+def are_whole_lines(problem: Problem, columns: int) -> bool:
+    """Whether so many columns are whole lines of memory."""
+    return columns * problem.itemsize % _LINE_BYTES == 0
 
 
 def can_be_shared(problem: Problem, blocks: int, width: int) -> bool:

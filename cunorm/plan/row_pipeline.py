@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,8 @@ from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.plan.row_memory import (
     are_rows,
     are_segmented,
+    are_whole_lines,
+    columns_of_part,
     columns_per_block,
     compute_itemsize,
     has_several_channels,
@@ -23,7 +26,7 @@ from cunorm.plan.running import running_arguments, running_constants
 from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters"]
+__all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "is_short_group"]
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
@@ -35,6 +38,13 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters"]
 # 262,144 float32 0.96 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
+# Groups of several channels do from these bytes on, where memory is fast: forward; backward; and backward under an
+# activation. 64 of 640 KB of float16 take 1.11, otherwise 1.19, 32 of 960 KB 1.15 and 1.38, of 2 MB 1.12 and 1.56,
+# under silu 1.28 and 1.64; but 64 of 576 KB 1.12 and 1.09. Backward 32 of 1 MB take 1.20 and 1.47, of 2 MB 1.16 and
+# 1.66, under silu 1.39 and 1.85; but 32 of 768 KB 1.34 and 1.23. On an H100, where slabs of up to 1 MB take 1.07 to
+# 1.36 and none of this was timed, longer ones.
+_LEAST_BYTES_OF_GROUPS, _LEAST_BYTES_OF_GROUPS_BACKWARD = 600 << 10, {False: 800 << 10, True: 600 << 10}
+_LEAST_BYTES_OF_GROUPS_BY_SLOWER_MEMORY = (1 << 20) + 1
 # Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
 # and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36 and
 # 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and 1.64.
@@ -84,6 +94,9 @@ _BACKWARD_BARE = (_Block(256, 1, 0), _Block(256, 2, 0))
 # Of more blocks to a row than an H200 has with two, ptxas would spill what a lane collects of them; where threads know
 # the segments of their vectors, of fewer, and where these begin anywhere.
 _MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED, _MOST_BLOCKS_OF_PEELED = 9 * 32, 7 * 32, 6 * 32
+# Nor of groups, backward without an activation, where the turns become too short to merge so many parts: 32 groups of 4
+# MB take 1.27 to 1.36 by 256 and 264 blocks, 1.08 to 1.11 by half as many.
+_MOST_BLOCKS_OF_GROUPS = 7 * 32
 
 # ---- The time of ways where threads keep nothing, in microseconds, fitted to 764 of 31 instance and batch norms. Those
 # that come out first take 1.6 % more than the best on average, backward 1.1 %, and at most 6 %.
@@ -97,6 +110,8 @@ _CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
 # backward by the bytes of a number, times one over the vectors of a run; how much backward of 16-bit numbers takes
 # where two blocks share a multiprocessor; and what all turns do not take, of such rows and of others.
 _CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 5.0), 4: (2.5, 1.0)}, 0.96, {True: (9.5, 11.0), False: (8.0, 10.0)}
+# How much longer turns take under an activation, of groups, by the bytes of a number, forward and backward.
+_ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
 
 
 @dataclass(frozen=True)
@@ -123,10 +138,16 @@ class RowPipeline:
         return problem.columns // problem.column_sizes[-1] * self.segment_room(problem)
 
     def columns_per_block(self, problem: Problem) -> int:
-        """How many columns each block of a row takes, of those there is room for; the last may have fewer."""
-        if self.peeled:
-            return -(-self.room(problem) // (self.blocks_per_row * self.width)) * self.width
-        return columns_per_block(problem, self.blocks_per_row, self.width)
+        """How many columns each block of a row takes, of those there is room for; the last may have fewer.
+
+        Where weights are by channel, as many blocks share each channel, and it is the last of these.
+        """
+        if problem.channels is None and not self.peeled:
+            return columns_per_block(problem, self.blocks_per_row, self.width)
+        channels = _channels_per_row(problem)
+        columns, blocks = self.room(problem) // channels, self.blocks_per_row // channels
+        in_lines = not self.peeled and len(problem.column_sizes) == 1 and are_whole_lines(problem, columns)
+        return columns_of_part(problem, columns, blocks, self.width, in_lines)
 
     def vectors(self, problem: Problem) -> int:
         """Vectors of a thread in its part of a row."""
@@ -164,6 +185,7 @@ class RowPipeline:
             "BLOCKS_PER_MULTIPROCESSOR": self.blocks_per_multiprocessor,
             "PARTS_PER_LANE": self.parts_per_lane,
             "WEIGHTS_OF": "columns" if problem.channels is None else "part",
+            "SEVERAL_CHANNELS": int(has_several_channels(problem)),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
         }
 
@@ -187,16 +209,28 @@ def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bo
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
     as_long_will_do = isinstance(problem, BackwardProblem) and device.has_fast_memory
     long = row_bytes >= most if as_long_will_do else row_bytes > most
+    if has_several_channels(problem):
+        long = not is_short_group(problem, device)
     return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
+
+
+def is_short_group(problem: Problem, device: Device) -> bool:
+    """Whether rows are groups of channels that slabs, or clusters, may be faster for."""
+    if not has_several_channels(_less_channels(problem)):
+        return False
+    least = _LEAST_BYTES_OF_GROUPS
+    if isinstance(problem, BackwardProblem):
+        least = _LEAST_BYTES_OF_GROUPS_BACKWARD[problem.norm.activation is not None]
+    if not device.has_fast_memory:
+        least = _LEAST_BYTES_OF_GROUPS_BY_SLOWER_MEMORY
+    return problem.columns * problem.itemsize < least
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
     They need cp.async (sm_80), and rows that are contiguous and of whole vectors of 16 bytes; where threads keep
-    nothing of the columns, rows may be in equal segments and begin anywhere. Of float64 ptxas would spill. Rows of
-    several channels are better left to slabs: four channels of 262,144 float32 numbers take 1.42, by channel_grid 1.31,
-    of float16 1.52 and 1.48; but sixteen 1.41 and 1.68. Without weights they are as good as one.
+    nothing of the columns, rows may be in equal segments and begin anywhere. Of float64 ptxas would spill.
 
     Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
     ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
@@ -217,7 +251,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
-    if has_several_channels(problem):
+    if peeled and has_several_channels(problem):
         return None
 
     if _keeps_nothing(problem):
@@ -236,9 +270,16 @@ def _less_channels(problem: Problem) -> Problem:
     return replace(problem, channels=None) if problem.is_bare else problem
 
 
+def _channels_per_row(problem: Problem) -> int:
+    return problem.channels.channels_per_row if problem.channels is not None else 1
+
+
 def _are_peeled(problem: Problem) -> bool:
-    """Whether rows, or their segments, do not all begin at multiples of 16 bytes."""
-    return vector_width(problem) * problem.itemsize < 16
+    """Whether rows, or their segments, or channels, do not all begin at multiples of 16 bytes."""
+    width = vector_width(problem)
+    if problem.channels is not None and has_several_channels(problem):
+        width = math.gcd(width, problem.channels.positions)
+    return width * problem.itemsize < 16
 
 
 def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
@@ -254,7 +295,7 @@ def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
 
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
-    width, peeled = 16 // problem.itemsize, _are_peeled(problem)
+    width, peeled, channels = 16 // problem.itemsize, _are_peeled(problem), _channels_per_row(problem)
     # Rows that a block has in whole are better left to slabs (forward 16 x 1024 x 32^2 float32 numbers take 53.8 us so
     # on an H100, by slabs 51.2), but where these would go number by number.
     most_groups = device.multiprocessors // (1 if peeled else 2)
@@ -264,8 +305,11 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
         for block in _blocks(problem, together):
+            if together * block.share < channels:
+                continue
             way = RowPipeline(width, 1, together * block.share, groups, 1, 1, block.threads, block.share, peeled)
-            way = replace(way, blocks_per_row=-(-way.room(problem) // way.columns_per_block(problem)))
+            of_channel = -(-way.room(problem) // (channels * way.columns_per_block(problem)))
+            way = replace(way, blocks_per_row=channels * of_channel)
             way = replace(way, resident=way.vectors(problem))
             if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
                 continue
@@ -285,6 +329,8 @@ def _blocks(problem: Problem, multiprocessors: int) -> Iterator[_Block]:
     if _keeps_nothing(problem):
         most = _MOST_BLOCKS if len(problem.column_sizes) == 1 else _MOST_BLOCKS_OF_SEGMENTED
         most = _MOST_BLOCKS_OF_PEELED if _are_peeled(problem) else most
+        if has_several_channels(problem) and not forward and problem.norm.activation is None:
+            most = _MOST_BLOCKS_OF_GROUPS
         for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
@@ -299,6 +345,7 @@ def _keeps_nothing(problem: Problem) -> bool:
 
 def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     """The expected time in microseconds, where threads keep nothing of every column."""
+    problem = _less_channels(problem)
     forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
@@ -310,6 +357,8 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     if way.peeled:
         turns *= 1 + _CUT_VECTORS[problem.itemsize][0 if forward else 1] * way.width / segment
         turns *= _CROWDED if problem.itemsize == 2 and not forward and way.blocks_per_multiprocessor == 2 else 1
+    if has_several_channels(problem) and problem.norm.activation is not None:
+        turns *= _ACTIVATED[problem.itemsize][0 if forward else 1]
     before = _BEFORE[way.peeled][0 if forward else 1]
     return before + (0.97 if forward else 0.93) * turns
 

@@ -67,6 +67,8 @@ def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> Ro
     blocks = 0 if geometry is None else geometry.blocks_per_row
     if blocks == 1 or (blocks > 1 and not row_pipeline.is_faster_than_clusters(problem, device, blocks)):
         return None
+    if blocks == 0 and row_pipeline.is_short_group(problem, device):
+        return None
     return row_pipeline.geometry(problem, device)
 
 

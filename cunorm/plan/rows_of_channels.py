@@ -26,7 +26,7 @@ from cunorm.problem import (
     Problem,
 )
 
-__all__ = ["as_rows", "candidates", "pipeline_of_batch", "plan_with", "way_of"]
+__all__ = ["as_rows", "candidates", "pipeline", "plan_with", "way_of"]
 
 # Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
 _TOO_MANY = 2**31
@@ -42,13 +42,14 @@ def way_of(problem: ChannelProblem, device: Device) -> RowWay | None:
     return rows.way_of(as_row_problem, device)
 
 
-def pipeline_of_batch(problem: ChannelProblem, device: Device) -> tuple[float, RowPipeline] | None:
-    """The pipeline of rows for those of a batch norm, and its expected microseconds.
+def pipeline(problem: ChannelProblem, device: Device) -> tuple[float, RowPipeline] | None:
+    """The pipeline of rows that is to be compared with other ways, and its expected microseconds.
 
-    That are rows in segments, and such that move running statistics. None where they cannot be held so.
+    That is for batch norms, whose rows are in segments or move running statistics, and for groups of channels. None
+    where they cannot be held so.
     """
     as_row_problem = as_rows(problem)
-    if as_row_problem is None or not _is_of_a_batch(as_row_problem):
+    if as_row_problem is None or not (_is_of_a_batch(as_row_problem) or has_several_channels(as_row_problem)):
         return None
     way = row_pipeline.geometry(as_row_problem, device)
     return None if way is None else (row_pipeline.cost(way, as_row_problem, device), way)
