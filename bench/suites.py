@@ -342,6 +342,15 @@ def _group_norm() -> Iterator[Row]:
     yield from _channel_rows("group-norm", _TINY, ["float16"], TINY_SHAPES, activations=("", "silu"))
 
 
+# From the latent image, of 128^2, to that of 1024^2.
+DECODER = ((1, 512, 128, 128), (1, 512, 256, 256), (1, 256, 512, 512), (1, 128, 1024, 1024))
+
+
+def _decoder() -> Iterator[Row]:
+    """Group norms of the decoder that ends latent diffusion, without and with the SiLU that follows."""
+    yield from _channel_rows("decoder", DECODER, ["float16"], activations=("", "silu"), op="group_norm")
+
+
 def _batch_norm() -> Iterator[Row]:
     """Batch norms of ResNet-50 in training, early, in the middle and at the end; and tiny ones."""
     shapes = [(64, 256, 56, 56), (32, 64, 112, 112), (64, 2048, 7, 7)]
@@ -389,6 +398,7 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "gelu": _gelu,
     "instance-norm": _instance_norm,
     "group-norm": _group_norm,
+    "decoder": _decoder,
     "batch-norm": _batch_norm,
     "odd-planes": _odd_planes,
     "host": _host,

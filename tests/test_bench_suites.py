@@ -77,6 +77,13 @@ def test_suites_of_channel_norms() -> None:
     assert {(64, 256, 56, 56), (64, 2048, 7, 7)} <= {row.shape for row in rows["batch_norm"]}
 
 
+def test_the_decoder_has_long_groups() -> None:
+    rows = suite("decoder")
+    assert {(row.op, row.groups, row.shape[0]) for row in rows} == {("group_norm", 32, 1)}
+    assert {row.shape[1:] for row in rows} == {(512, 128, 128), (512, 256, 256), (256, 512, 512), (128, 1024, 1024)}
+    assert {row.activation for row in rows} == {"", "silu"} and {row.layout for row in rows} == set(LAYOUTS)
+
+
 def test_only_chooses_layouts_and_activations() -> None:
     chosen = suite("group-norm", "8x320x64x64 N...C silu backward")
     assert [row.label for row in chosen] == ["group_norm 8x320x64x64 float16 backward (N...C, silu)"]

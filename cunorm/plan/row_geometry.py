@@ -12,12 +12,12 @@ from typing import Any
 
 from cunorm.plan import channel_row_geometry, channel_row_peeled, channel_row_single
 from cunorm.plan.device import Device
-from cunorm.plan.row_activated import activated_row_backward
+from cunorm.plan.row_activated import activated_row_backward, activated_row_forward
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
 from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
-from cunorm.plan.row_plain import plain_row_backward
+from cunorm.plan.row_plain import plain_float32_backward, plain_row_backward
 from cunorm.plan.row_run import row_a_thread
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_shifted import shifted_row_backward
@@ -75,6 +75,9 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
     in_turns = row_in_turns(problem, device, width)
     if in_turns is not None:
         return in_turns
+    activated = activated_row_forward(problem, device, width)
+    if activated is not None:
+        return activated
     vectors_per_row = problem.columns // width
     if problem.rows <= 2 * device.multiprocessors:
         geometry = _few_rows(problem, device, width)
@@ -283,7 +286,7 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
-    for better in (activated_row_backward, shifted_row_backward, plain_row_backward):
+    for better in (activated_row_backward, shifted_row_backward, plain_row_backward, plain_float32_backward):
         geometry = better(problem, device, width)
         if geometry is not None:
             return geometry
