@@ -94,9 +94,10 @@ _BACKWARD_BARE = (_Block(256, 1, 0), _Block(256, 2, 0))
 # Of more blocks to a row than an H200 has with two, ptxas would spill what a lane collects of them; where threads know
 # the segments of their vectors, of fewer, and where these begin anywhere.
 _MOST_BLOCKS, _MOST_BLOCKS_OF_SEGMENTED, _MOST_BLOCKS_OF_PEELED = 9 * 32, 7 * 32, 6 * 32
-# Nor of groups, backward without an activation, where the turns become too short to merge so many parts: 32 groups of 4
-# MB take 1.27 to 1.36 by 256 and 264 blocks, 1.08 to 1.11 by half as many.
-_MOST_BLOCKS_OF_GROUPS = 7 * 32
+# Nor of groups, backward: without an activation turns become too short to merge so many parts (32 groups of 4 MB take
+# 1.27 to 1.36 by 256 and 264 blocks, 1.08 to 1.11 by half as many); and with one ptxas would spill, for relu and before
+# sm_90.
+_MOST_BLOCKS_OF_GROUPS, _MOST_BLOCKS_OF_GROUPS_BEFORE_HOPPER = 7 * 32, 5 * 32
 
 # ---- The time of ways where threads keep nothing, in microseconds, fitted to 764 of 31 instance and batch norms. Those
 # that come out first take 1.6 % more than the best on average, backward 1.1 %, and at most 6 %.
@@ -304,7 +305,7 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
         if -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
-        for block in _blocks(problem, together):
+        for block in _blocks(problem, device, together):
             if together * block.share < channels:
                 continue
             way = RowPipeline(width, 1, together * block.share, groups, 1, 1, block.threads, block.share, peeled)
@@ -323,14 +324,16 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
                 yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
 
 
-def _blocks(problem: Problem, multiprocessors: int) -> Iterator[_Block]:
+def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[_Block]:
     """Those that may share rows, each row between so many multiprocessors."""
     forward = isinstance(problem, ForwardProblem)
     if _keeps_nothing(problem):
         most = _MOST_BLOCKS if len(problem.column_sizes) == 1 else _MOST_BLOCKS_OF_SEGMENTED
         most = _MOST_BLOCKS_OF_PEELED if _are_peeled(problem) else most
-        if has_several_channels(problem) and not forward and problem.norm.activation is None:
-            most = _MOST_BLOCKS_OF_GROUPS
+        if has_several_channels(problem) and not forward:
+            light = problem.norm.activation in (None, "relu")
+            most = _MOST_BLOCKS_OF_GROUPS if light else most
+            most = most if device.capability >= 90 else min(most, _MOST_BLOCKS_OF_GROUPS_BEFORE_HOPPER)
         for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
