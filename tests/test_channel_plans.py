@@ -207,10 +207,40 @@ def test_long_rows_that_leave_multiprocessors_idle_are_shared() -> None:
 @pytest.mark.parametrize(
     ("shape", "activation", "expected"),
     [
+        ((2, 512, 64**2), "silu", (16, 128, 4)),
+        ((8, 256, 64**2), "relu", (8, 128, 4)),
+        ((1, 512, 64**2), None, (16, 128, 4)),
+        ((2, 512, 96**2), "silu", (16, 256, 5)),
+        ((2, 256, 128**2), "gelu", (16, 256, 4)),  # two blocks a channel
+        # Other activations; more rows without one; rows of which many threads would lack a vector; short and long ones.
+        ((2, 256, 128**2), "silu", None),
+        ((4, 512, 64**2), None, None),
+        ((6, 512, 72**2), "silu", None),
+        ((2, 512, 48**2), "silu", None),
+        ((2, 512, 128**2), "gelu", None),
+        ((2, 320, 64**2), "silu", None),
+    ],
+)
+def test_blocks_have_a_channel_each(
+    shape: tuple[int, int, int], activation: str | None, expected: tuple[int, int, int] | None
+) -> None:
+    _, problem = plain_channel_norm(shape, "float16", shape[1] // 32, activation=activation)
+    launch = plan(problem, Device()).launches[0]
+    constants = dict(launch.constants)
+    found = (launch.cluster, launch.block[0], constants.get("VECTORS"))
+    assert (found == expected) == (expected is not None)
+    if expected is not None:
+        assert (constants["STAGE"], constants["WEIGHTS"], constants["WEIGHTS_OF"]) == ("ahead", "late", "part")
+        assert dict(plan(problem, H100).launches[0].constants).get("WEIGHTS_OF") != "part", "there none was timed"
+    else:
+        assert constants.get("WEIGHTS_OF") != "part"
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "expected"),
+    [
         ((8, 1280, 16**2), None, [(1, 256, "ahead"), (1, 256, "ahead")]),
         ((8, 320, 64**2), "silu", [(4, 128, "ahead"), (2, 512, "ahead")]),
-        ((8, 512, 64**2), "silu", [(8, 128, "ahead"), (8, 256, "ahead")]),
-        ((2, 512, 64**2), "silu", [(8, 128, "ahead"), (8, 256, "ahead")]),
         ((16, 512, 32**2), None, [(1, 256, "ahead"), (1, 512, "ahead")]),
         ((16, 512, 32**2), "silu", [(1, 256, "ahead"), (2, 256, "ahead")]),
         ((4, 640, 32**2), "silu", [(1, 256, "ahead"), (1, 512, "direct")]),

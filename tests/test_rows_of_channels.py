@@ -442,6 +442,14 @@ def test_gradients_of_an_activation_that_are_kept(vectors: int) -> None:
         check_backward(norm, laid_out(RowBlock(8, vectors, 64)))
 
 
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize(("together", "points", "vectors"), [(8, 512, 1), (8, 1000, 2), (4, 1024, 1)])
+def test_blocks_of_a_channel(together: int, points: int, vectors: int, activation: str | None) -> None:
+    """Eight blocks share a row of eight channels, or of four."""
+    geometry = RowBlock(8, vectors, 64, 1, 8, "ahead", blocks_per_multiprocessor=1)
+    check_backward(norm_of(3, 2 * together, together, points, "float16", activation), laid_out(geometry))
+
+
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [

@@ -9,6 +9,7 @@ from cunorm.plan import channel_grid, channel_pipeline, channel_slab, rows_of_ch
 from cunorm.plan.channel_cost import cost
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
+from cunorm.plan.channel_row_geometry import has_blocks_of_a_channel
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import direction
@@ -151,6 +152,8 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     sixteen_bits, activated = problem.itemsize == 2, problem.activation is not None
     awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
     if rows.stage == "direct" or (forward and awkward):
+        return False
+    if sixteen_bits and not forward and has_blocks_of_a_channel(rows, problem.channels_per_set, problem.points):
         return False
     if nbytes >= _LEAST_BYTES_OF_FASTER_ROWS:
         return forward and (sixteen_bits or nbytes == _LEAST_BYTES_OF_FASTER_ROWS)
