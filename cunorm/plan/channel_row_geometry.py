@@ -230,7 +230,7 @@ def _blocks_of_a_channel(problem: BackwardProblem, device: Device, width: int) -
 
     Where memory is fast, under silu as other rows and slabs in brackets: 32 rows of 16 channels of 64^2 float16 numbers
     take 1.27 (1.49), 64 of 96^2 1.32 (1.58), 256 of 64^2 1.22 (1.32), 256 of 8 channels of 64^2 1.21 (1.34). Without an
-    activation 32 of 16 channels 1.20 (1.36), but 256 1.17 (1.12). Under the exact gelu 33 problems take 0.85 of the
+    activation 32 of 16 channels 1.20 (1.36), but 256 1.17 (1.12). Under the exact gelu 25 problems take 0.86 of the
     time, at most 1.00; else by two blocks a channel 0.94 to 1.07, and by 256 threads of which many lack a vector up to
     1.25 where rows are many.
     """
