@@ -148,10 +148,11 @@ def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
 
 def with_registers(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock:
     """Without blocks that would leave each other too few registers."""
+    vectors = geometry.vectors + geometry.peeled  # edges take as much as another one: else 8 to 600 bytes would spill
     for share in range(geometry.blocks_per_multiprocessor, 0, -1):
         geometry = replace(geometry, blocks_per_multiprocessor=share)
         threads = geometry.threads * geometry.compiled_for(problem)
-        if fits_registers(problem, device, geometry.width, geometry.vectors, threads):
+        if fits_registers(problem, device, geometry.width, vectors, threads, geometry.peeled):
             break
     return geometry
 

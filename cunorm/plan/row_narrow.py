@@ -11,7 +11,7 @@ from dataclasses import replace
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_peeled_backward
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident
+from cunorm.plan.row_fit import fits, fits_early, fits_registers, resident, with_registers
 from cunorm.plan.row_half import row_of_half_vectors
 from cunorm.plan.row_memory import has_several_channels, lie_alike
 from cunorm.plan.row_peeled import peeled_directly
@@ -93,6 +93,10 @@ def _peeled_alike(problem: Problem, device: Device, width: int) -> RowBlock | No
         shared = shared_row(problem, device, width, peeled=True)
         return shared or _read_directly(problem, device, width, threads, vectors)
     geometry = replace(geometry, blocks_per_multiprocessor=share)
+    if not forward and device.capability != 90:  # for which the shares were measured, and next to nothing spills
+        geometry = with_registers(geometry, problem, device)
+        if geometry.weights == "early" and not fits_early(geometry, problem, device):
+            geometry = replace(geometry, weights="staged")
     early = replace(geometry, weights="early")
     # 4097 columns of bfloat16 take 1.13 so, staged 1.13, with a residual 1.10 and 1.13, RMS norm 1.11 and 1.12.
     better = not forward and width == 8 and (threads, vectors) == (128, 4) and problem.parameters
