@@ -135,6 +135,8 @@ def test_groups_are_shared_by_all_blocks_where_clusters_take_longer() -> None:
     ):
         groups = [make(2, 32 * channels, channels, 2**14, "float16", activation) for channels in (10, 20, 32)]
         assert [plan(problem, H200).strategy for problem in groups] == ways
+    few = [plain_channel_forward(1, 8 * channels, channels, 2**16, "float16") for channels in (6, 8, 16)]
+    assert [plan(problem, H200).strategy for problem in few] == ["row_cluster", "row_pipeline", "row_pipeline"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -45,6 +45,9 @@ _MOST_BYTES_BY_CHANNEL = 1 << 20
 # 1.36 and none of this was timed, longer ones.
 _LEAST_BYTES_OF_GROUPS, _LEAST_BYTES_OF_GROUPS_BACKWARD = 600 << 10, {False: 800 << 10, True: 600 << 10}
 _LEAST_BYTES_OF_GROUPS_BY_SLOWER_MEMORY = (1 << 20) + 1
+# Few groups, from these on: 8 and 16 of 2 MB of float16 take 1.27 and 1.15, otherwise 1.57 and 1.46, 16 of 1 MB 1.28
+# and 1.28, backward 1.38 and 1.60.
+_LEAST_BYTES_OF_FEW_GROUPS = 1 << 20
 # Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
 # and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36 and
 # 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and 1.64.
@@ -207,12 +210,14 @@ def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bo
         wide = isinstance(problem, ForwardProblem) and problem.itemsize > 2
         most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
         return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
+    few = problem.rows < _LEAST_ROWS_WITH_CLUSTERS
+    if has_several_channels(problem):
+        least = _LEAST_BYTES_OF_FEW_GROUPS if few else 0
+        return row_bytes >= least and not is_short_group(problem, device)
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
     as_long_will_do = isinstance(problem, BackwardProblem) and device.has_fast_memory
     long = row_bytes >= most if as_long_will_do else row_bytes > most
-    if has_several_channels(problem):
-        long = not is_short_group(problem, device)
-    return long and problem.rows >= _LEAST_ROWS_WITH_CLUSTERS
+    return long and not few
 
 
 def is_short_group(problem: Problem, device: Device) -> bool:
