@@ -24,9 +24,9 @@ struct RowParts {
   int blocks;         // that have parts of a channel
   float of_blocks;    // one over these
 
-  // The channel that a block's part lies in, of those of the row. A division would take the warp that merges what blocks
-  // tell longer than a turn. Of so few blocks a product with a float is as good: it is half of one over `blocks` away
-  // from a whole number, at least.
+  // The channel that a block's part lies in, of those of the row. A division would take the warp that merges what
+  // blocks tell longer than a turn. Of so few blocks a product with a float is as good: it is half of one over `blocks`
+  // away from a whole number, at least.
   __device__ __forceinline__ int channel_of(int rank) const {
     return SEVERAL_CHANNELS ? static_cast<int>((static_cast<float>(rank) + 0.5f) * of_blocks) : 0;
   }

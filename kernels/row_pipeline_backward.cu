@@ -8,9 +8,9 @@
 // of them is in row_pipeline.cuh. A thread keeps the sums of its columns in registers, so that dweight and dbias cost
 // one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
 //
-// Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and group norm, a
-// row being several: each row leaves the sums of its channels, which column_sums adds over samples. Of batch norm a row
-// is a channel of all samples.
+// Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and group norm,
+// a row being several: each row leaves the sums of its channels, which column_sums adds over samples. Of batch norm a
+// row is a channel of all samples.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "grid_words.cuh"
