@@ -13,7 +13,7 @@ from cunorm.plan import Device, plan, row_pipeline
 from cunorm.plan.row_memory import has_several_channels
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows
-from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem, Vector
+from cunorm.problem import DTYPES, BackwardProblem, ChannelForward, ForwardProblem, Matrix, Problem, Vector
 
 H200, A100, RTX, RTX_6000 = (GPUS[arch] for arch in ("sm_90", "sm_80", "sm_89", "sm_120"))
 H100 = replace(H200, memory_rate=21.8e3)
@@ -137,6 +137,10 @@ def test_groups_are_shared_by_all_blocks_where_clusters_take_longer() -> None:
         assert [plan(problem, H200).strategy for problem in groups] == ways
     few = [plain_channel_forward(1, 8 * channels, channels, 2**16, "float16") for channels in (6, 8, 16)]
     assert [plan(problem, H200).strategy for problem in few] == ["row_cluster", "row_pipeline", "row_pipeline"]
+    for plain in (plain_channel_forward(2, 320, 10, 64**2, "float16"), plain_channel_backward(2, 320, 10, 64**2)):
+        bare = replace(plain, weight=None, bias=None)
+        bare = bare if isinstance(bare, ChannelForward) else replace(bare, dweight=None, dbias=None)
+        assert plan(bare, H200).strategy == "row_cluster", "nor are short ones without weights"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

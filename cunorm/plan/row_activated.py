@@ -94,9 +94,10 @@ def activated_row_forward(problem: ForwardProblem, device: Device, width: int) -
     geometry = RowBlock(width, vectors, threads, _MOST_LANES // threads, weights="staged")
     if problem.norm.activation != "gelu":
         # With 64 registers 6 and 7 vectors of which some are beyond the row would spill.
-        full = vectors >= 6 and idle > 0
-        crowd = replace(geometry, min_blocks=blocks_with(geometry, 80)) if full else crowded(geometry, problem, device)
-        return that_fits(crowd, problem, device)
+        geometry = crowded(geometry, problem, device)
+        if vectors >= 6 and idle > 0:
+            geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
+        return that_fits(geometry, problem, device)
     if vectors >= 6:
         return that_fits(replace(geometry, stage="ahead", blocks_per_multiprocessor=4), problem, device)
     return that_fits(geometry, problem, device) if vectors == 3 and for_all <= _MANY_OF_GELU else None
@@ -149,8 +150,7 @@ def _of_gelu(problem: BackwardProblem, device: Device, width: int) -> RowBlock |
         return None
     if not problem.norm.centered and vectors_per_row < 5 * threads:
         return None
-    rows, share = 128 // threads, 2
-    geometry = RowBlock(width, 5, threads, rows, 1, "ahead", weights="staged", blocks_per_multiprocessor=share)
+    geometry = RowBlock(width, 5, threads, 128 // threads, stage="ahead", weights="staged", blocks_per_multiprocessor=2)
     return that_fits(geometry, problem, device)
 
 

@@ -211,7 +211,7 @@ def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bo
         most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
         return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     few = problem.rows < _LEAST_ROWS_WITH_CLUSTERS
-    if has_several_channels(problem):
+    if _are_groups(problem):
         least = _LEAST_BYTES_OF_FEW_GROUPS if few else 0
         return row_bytes >= least and not is_short_group(problem, device)
     most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
@@ -222,7 +222,7 @@ def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bo
 
 def is_short_group(problem: Problem, device: Device) -> bool:
     """Whether rows are groups of channels that slabs, or clusters, may be faster for."""
-    if not has_several_channels(_less_channels(problem)):
+    if not _are_groups(problem):
         return False
     least = _LEAST_BYTES_OF_GROUPS
     if isinstance(problem, BackwardProblem):
@@ -257,7 +257,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
-    if peeled and has_several_channels(problem):
+    if peeled and _are_groups(problem):
         return None
 
     if _keeps_nothing(problem):
@@ -276,6 +276,11 @@ def _less_channels(problem: Problem) -> Problem:
     return replace(problem, channels=None) if problem.is_bare else problem
 
 
+def _are_groups(problem: Problem) -> bool:
+    """Whether rows have several channels, of which something is: without that they are like rows of one."""
+    return has_several_channels(problem) and not problem.is_bare
+
+
 def _channels_per_row(problem: Problem) -> int:
     return problem.channels.channels_per_row if problem.channels is not None else 1
 
@@ -283,7 +288,7 @@ def _channels_per_row(problem: Problem) -> int:
 def _are_peeled(problem: Problem) -> bool:
     """Whether rows, or their segments, or channels, do not all begin at multiples of 16 bytes."""
     width = vector_width(problem)
-    if problem.channels is not None and has_several_channels(problem):
+    if problem.channels is not None and _are_groups(problem):
         width = math.gcd(width, problem.channels.positions)
     return width * problem.itemsize < 16
 
@@ -335,7 +340,7 @@ def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[
     if _keeps_nothing(problem):
         most = _MOST_BLOCKS if len(problem.column_sizes) == 1 else _MOST_BLOCKS_OF_SEGMENTED
         most = _MOST_BLOCKS_OF_PEELED if _are_peeled(problem) else most
-        if has_several_channels(problem) and not forward:
+        if _are_groups(problem) and not forward:
             light = problem.norm.activation in (None, "relu")
             most = _MOST_BLOCKS_OF_GROUPS if light else most
             most = most if device.capability >= 90 else min(most, _MOST_BLOCKS_OF_GROUPS_BEFORE_HOPPER)
@@ -365,7 +370,7 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     if way.peeled:
         turns *= 1 + _CUT_VECTORS[problem.itemsize][0 if forward else 1] * way.width / segment
         turns *= _CROWDED if problem.itemsize == 2 and not forward and way.blocks_per_multiprocessor == 2 else 1
-    if has_several_channels(problem) and problem.norm.activation is not None:
+    if _are_groups(problem) and problem.norm.activation is not None:
         turns *= _ACTIVATED[problem.itemsize][0 if forward else 1]
     before = _BEFORE[way.peeled][0 if forward else 1]
     return before + (0.97 if forward else 0.93) * turns

@@ -23,6 +23,8 @@ _LEAST_COLUMNS = 64
 _LEAST_OF_ALL = 128
 # Vectors of a row, up to where 16 threads have seven each, which take turns where rows are neither few nor many.
 _LEAST_IN_TURNS, _MOST_SHORT = 16, 112
+# Vectors for each thread of the GPU from where on rows are many: of those that were timed 8 are not, and 31 are.
+_MANY = 17
 
 
 def transposed_row(problem: ForwardProblem, device: Device) -> RowBlock | None:
@@ -88,7 +90,7 @@ def _are_few(vectors_per_row: int, of_all_threads: float) -> bool:
 
 
 def _are_many(vectors_per_row: int, of_all_threads: float) -> bool:
-    return of_all_threads >= min(20, vectors_per_row / 4)
+    return of_all_threads >= min(_MANY, vectors_per_row / 4)
 
 
 def _is_better_in_turns(problem: ForwardProblem, vectors_per_row: int, of_all_threads: float) -> bool:
@@ -110,10 +112,10 @@ def _is_better(problem: ForwardProblem, vectors_per_row: int, of_all_threads: fl
         long = vectors_per_row > 128
         return vectors_per_row <= (256 if activation == "silu" else 192) and not (long and of_all_threads < 0.25)
     if wide and vectors_per_row >= _MOST_SHORT:
-        few, many = 0.25 <= of_all_threads <= 2, of_all_threads >= (20 if vectors_per_row <= 128 else 10)
+        few, many = 0.25 <= of_all_threads <= 2, of_all_threads >= (_MANY if vectors_per_row <= 128 else 10)
         return vectors_per_row <= 256 and (few or many)
     if vectors_per_row < _MOST_SHORT:
         return _are_few(vectors_per_row, of_all_threads) or _are_many(vectors_per_row, of_all_threads)
     if vectors_per_row <= 128:
         return 0.5 < of_all_threads <= 2
-    return vectors_per_row <= 224 and (of_all_threads <= 1 or of_all_threads >= 20)
+    return vectors_per_row <= 224 and (of_all_threads <= 1 or of_all_threads >= _MANY)
