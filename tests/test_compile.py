@@ -197,9 +197,10 @@ def before(instruction: str, ptx: list[str]) -> list[str]:
 
 
 def reads_memory(line: str) -> bool:
-    """Whether an instruction is a copy or a load, of what nobody writes meanwhile."""
+    """Whether an instruction is a copy, a load, or a hint of one, of what nobody writes meanwhile."""
     copy, load = r"cp\.async\.c[ag]\.shared\.global", r"ld\.global(?:\.L2::cache_hint)?(?:\.[vbfus]\d+)+"
-    return bool(re.match(rf"(?:@!?%\w+\s+)?(?:{copy}|{load})\s", line))
+    hint = r"prefetch\.global\.L2::evict_last"
+    return bool(re.match(rf"(?:@!?%\w+\s+)?(?:{copy}|{load}|{hint})\s", line))
 
 
 def touches_memory(line: str) -> bool:
