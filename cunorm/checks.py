@@ -58,9 +58,9 @@ _DATA_FORMATS: dict[str, tuple[int | None, bool]] = {
 def no_tensor(name: str, given: Any, framework: str, must: str) -> TypeError:
     """What to raise for an argument that is no tensor of x's framework, by example "JAX": it must be "a JAX array".
 
-    The name is "x" where x itself is none.
+    The name is "x" where x itself is none, and a layer's "input".
     """
-    beside = "" if name == "x" else f"beside a {framework} x "
+    beside = "" if name in ("x", "input") else f"beside a {framework} x "
     kind = f"a NumPy scalar, {kind_of(given)}" if isinstance(given, np.generic) else kind_of(given)
     message = f"{name} is {kind}; {beside}it must be {must}{value_of_keras(type(given))}"
     sizes = given if name == "weight" and isinstance(given, (tuple, list)) else ()

@@ -269,16 +269,24 @@ def test_replaced_layers_are_traced_as_they_were() -> None:
     assert "cunorm::" not in str(traced.inlined_graph)
 
 
-def test_symbolic_traces() -> None:
-    model, x = nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8), nn.GELU(), nn.GroupNorm(2, 8)), torch.randn(3, 8)
-    for compiled in (False, True):
-        report = replace_norms(model, compiled=compiled)
-        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-        report.undo()
-    for layer in (nn.BatchNorm1d(8), nn.InstanceNorm1d(8)):
-        replace_norms(layer)
-        with pytest.raises(torch.fx.proxy.TraceError):
-            torch.fx.symbolic_trace(layer)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_leaves_of_symbolic_traces_stay_leaves(compiled: bool) -> None:
+    layers = nn.LayerNorm(8), nn.RMSNorm(8), nn.GELU(), nn.BatchNorm1d(8), nn.InstanceNorm1d(8), nn.GroupNorm(2, 8)
+    model, x = nn.Sequential(*layers), torch.randn(3, 8, 8)
+    replace_norms(model, compiled=compiled)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == list("012345")
+    assert [type(layer) for layer in traced.children()] == [type(layer) for layer in model]
+    assert torch.equal(traced(x), model(x))
+
+
+def test_others_are_looked_into_by_symbolic_traces() -> None:
+    model, x = nn.Sequential(LlamaRMSNorm(8)), torch.randn(3, 8)
+    expected = model(x)
+    replace_norms(model)
+    traced = torch.fx.symbolic_trace(model)
+    assert not any(node.op == "call_module" for node in traced.graph.nodes)
+    torch.testing.assert_close(traced(x), expected)
 
 
 def test_what_cannot_be_tried_is_left() -> None:

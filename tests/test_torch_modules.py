@@ -107,6 +107,25 @@ def test_results_gradients_and_buffers_are_those_of_torch_nn(layer: Made, dtype:
 
 
 @made
+def test_symbolic_traces_have_layers_for_leaves_as_torch_nn_s(layer: Made) -> None:
+    _, ours = build(layer)
+    model = nn.Sequential(ours, nn.Identity())
+    (x,) = inputs(layer, torch.float32, "cpu", 1)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    assert traced.get_submodule("0") is ours
+    torch.testing.assert_close(copy.deepcopy(traced)(x), copy.deepcopy(model)(x))
+
+
+@made
+@pytest.mark.parametrize("given", [None, [1.0, 2.0], np.ones(3, np.float32)], ids=["None", "list", "array"])
+def test_what_is_no_tensor_is_refused(layer: Made, given: Any) -> None:
+    _, ours = build(layer)
+    with pytest.raises(TypeError, match=r"^input is an? .*; it must be a PyTorch tensor$"):
+        ours(given)
+
+
+@made
 def test_the_state_is_that_of_torch_nn(layer: Made) -> None:
     theirs, ours = build(layer)
     assert isinstance(ours, getattr(nn, layer[0]))

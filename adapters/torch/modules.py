@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 import cunorm
-from cunorm.checks import check_activation
+from cunorm.checks import check_activation, no_tensor
 
 __all__ = [
     "GELU",
@@ -84,6 +84,18 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     return _contiguous(tensor_of(module, name))
 
 
+def without_tensor(module: nn.Module, given: Any) -> Any:
+    """What a layer makes of an input that is no tensor: a leaf of the graph that torch.fx traces, as torch.nn's are."""
+    if not is_traced_leaf(module, given):
+        raise no_tensor("input", given, "PyTorch", "a PyTorch tensor")
+    return given.tracer.create_proxy("call_module", given.tracer.path_of_module(module), (given,), {})
+
+
+def is_traced_leaf(module: nn.Module, given: Any) -> bool:
+    """Whether a layer is called by torch.fx, which traces a model that the layer is in."""
+    return isinstance(given, fx.Proxy) and module is not given.tracer.root
+
+
 def _contiguous(tensor: Any) -> Any:
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
@@ -126,6 +138,8 @@ class LayerNorm(_Activated, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return without_tensor(self, input)
         axis = _axis(input, self.normalized_shape)
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         y: Tensor = cunorm.layer_norm(input, weight, bias, axis=axis, eps=self.eps, activation=self.activation)
@@ -149,6 +163,8 @@ class RMSNorm(_Activated, nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            return without_tensor(self, x)
         eps = self.eps
         if eps is None:
             eps = _DOUBLE_EPS if x.dtype is torch.float64 else _SINGLE_EPS
@@ -181,6 +197,8 @@ class GroupNorm(_Activated, nn.GroupNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return without_tensor(self, input)
         if input.numel() == self.num_groups:
             must = "it must have more than one value a group"
             raise ValueError(f"the input has shape {tuple(input.shape)} and num_groups is {self.num_groups}; {must}")
@@ -193,6 +211,8 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
     # torch.nn's calls a method of self for the rest, which must stay torch.nn's: `replace_norms` calls a layer's own
     # forward too, where self is ours.
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return without_tensor(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dimensions: int = self._get_no_batch_dim()  # type: ignore[no-untyped-call]
         channels = input.shape[-dimensions]
@@ -272,6 +292,8 @@ class InstanceNorm3d(_InstanceNormForward, nn.InstanceNorm3d):
 
 class _BatchNormForward(_Activated, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return without_tensor(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         training, tracks, eps, activation = self.training, self.track_running_stats, self.eps, self.activation
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
@@ -387,4 +409,6 @@ class GELU(nn.GELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return without_tensor(self, input)
         return gelu(input, self.approximate)

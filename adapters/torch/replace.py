@@ -412,8 +412,10 @@ def _derived(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
 def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -> Any:
     """Our forward; but the layer's own for what our functions would refuse, and unless ``compiled`` in what is traced.
 
-    They refuse tensors that are not just memory, and those of other dtypes and devices.
+    They refuse tensors that are not just memory, and those of other dtypes and devices. A layer of torch.nn, which is a
+    leaf of the graphs of torch.fx, stays one.
     """
+    is_leaf = original.__module__.startswith("torch.nn.")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
@@ -427,6 +429,8 @@ def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
                 and not x.is_nested
                 and (x.is_cuda or x.is_cpu or x.is_meta)
             )
+            if not is_ours and is_leaf and modules.is_traced_leaf(self, x):
+                return modules.without_tensor(self, x)
         return (ours if is_ours else original).forward(self, *args, **kwargs)
 
     return forward
