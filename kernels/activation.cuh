@@ -151,8 +151,8 @@ __device__ __forceinline__ void activate_all(Compute (&z)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) activate_next(z, i);
 }
 
+// Of all but relu, which activation_gradient knows by itself.
 __device__ __forceinline__ Compute activation_derivative(Compute z) {
-  if constexpr (activation == Activation::relu) return z <= 0 ? 0 : 1;
   if constexpr (activation == Activation::silu && sizeof(X_TYPE) == 2) {
     // s + z * s * (1 - s), as two multiply-adds.
     const Compute s = sigmoid(z);
@@ -168,4 +168,10 @@ __device__ __forceinline__ Compute activation_derivative(Compute z) {
     return z < 0 ? below : 1 - below;
   }
   return 1;
+}
+
+// The gradient of z, of which the activation was taken: where relu is flat that is 0, also of a dy that is infinite.
+__device__ __forceinline__ Compute activation_gradient(Compute dy, Compute z) {
+  if constexpr (activation == Activation::relu) return z <= 0 ? 0 : dy;
+  return dy * activation_derivative(z);
 }

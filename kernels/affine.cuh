@@ -98,7 +98,7 @@ __device__ __forceinline__ Gradient gradient_of(Compute x, Compute dy, Compute m
                                                 Compute bias) {
   if constexpr (activation == Activation::none) return gradient_with(x, dy, mean, rstd, weight);
   const Compute xhat = gradient_with(x, 0, mean, rstd, weight).xhat;
-  const Compute dz = dy * activation_derivative(scale_and_shift(xhat, weight, bias));
+  const Compute dz = activation_gradient(dy, scale_and_shift(xhat, weight, bias));
   return gradient_with(x, dz, mean, rstd, weight);
 }
 
@@ -129,5 +129,5 @@ __device__ __forceinline__ Compute slope_of(Compute weight, Compute rstd) {
 // Of z without the bias.
 __device__ __forceinline__ Compute dz_of(Compute dy, Compute z, Compute bias) {
   if constexpr (activation == Activation::none) return dy;
-  return dy * activation_derivative(HAS_BIAS ? z + bias : z);
+  return activation_gradient(dy, HAS_BIAS ? z + bias : z);
 }

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_back
       widen_all(dy_values[i], gradient);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
-        gradient[j] *= activation_derivative(HAS_BIAS ? z[j] + bias[j] : z[j]);
+        gradient[j] = activation_gradient(gradient[j], HAS_BIAS ? z[j] + bias[j] : z[j]);
         if constexpr (WANTS_DBIAS) dbias[j] += counts[i] > 0 ? gradient[j] : 0;
       }
       if constexpr (WANTS_DX) {

@@ -192,6 +192,7 @@ static_assert(!TRANSPOSES || (FORWARD && PEELED && ::stage == Stage::direct && B
 static_assert(!HAS_CHANNELS || weights_come == Weights::late || weights_come == Weights::staged,
               "a channel has one weight, not one for each column");
 constexpr bool STAGES_CHANNELS = HAS_CHANNELS && weights_come == Weights::staged;
+static_assert(!STAGES_CHANNELS || !FORWARD || CENTERED, "forward they are put before the barrier of the mean");
 static_assert(!STAGES_CHANNELS || (weights_of != WeightsOf::part && THREADS_PER_ROW > 32));
 constexpr int STAGED_CHANNEL_ELEMENTS = STAGES_CHANNELS ? 2 * BLOCK_THREADS * STAGED_NUMBERS : 0;
 

@@ -94,6 +94,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_
   __shared__ int class_of_share;
   const Share first_share = first_share_of(arguments.rows);
   if (CLASSES > 1 && thread_in_block() == 0) class_of_share = first_share.of_class;
+  if (CLASSES > 1 && !WANTS_DX) __syncthreads();  // else there is one in the first row
   const long long step = first_share.step();
   long long first_row = 0;
   // Where rows are PEELED, all of a share begin in the same way. To keep how would take registers.

@@ -453,6 +453,20 @@ def check(runner: Any, case: Case, dy: Array | None = None, dresidual_out: Array
         assert array is None or array.tobytes() == before[name].tobytes(), f"{name} was modified"
 
 
+def assert_relu_stops_gradients(runner: Any, case: Any) -> None:
+    """Where relu is flat, dy is not looked at: what is infinite or NaN there comes into no gradient, as in PyTorch."""
+    results, z = runner.forward(case), case.expected().z
+    flat = z < -0.01
+    assert flat.any() and not flat.all()
+    dy = data(17, case.x.shape, case.x.dtype.name, shift=0.1)
+    dy[flat] = 0
+    without = runner.backward(case.backward(results, dy))
+    dy[flat] = np.resize(np.array([np.inf, -np.inf, np.nan]), int(flat.sum())).astype(dy.dtype)
+    for gradient, expected in zip(runner.backward(case.backward(results, dy)), without):
+        np.testing.assert_array_equal(gradient, expected)
+        assert np.isfinite(float64(gradient)).all()
+
+
 def assert_any_order_gives_the_same(case: Case, dy: Array, dresidual_out: Array | None = None) -> None:
     """Bit for bit, on the emulator: a missing barrier would show as a difference between orders of running threads."""
     every = []

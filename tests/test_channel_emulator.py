@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import OLD_DEVICE, SMALL_DEVICE, Array, data, float64, poisoned, relative_error, view_of
+from cases import (
+    OLD_DEVICE,
+    SMALL_DEVICE,
+    Array,
+    assert_relu_stops_gradients,
+    data,
+    float64,
+    poisoned,
+    relative_error,
+    view_of,
+)
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, check
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import plan_of
@@ -323,6 +333,27 @@ def every_result(runner: EmulatorRunner, case: Case, dy: Array) -> list[bytes | 
     results = runner.forward(case)
     arrays = (*results, *runner.backward(case.backward(results, dy)))
     return [None if array is None else array.tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("runner", [OWN, PASSES, slabs(2)], ids=["planned", "passes", "2 blocks"])
+@pytest.mark.parametrize(
+    "shape", [Shape("group_norm", (2, 8, 7, 8), "NCHW", 2), Shape("batch_norm", (3, 7, 7, 3), "NHWC")]
+)
+def test_relu_stops_gradients(shape: Shape, runner: EmulatorRunner) -> None:
+    assert_relu_stops_gradients(runner, shape.case("float16", activation="relu"))
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape("batch_norm", (3, 5, 8, 8), "NCHW"), Shape("batch_norm", (3, 7, 7, 3), "NHWC")]
+)
+def test_running_statistics_keep_all_their_digits(shape: Shape) -> None:
+    """Of more digits than what is computed with: nothing is taken of the batch, so nothing changes."""
+    case = shape.case("float32", running_dtype="float64", update={"momentum": 0.0})
+    assert case.running is not None
+    for runner in (OWN, PASSES):
+        results = runner.forward(case)
+        np.testing.assert_array_equal(results.running_mean, case.running.mean)
+        np.testing.assert_array_equal(results.running_var, case.running.var)
 
 
 def by_peeled_passes(problem: ChannelProblem, device: Device) -> Plan:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NORM_TOLERANCE, data, float64, relative_error
+from cases import NORM_TOLERANCE, assert_relu_stops_gradients, data, float64, relative_error
 from channel_cases import (
     LAYOUTS,
     NAMES,
@@ -132,6 +132,11 @@ def test_values_and_gradients(shape: Shape, dtype: str) -> None:
 @pytest.mark.parametrize("shape", SOME, ids=str)
 def test_activations(shape: Shape, activation: str, dtype: str) -> None:
     check(RUNNER, shape.case(dtype, activation=activation))
+
+
+@pytest.mark.parametrize("shape", SOME, ids=str)
+def test_relu_stops_gradients(shape: Shape) -> None:
+    assert_relu_stops_gradients(RUNNER, shape.case("float32", activation="relu"))
 
 
 @pytest.mark.parametrize("affine", ["none", "weight", "bias"])

@@ -18,6 +18,7 @@ from cases import (
     Case,
     NumpyRunner,
     assert_any_order_gives_the_same,
+    assert_relu_stops_gradients,
     check,
     columns_shape,
     data,
@@ -276,6 +277,15 @@ def test_derivatives_number_by_number(runner: Any, activation: str) -> None:
     z = case.expected().z[0]
     assert z.max() > 20
     np.testing.assert_allclose(dbias, activations.FUNCTIONS[activation].derivative(z), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"), [((17, 32), (-1,), "float16"), ((300, 70), (0,), "float64")], ids=str
+)
+def test_relu_stops_gradients(runner: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: str) -> None:
+    x, weight, bias, _, _ = tensors(shape, axis, dtype)
+    assert_relu_stops_gradients(runner, Case(x, weight, bias, axis, Norm(True, 0.0, "relu")))
 
 
 @pytest.mark.parametrize(("columns", "centered"), [(3000, True), (20000, False)])

@@ -38,6 +38,13 @@ class Activation(NamedTuple):
     value: Callable[[Array], Array]
     derivative: Callable[[Array], Array]
 
+    def turn_into_gradient(self, dy: Array, z: Array) -> None:
+        """Make dy, in place, the gradient of z. Where relu is flat that is 0, also of a dy that is infinite or NaN."""
+        if self.derivative is _relu_derivative:
+            dy[z <= 0] = 0
+        else:
+            dy *= self.derivative(z)
+
 
 def _relu(z: Array) -> Array:
     return np.asarray(np.maximum(z, 0))

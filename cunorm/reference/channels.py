@@ -226,7 +226,7 @@ def channel_norm_backward(
     dbias = result_array(want_dbias, dbias_out, x.shape[1:2], parameter_dtype)
 
     w_rows, b_rows = tiling.by_channel(weight), tiling.by_channel(bias)
-    slope = None if activation is None else activations.FUNCTIONS[activation].derivative
+    activated = None if activation is None else activations.FUNCTIONS[activation]
     x_rows, dy_rows, dx_rows = tiling.view(x), tiling.view(dy), None if dx is None else tiling.view(dx)
     dweight_sum, dbias_sum = np.zeros(tiling.channel_shape), np.zeros(tiling.channel_shape)
     xhat_scratch, dz_scratch, product_scratch = tiling.scratch(), tiling.scratch(), tiling.scratch()
@@ -238,14 +238,14 @@ def channel_norm_backward(
         xhat -= m
         xhat *= r
         dz = load_tile(dy_rows, row, column, dz_scratch)
-        if slope is not None:
+        if activated is not None:
             z = product_scratch[: xhat.size].reshape(xhat.shape)
             np.copyto(z, xhat)
             if w_rows is not None:
                 z *= load_tile(w_rows, row, column, parameter_scratch)
             if b_rows is not None:
                 z += load_tile(b_rows, row, column, parameter_scratch)
-            dz *= slope(z)
+            activated.turn_into_gradient(dz, z)
         return xhat, dz
 
     with np.errstate(all="ignore"):

@@ -96,7 +96,7 @@ def pointwise_backward(
     ([[0.5], [0.5]], [1.0])
     """
     tiling = Tiling(x, _last_axis(x))
-    slope, b = activations.FUNCTIONS[activation].derivative, flat(bias, tiling.compute)
+    activated, b = activations.FUNCTIONS[activation], flat(bias, tiling.compute)
     want_dx, want_dbias = output_mask
     dx = result_array(want_dx, dx_out, x.shape, x.dtype)
     dbias = None if bias is None else result_array(want_dbias, dbias_out, bias.shape, bias.dtype)
@@ -108,7 +108,7 @@ def pointwise_backward(
         for row in tiling.rows():
             for column in columns:
                 gradient = load_tile(dy_rows, row, column, dy_scratch)
-                gradient *= slope(_biased(x_rows, row, column, b, scratch))
+                activated.turn_into_gradient(gradient, _biased(x_rows, row, column, b, scratch))
                 if dbias is not None:
                     sums[column.span] += column_sums(gradient, ones)
                 if dx_rows is not None:

@@ -24,7 +24,6 @@ dz = dy * activation'(z) and g = dz * w::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -245,7 +244,7 @@ def row_norm_backward(
     dbias = result_array(want_dbias, dbias_out, tiling.column_shape, parameter_dtype)
 
     w, b = _scale(weight, norm, compute), flat(bias, compute)
-    slope = None if norm.activation is None else activations.FUNCTIONS[norm.activation].derivative
+    activation = None if norm.activation is None else activations.FUNCTIONS[norm.activation]
     x_rows, dy_rows, dx_rows = tiling.view(x), tiling.view(dy), None if dx is None else tiling.view(dx)
     added_rows = None if dresidual_out is None else tiling.view(dresidual_out)
     dweight_sum = np.zeros(tiling.column_count if want_dweight else 0)
@@ -260,8 +259,8 @@ def row_norm_backward(
             xhat -= m
         xhat *= r
         dz = load_tile(dy_rows, row, column, dz_scratch)
-        if slope is not None:
-            dz *= _slope(slope, xhat, column, w, b, product_scratch)
+        if activation is not None:
+            activation.turn_into_gradient(dz, _activated(xhat, column, w, b, product_scratch))
         return xhat, dz
 
     columns = list(tiling.columns())
@@ -319,19 +318,12 @@ def _scale(weight: Array | None, norm: Norm, compute: np.dtype[Any]) -> Array | 
     return w + compute.type(norm.weight_offset) if w is not None and norm.weight_offset else w
 
 
-def _slope(
-    derivative: Callable[[Array], Array],
-    xhat: Array,
-    column: Block,
-    w: Array | None,
-    b: Array | None,
-    scratch: Array,
-) -> Array:
-    """The derivative of the activation, at the numbers that it was applied to."""
+def _activated(xhat: Array, column: Block, w: Array | None, b: Array | None, scratch: Array) -> Array:
+    """The numbers that the activation was applied to."""
     z = scratch[: xhat.size].reshape(xhat.shape)
     np.copyto(z, xhat)
     if w is not None:
         z *= w[column.span]
     if b is not None:
         z += b[column.span]
-    return derivative(z)
+    return z
