@@ -36,16 +36,6 @@ __device__ __forceinline__ Compute scale_and_shift(Compute xhat, Compute weight,
   return xhat;
 }
 
-// What is normalized where there is a residual: the sum as it is rounded.
-template <int COUNT>
-__device__ __forceinline__ Vector<X_TYPE, COUNT> sum_of(const Vector<X_TYPE, COUNT>& x,
-                                                        const Vector<X_TYPE, COUNT>& residual) {
-  Compute sum[COUNT];
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) sum[i] = widen(x, i) + widen(residual, i);
-  return rounded<X_TYPE>(sum);
-}
-
 // Numbers of a row: normalized, scaled, shifted, activated and rounded.
 //
 // The mean comes as two numbers, mean + remainder: its rounding alone would show where a row lies far from zero.

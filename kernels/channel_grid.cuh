@@ -48,7 +48,7 @@ struct Intake {
   int vectors;  // in slots
   int free;     // slots that no slab needs
   Walk first;   // from the first vector on
-  Walk middle;  // from where the way goes down: the last that passes through again, or has a free slot
+  Walk middle;  // from where the way down begins: STREAMED, the last that is read again; else the last with a free slot
 
   __device__ __forceinline__ Intake(const Source (&of)[SOURCES], const long long (&point_sizes)[POINT_DIMS], Chunk part,
                                     int count)

@@ -123,10 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
         if (WANTS_DBIAS && i < TILE_CHANNELS) arguments.dbias[place] = own[i];
         if (WANTS_DWEIGHT && i >= TILE_CHANNELS) arguments.dweight[place] = own[i];
       }
-#pragma unroll
-      for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-        const int set = first + thread_in_block() / SET_LANES;
-        const bool there = set < TILE_SETS;
+      for_each_set_of_tile([&](int set, bool there, int lane) {
         double of_set[2] = {0, 0};
         for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
           const int channel = set * CHANNELS_PER_SET + i;
@@ -136,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
           of_set[1] += weight * own[TILE_CHANNELS + channel];
         }
         total_over<SET_LANES>(of_set, nullptr);
-        if (!there || lane > 0) continue;
+        if (!there || lane > 0) return;
         own_sets[set] = static_cast<Compute>(of_set[0]);
         own_sets[TILE_SETS + set] = static_cast<Compute>(of_set[1]);
-      }
+      });
       __syncthreads();
     }
 

@@ -107,10 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
              [&](auto... numbers) { write_numbers(own, numbers...); });
     const Compute* of_part = own;
     if constexpr (SET_UNITS > 1) {
-#pragma unroll
-      for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-        const int set = first + thread_in_block() / SET_LANES;
-        const bool there = set < TILE_SETS;
+      for_each_set_of_tile([&](int set, bool there, int lane) {
         const int first_unit = there ? set * SET_UNITS : 0;
         const double part_count = static_cast<double>(part.points() * CHANNELS_PER_SET);
         const Moments moments = merged<SET_LANES>(1 / part_count, own[first_unit], nullptr, [&](auto use) {
@@ -119,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
                 static_cast<double>(own[2 * TILE_UNITS + i]));
           }
         });
-        if (!there || lane > 0) continue;
+        if (!there || lane > 0) return;
         own_sets[set] = static_cast<Compute>(moments.mean);
         own_sets[TILE_SETS + set] = static_cast<Compute>(moments.mean - own_sets[set]);
         own_sets[2 * TILE_SETS + set] = static_cast<Compute>(moments.variance * part_count);
-      }
+      });
       __syncthreads();
       of_part = own_sets;
     }

@@ -77,20 +77,16 @@ struct PartialSums {
 
   Compute* rows;
 
-  __device__ __forceinline__ static int row() { return SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane(); }
-  // Whether the thread is one of those that have the sums of a row.
-  __device__ __forceinline__ static bool is_of_row() { return !SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES; }
-
   // Some numbers, from the first on, of each unit of the thread's channels.
   template <int SEVERAL>
   __device__ __forceinline__ void put(int first, const Compute (&sums)[SEVERAL * UNITS]) const {
-    if (!is_of_row()) return;
+    if (!has_row_of_sums()) return;
 #pragma unroll
     for (int i = 0; i < SEVERAL; ++i) {
       Vector<Compute, UNITS> of_number;
 #pragma unroll
       for (int j = 0; j < UNITS; ++j) of_number.lane[j] = sums[i * UNITS + j];
-      store(rows + row() * ROW + (first + i) * ROW_UNITS + channel_lane() * UNITS, of_number);
+      store(rows + row_of_sums() * ROW + (first + i) * ROW_UNITS + channel_lane() * UNITS, of_number);
     }
   }
 

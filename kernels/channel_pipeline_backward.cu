@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(told);
         of_sums.wait_empty(turn);
         sums_of(turn).template put<2>(0, told);
-        if (Sums::is_of_row()) of_sums.filled(turn);
+        if (has_row_of_sums()) of_sums.filled(turn);
       }
 
       // Finish and store; and fill again what was stored.

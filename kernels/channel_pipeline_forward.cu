@@ -194,9 +194,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     Compute points[2] = {static_cast<Compute>(own_vectors), static_cast<Compute>(own_vectors > 0 ? 1 : 0)};
     sum_alike(points);
     pivot_share = points[1] > 0 ? 1 / (points[1] * UNIT) : 0;
-    if (Sums::is_of_row()) {
+    if (has_row_of_sums()) {
       const Compute count = points[0] * UNIT;
-      row_counts[Sums::row() * CHANNEL_LANES + channel_lane()] = {count, count > 0 ? 1 / count : 0};
+      row_counts[row_of_sums() * CHANNEL_LANES + channel_lane()] = {count, count > 0 ? 1 / count : 0};
     }
   }
   if (threadIdx.x == 0) {
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
         of_sums.wait_empty(turn);
         sums_of(turn).put<1>(0, of_units.pivots);
         sums_of(turn).put<2>(1, of_units.sums);
-        if (Sums::is_of_row()) of_sums.filled(turn);
+        if (has_row_of_sums()) of_sums.filled(turn);
       }
 
       // Finish and store; and fill again what was stored.

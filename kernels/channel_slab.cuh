@@ -30,7 +30,7 @@ struct Slots {
 constexpr int FEW = IN_FLIGHT < SLOTS || SLOTS < 4 ? 2 : 4;
 
 template <int BEHIND, int AT_A_TIME = FEW, typename Use, typename Release>
-__device__ __forceinline__ void as_they_arrive(int first, int last, int count, const Use& use, const Release& release) {
+__device__ __forceinline__ void take_as_they_arrive(int first, int last, int count, const Use& use, const Release& release) {
 #pragma unroll 1
   for (; first < last; first += AT_A_TIME) {
     copy_async_wait<(BEHIND > AT_A_TIME ? BEHIND - AT_A_TIME : 0)>();
@@ -49,6 +49,17 @@ __device__ __forceinline__ void as_they_arrive(int first, int last, int count, c
 // rest pass through the others.
 template <typename Use, typename Release>
 __device__ __forceinline__ void take_part(int first, int vectors, int count, const Use& use, const Release& release) {
-  as_they_arrive<IN_FLIGHT>(first, min(vectors, SLOTS), count, use, release);
-  if constexpr (HELD < SLOTS) as_they_arrive<SLOTS - HELD>(SLOTS, vectors, count, use, release);
+  take_as_they_arrive<IN_FLIGHT>(first, min(vectors, SLOTS), count, use, release);
+  if constexpr (HELD < SLOTS) take_as_they_arrive<SLOTS - HELD>(SLOTS, vectors, count, use, release);
+}
+
+// Calls use(set, there, lane) for the tile's sets, SET_LANES threads for each; where a warp has more threads than there
+// are sets left, for such that are not there too, so that its lanes stay together.
+template <typename Use>
+__device__ __forceinline__ void for_each_set_of_tile(const Use& use) {
+#pragma unroll
+  for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
+    const int set = first + thread_in_block() / SET_LANES;
+    use(set, set < TILE_SETS, thread_in_block() % SET_LANES);
+  }
 }

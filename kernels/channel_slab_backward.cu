@@ -51,7 +51,7 @@ struct Arguments {
 // float16 numbers, whose threads load 8 means and 8 rstds, takes 9.1 us on an H100 so, else 8.6.
 constexpr bool FETCHES_CHANNELS_FIRST = BLOCKS_PER_ROW > 1 || VECTORS > 8 || UNITS == 1;
 
-extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_backward(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ Compute scratch[2 * SUM_SCRATCH];
@@ -150,11 +150,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       __syncthreads();
     }
-    const int lane = thread_in_block() % SET_LANES;
-#pragma unroll
-    for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-      const int set = first + thread_in_block() / SET_LANES;
-      const bool there = set < TILE_SETS;
+    for_each_set_of_tile([&](int set, bool there, int lane) {
       double of_set[2] = {0, 0};
       for (int i = lane; there && i < CHANNELS_PER_SET; i += SET_LANES) {
         of_set[0] += totals[set * CHANNELS_PER_SET + i];
@@ -165,7 +161,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
         sets[set] = {static_cast<Compute>(of_set[0] * arguments.set_share),
                      static_cast<Compute>(of_set[1] * arguments.set_share)};
       }
-    }
+    });
     __syncthreads();
   }
 

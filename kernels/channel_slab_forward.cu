@@ -45,7 +45,7 @@ struct Arguments {
   double taken_variance;
 };
 
-extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_BLOCKS)
     channel_slab_forward(const Arguments arguments) {
   __shared__ Compute scratch[2 * SUM_SCRATCH / SUMMED];
   __shared__ Compute own[NUMBERS * TILE_UNITS];
@@ -120,11 +120,7 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
     cluster_wait();  // another block may not have started
     const Compute(&everyones)[BLOCKS_PER_ROW][NUMBERS * TILE_UNITS] =
         exchange_shared<THREADS>(exchange, own, thread_in_block());
-    const int lane = thread_in_block() % SET_LANES;
-#pragma unroll
-    for (int first = 0; first < TILE_SETS; first += THREADS / SET_LANES) {
-      const int set = first + thread_in_block() / SET_LANES;
-      const bool there = set < TILE_SETS;
+    for_each_set_of_tile([&](int set, bool there, int lane) {
       const int first_unit = there ? set * SET_UNITS : 0;
       const Moments of_set =
           merged<SET_LANES>(arguments.set_share, everyones[0][first_unit], nullptr, [&](auto use) {
@@ -136,10 +132,10 @@ extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS, MIN_BLOCKS)
                   static_cast<double>(numbers[0]) + numbers[TILE_UNITS], static_cast<double>(numbers[2 * TILE_UNITS]));
             }
           });
-      if (!there || lane > 0) continue;
+      if (!there || lane > 0) return;
       sets[set] = quick_statistics_of(of_set, arguments.eps);
       if constexpr (UPDATES_RUNNING) variances[set] = static_cast<Compute>(of_set.variance);
-    }
+    });
     __syncthreads();
   }
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ void sum_part(const Chunk& part, const Slots& slots, 
     const Vector<X_TYPE, VECTOR> values = slots.get(slot_of(i));
     add_vector<VECTOR / SUMS>(pivots, [&](int j, Compute (&parts)[SUMS]) { parts[unit_of(j)] += widen(values, j); });
   };
-  as_they_arrive<IN_FLIGHT, 1>(0, pivot, count, add_to_pivots, release);
+  take_as_they_arrive<IN_FLIGHT, 1>(0, pivot, count, add_to_pivots, release);
   sum_over_points(pivots, scratch);
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) pivots[i] *= pivot_share;

@@ -24,7 +24,6 @@ extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
     channel_split_gradient_merge(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ double scratch[2 * ((ITEM_LANES + 31) / 32)];
-  wait_for_earlier_launches();
   const long long item = static_cast<long long>(blockIdx.x) * ITEMS_PER_BLOCK + threadIdx.y;
   const long long set = item - arguments.wanted_channels;
   const bool is_set = set >= 0;
@@ -32,17 +31,19 @@ extern "C" __global__ void __launch_bounds__(ITEM_LANES * ITEMS_PER_BLOCK, 1)
   // A channel has a part in every chunk of every sample; a set all of its channels' in those of one sample.
   const long long per_chunk = is_set ? arguments.channels_per_set : 1;
   long long parts = is_set ? arguments.splits * per_chunk : arguments.samples * arguments.splits, first = item;
+  long long first_channel = 0;  // of a set, in its sample
   if (is_set) {
-    const long long first_channel = set * per_chunk;
-    first = first_channel / arguments.channels * arguments.splits * row + first_channel % arguments.channels;
+    const long long sample = set * per_chunk / arguments.channels;
+    first_channel = set * per_chunk - sample * arguments.channels;
+    first = sample * arguments.splits * row + first_channel;
     if (set >= arguments.sets) parts = 0;
   }
+  wait_for_earlier_launches();
 
   double sums[2] = {0, 0};
   const auto add = [&](long long chunk, long long channel) {
     const long long place = first + chunk * row + channel;
-    const double weight =
-        HAS_WEIGHT && is_set ? widen(arguments.weight[(set * per_chunk + channel) % arguments.channels]) : 1;
+    const double weight = HAS_WEIGHT && is_set ? widen(arguments.weight[first_channel + channel]) : 1;
     sums[0] += weight * arguments.sums[place];
     sums[1] += weight * arguments.sums[place + arguments.channels];
   };

@@ -95,7 +95,12 @@ __device__ __forceinline__ void warp_sum_apart(Compute (&values)[COUNT]) {
   }
 }
 
-// Rows of sums along the channels, of COUNT numbers for each channel lane, in shared memory.
+// Sums along the channels come in SUM_ROWS rows: of a warp or a point lane each. The thread's row, and whether it is one
+// of those that have the row's sums.
+__device__ __forceinline__ int row_of_sums() { return SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane(); }
+__device__ __forceinline__ bool has_row_of_sums() { return !SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES; }
+
+// These rows in shared memory, of COUNT numbers for each channel lane.
 template <int COUNT>
 struct RowsOfSums {
   static constexpr int NUMBERS = COUNT * CHANNEL_LANES;
@@ -104,11 +109,9 @@ struct RowsOfSums {
   // All threads see them after a barrier.
   __device__ __forceinline__ void put(Compute (&values)[COUNT]) const {
     if constexpr (SUMS_BY_WARPS) warp_sum_apart<CHANNEL_LANES>(values);
-    const int row = SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane();
-    if (!SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES) {
+    if (!has_row_of_sums()) return;
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) scratch[row * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
-    }
+    for (int i = 0; i < COUNT; ++i) scratch[row_of_sums() * NUMBERS + i * CHANNEL_LANES + channel_lane()] = values[i];
   }
   __device__ __forceinline__ Compute total(int number) const {
     Compute sum = scratch[number];

@@ -1,9 +1,9 @@
 // A row that several blocks share: they form a cluster (sm_90 and later), whose blocks run at the same time and can
 // write each other's shared memory. With BLOCKS_PER_ROW = 1 nothing here does anything.
 #if BLOCKS_PER_ROW > 1
-#define SHARES_ROWS __cluster_dims__(BLOCKS_PER_ROW, 1, 1)
+#define CLUSTER_DIMS __cluster_dims__(BLOCKS_PER_ROW, 1, 1)
 #else
-#define SHARES_ROWS
+#define CLUSTER_DIMS
 #endif
 
 // Which of the row's blocks this is.

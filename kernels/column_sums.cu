@@ -1,9 +1,9 @@
 // Adds up the rows of one or two matrices of partial sums, in a fixed order: sums[c] = partials[0][c] + ...
 //
-// Every group of blocks of the kernel before has left one row in each. A block here takes COLUMN_THREADS columns; its
-// ROW_THREADS rows of threads each take every ROW_THREADS-th partial row and are added up through shared memory. The
-// sums are in double: there are few numbers to add here, and their rounding would be most of the result's. No rows at
-// all give zeros.
+// A row is what one block, group of blocks, sample or chunk of the kernel before has left. A block here takes
+// COLUMN_THREADS columns; its ROW_THREADS rows of threads each take every ROW_THREADS-th partial row and are added up
+// through shared memory. The sums are in double: there are few numbers to add here, and their rounding would be most of
+// the result's. No rows at all give zeros.
 //
 // Next to all of the time is waiting: for the kernel before, for memory, and for one instruction after the other. So a
 // thread asks for AT_ONCE rows, also where there are fewer, and counts them in 32 bits.

@@ -80,7 +80,7 @@ __device__ __forceinline__ bool has_tag(const Parcel& parcel, unsigned tag) {
   return parcel.above(0) >> 16 == tag && parcel.above(1) >> 16 == tag;
 }
 
-// Of a turn: never 0, and another than that of some thousand turns before.
+// Of a turn: never 0, and another than that of each of the 65,534 turns before.
 __device__ __forceinline__ unsigned parcel_tag(int turn) { return static_cast<unsigned>(turn) % 0xffffu + 1; }
 
 template <int COUNT>

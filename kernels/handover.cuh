@@ -48,7 +48,8 @@ struct Mbarriers {
 #endif
   }
 
-  // Until the place's phase has ended, counted from 0; the one before it has, or is waited for no more.
+  // Waits until this phase of the place has ended; phases count from 0. Only a phase's parity is compared, so the phase
+  // before it must have ended.
   __device__ __forceinline__ void wait(int place, int phase) {
 #if __CUDA_ARCH__ >= 800
     unsigned over;

@@ -1,8 +1,9 @@
 // Sums over the threads that share a row. Every thread of the row gets the same bits, in an order fixed by the launch.
 //
-// Two ways to lay rows over a block are in use. Where threadIdx.x runs along a row and threadIdx.y counts rows, as in
-// row_block_*: row_sum. Where ROW_LANES neighbouring threads hold the same column of as many rows, as in row_split_*:
-// lane_sum.
+// Two ways to lay rows over a block are in use. row_sum: threadIdx.x runs along a row and threadIdx.y counts rows
+// (row_block_*, row_grid_forward, and channel_* where vectors lie along the points). lane_sum: ROW_LANES neighbouring
+// threads hold the same column of as many rows (row_split_*).
+//
 // `scratch` is shared memory for one call. It may be used again only after another __syncthreads() of the block; both
 // functions hold one themselves where more than a warp shares a row, so two scratches used in turn are enough.
 
@@ -13,7 +14,8 @@ __device__ __forceinline__ void add_apart(Compute a, Compute b, Compute& sum, Co
   rest = a - (sum - taken) + (b - taken);
 }
 
-// Adds over the lanes of a warp whose numbers differ in the bits from LAST up to below FIRST (powers of two).
+// A butterfly over the bits LAST, 2 * LAST, ..., FIRST / 2 of the lane's number: each lane gets the sum over the
+// FIRST / LAST lanes that differ from it in these bits alone.
 template <int FIRST, int LAST, int COUNT>
 __device__ __forceinline__ void warp_sum(Compute (&values)[COUNT]) {
 #pragma unroll

@@ -34,12 +34,12 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(SET_LANES * SETS_PER_BLOCK, 1) split_merge(const Arguments arguments) {
   let_next_launch_begin();
   __shared__ double scratch[2 * ((SET_LANES + 31) / 32)];
-  wait_for_earlier_launches();
   const long long set = static_cast<long long>(blockIdx.x) * SETS_PER_BLOCK + threadIdx.y;
   const long long parts = set < arguments.sets ? arguments.splits * arguments.channels_per_set : 0;
   const long long first_channel = set * arguments.channels_per_set;
   const long long sample = first_channel / arguments.channels;
   const long long first = sample * arguments.splits * arguments.channels + first_channel % arguments.channels;
+  wait_for_earlier_launches();
 
   // The thread's parts are among the channels of the first chunk, then those of the next.
   const auto for_each_part = [&](auto use) {

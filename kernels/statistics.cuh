@@ -1,6 +1,6 @@
 // The statistics of a row, of a part of one, or of a chunk; and the sums that they are made of.
 //
-// The squares are those of differences from a shift that lies near the mean, never of the values alone: rows far from
+// The squares are those of differences from a pivot, which lies near the mean, never of the values alone: rows far from
 // zero would lose their variance to rounding. Every vector is summed by itself first: less rounding, shorter chains. It
 // begins with its first number: to begin with zero would be an addition more, which the compiler may not leave out.
 
@@ -22,13 +22,13 @@ __device__ __forceinline__ void add_values(const Vector<X_TYPE, COUNT>& values, 
   sum[0] += part;
 }
 
-// The same for the differences from the shift, and for their squares; where not CENTERED, for the squares alone, and of
+// The same for the differences from the pivot, and for their squares; where not CENTERED, for the squares alone, and of
 // the values.
 template <int COUNT, typename There = All>
-__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute shift, Compute (&sums)[2],
+__device__ __forceinline__ void add_differences(const Vector<X_TYPE, COUNT>& values, Compute pivot, Compute (&sums)[2],
                                                 const There& there = {}) {
   const auto difference_of = [&](int i) {
-    const Compute difference = CENTERED ? widen(values, i) - shift : widen(values, i);
+    const Compute difference = CENTERED ? widen(values, i) - pivot : widen(values, i);
     return there(i) ? difference : 0;
   };
   const Compute first = difference_of(0);

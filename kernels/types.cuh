@@ -285,6 +285,15 @@ __device__ __forceinline__ void widen_all(const Vector<T, COUNT>& values, Comput
   for (int i = 0; i < COUNT; ++i) widened[i] = widen(values, i);
 }
 
+// What is normalized where there is a residual: the sum as it is rounded.
+template <typename T, int COUNT>
+__device__ __forceinline__ Vector<T, COUNT> sum_of(const Vector<T, COUNT>& x, const Vector<T, COUNT>& residual) {
+  Compute sum[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sum[i] = widen(x, i) + widen(residual, i);
+  return rounded<T>(sum);
+}
+
 // The hardware's guess and a step of Newton's: without a branch. One time in seven the last bit is not that of
 // __frsqrt_rn. Of zero and of infinity the guess stands.
 __device__ __forceinline__ float reciprocal_sqrt(float value) {

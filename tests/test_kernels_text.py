@@ -58,7 +58,7 @@ def test_plain_text(file: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_entry_point_of_the_same_name(kernel: str) -> None:
     code = code_of(f"{kernel}.cu")
-    declared = re.findall(r"__global__\s+void\s+(?:SHARES_ROWS\s+)?__launch_bounds__\(.*?\)\s+(\w+)\(([^)]*)\)", code)
+    declared = re.findall(r"__global__\s+void\s+(?:CLUSTER_DIMS\s+)?__launch_bounds__\(.*?\)\s+(\w+)\(([^)]*)\)", code)
     assert declared == [(kernel, "const Arguments arguments")]
     assert code.count("__global__") == 1
     assert text_of(f"{kernel}.cu").count('extern "C"') == 1

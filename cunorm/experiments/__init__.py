@@ -40,8 +40,8 @@ def experiment(kernel: str) -> Experiment:
     >>> e.source = e.source.replace("__launch_bounds__(THREADS", "__launch_bounds__(1 * THREADS")
     >>> print(e.changed)
     kernels/row_block_forward.cu
-    -extern "C" __global__ void SHARES_ROWS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
-    +extern "C" __global__ void SHARES_ROWS __launch_bounds__(1 * THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
+    -extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
+    +extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(1 * THREADS_PER_ROW * ROWS_PER_BLOCK, MIN_BLOCKS)
     """
     from cunorm.experiments.edited import Experiment
 

@@ -135,9 +135,13 @@ def _geometry(problem: Problem, **matrices: Matrix | None) -> dict[str, Value]:
     return arguments
 
 
-def _split_constants(problem: Problem, split: _RowSplit) -> Constants:
+def _tile_constants(problem: Problem, split: _RowSplit) -> Constants:
     dims: Constants = {"ROW_DIMS": len(problem.row_sizes), "COLUMN_DIMS": len(problem.column_sizes)}
-    return dtype_constants(problem) | split.constants | dims | affine_constants(problem, split.width)
+    return dtype_constants(problem) | split.constants | dims
+
+
+def _split_constants(problem: Problem, split: _RowSplit) -> Constants:
+    return _tile_constants(problem, split) | affine_constants(problem, split.width)
 
 
 def _chunks(problem: Problem, device: Device, split: _RowSplit) -> tuple[int, int]:
@@ -188,7 +192,12 @@ def _plan_forward(problem: ForwardProblem, device: Device, builder: Builder) -> 
     if problem.columns > 0:
         builder.launch(
             "row_split_statistics",
-            constants | {"HAS_RESIDUAL": int(problem.residual is not None), "ONE_CHUNK": int(one_chunk)},
+            _tile_constants(problem, split)
+            | {
+                "CENTERED": int(problem.norm.centered),
+                "HAS_RESIDUAL": int(problem.residual is not None),
+                "ONE_CHUNK": int(one_chunk),
+            },
             grid,
             block,
             {
