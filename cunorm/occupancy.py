@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cunorm.plan.device import REGISTERS, RESERVED_BYTES, Device
+from cunorm.plan.device import REGISTERS, Device
 
 __all__ = ["Occupancy", "occupancy"]
 
@@ -27,11 +27,10 @@ def occupancy(device: Device, threads: int, registers: int, shared_bytes: int) -
     """For blocks of so many threads, with so many registers each, and static and dynamic shared memory of a block."""
     warps = -(-threads // 32)
     per_warp = -(-max(registers, 1) * 32 // _REGISTER_PIECE) * _REGISTER_PIECE
-    reserved = RESERVED_BYTES if device.capability >= 80 else 0
     limits = {
         "threads": device.threads_per_multiprocessor // 32 // warps,
         "registers": REGISTERS // per_warp // 4 * 4 // warps,
-        "shared memory": (device.shared_bytes + reserved) // max(1, shared_bytes + reserved),
+        "shared memory": device.blocks_with(shared_bytes),
         "blocks": _BLOCKS.get(device.capability, _OTHER_BLOCKS),
     }
     limit = min(limits, key=lambda name: limits[name])

@@ -45,6 +45,8 @@ GPUS = {
     "sm_120": Device("sm_120", 170, 1536),
 }
 DEVICES = GPUS | {
+    "H100": Device("sm_90", 132, 2048, memory_rate=21.8e3),
+    "slower memory": Device("sm_89", 128, 1536, memory_rate=7e3),
     "few clusters": Device("sm_90", 2, 512, clusters=(1, 1, 0, 0)),
     "no clusters": Device("sm_90", 2, 512, clusters=(0, 0, 0, 0)),
     "smallest": Device("sm_75", 1, 1024),

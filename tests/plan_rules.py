@@ -50,6 +50,11 @@ def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) ->
         assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
         assert item.cluster == 1 or device.capability >= 90
+        if item.kernel.startswith("row_block") and _takes_turns(item, problem):
+            # All of these groups run at once: what does not find room would begin when others have ended. But peeled,
+            # there are at least as many as it takes for all rows of one to begin alike.
+            most = device.groups(item.cluster) * device.blocks_with(shared_bytes)
+            assert item.grid // item.cluster <= max(most, 16 // problem.itemsize)
         if item.cooperative:
             # One block a multiprocessor, which has room for any; or as many as the kernel's text says, if they fit.
             share: Any = dict(item.constants).get("BLOCKS_PER_MULTIPROCESSOR", 1)
@@ -57,6 +62,12 @@ def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) ->
             assert threads * share <= device.threads_per_multiprocessor
             # Of the shared memory of a multiprocessor, a kilobyte is kept for each block.
             assert (shared_bytes + 1024) * share <= device.shared_bytes + 1024
+
+
+def _takes_turns(item: Launch, problem: Problem) -> bool:
+    """Whether a block of row_block_* has more than one group of rows."""
+    constants: Constants = dict(item.constants)
+    return bool(item.grid // item.cluster * constants["ROWS_PER_BLOCK"] < problem.rows)
 
 
 def _static_shared_bytes(item: Launch, problem: Problem) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "RESERVED_BYTES", "Device"]
+__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "Device"]
 
 REGISTERS = 65536  # of a multiprocessor
-# Of shared memory: what the runtime keeps for each block, from sm_80 on; and what a kernel may declare.
-RESERVED_BYTES, MOST_STATIC_BYTES = 1024, 48 * 1024
+MOST_STATIC_BYTES = 48 * 1024  # of shared memory, that a kernel may declare
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,18 @@ class Device:
         # From the CUDA C++ Programming Guide's table of compute capabilities; 99 KB is the least since sm_80.
         return {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.capability, 99) * 1024
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The shared memory that the runtime keeps for each block."""
+        return 1024 if self.capability >= 80 else 0
+
     def blocks_with(self, shared_bytes: int) -> int:
         """How many blocks with so much shared memory, that which kernels declare included, a multiprocessor has."""
-        return (self.shared_bytes + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
+        return (self.shared_bytes + self.reserved_bytes) // max(1, shared_bytes + self.reserved_bytes)
 
     def shared_bytes_of(self, blocks: int) -> int:
         """How much shared memory each of so many blocks of a multiprocessor may have."""
-        return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
+        return (self.shared_bytes + self.reserved_bytes) // blocks - self.reserved_bytes
 
     def groups(self, blocks: int) -> int:
         """How many groups of 1, 2, 4, 8 or 16 blocks, each filling a multiprocessor, run at the same time; or 0."""

@@ -326,10 +326,20 @@ class RowBlock:
             return 1
         return math.lcm(*(self.width // math.gcd(self.width, matrix.row_strides[0]) for matrix in problem.matrices))
 
+    def _groups_in_turns(self, problem: Problem, device: Device) -> int:
+        """How many groups take turns, at most; 0 where none do.
+
+        That is as many as run at once: the rest would begin when these have ended, and take as long as they.
+        """
+        sums = 2 * 2 * -(-self.threads_per_row // 32) * self.rows_per_block * compute_itemsize(problem)
+        exchanged = 2 * 4 * self.blocks_per_row * compute_itemsize(problem) + 32
+        room = max(1, device.blocks_with(self.shared_bytes(problem) + sums + exchanged))
+        return min(self.blocks_per_multiprocessor, room) * device.groups(self.blocks_per_row)
+
     def groups(self, problem: Problem, device: Device) -> int:
         """How many groups of ``blocks_per_row`` blocks are launched."""
         all_rows = -(-problem.rows // self.rows_per_block)
-        most = self.blocks_per_multiprocessor * device.groups(self.blocks_per_row)
+        most = self._groups_in_turns(problem, device)
         if not most or all_rows <= most:
             return all_rows
         by_channel = isinstance(problem, BackwardProblem) and problem.channels is not None
@@ -348,7 +358,7 @@ class RowBlock:
         few turns, and each share begins and ends for itself: 1024 of 50,257 take 1.34 and 1.29. And 13 vectors of
         float32 would spill.
         """
-        period, most = self.period(problem), self.blocks_per_multiprocessor * device.groups(self.blocks_per_row)
+        period, most = self.period(problem), self._groups_in_turns(problem, device)
         possible = isinstance(problem, BackwardProblem) and problem.channels is None and self.blocks_per_row > 1
         if not possible or self.vectors > 12 or problem.rows <= max(most, period):
             return 1

@@ -30,7 +30,9 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
     yield width, "direct", False
-    dense = all(problem.rows == 1 or matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
+    dense = len(problem.column_sizes) == 1 and all(
+        problem.rows == 1 or matrix.row_strides[0] == problem.columns for matrix in problem.matrices
+    )
     if width == piece:
         yield width, "ahead", False
         short = problem.columns * itemsize < SHORT_BYTES

@@ -78,7 +78,8 @@ def fits_registers(
         # Without sums of columns, whose count is generous, the rest counts for more.
         several, activated = has_several_channels(problem), problem.norm.activation is not None
         other += 20 + 10 * several + 8 * double * (several + activated) + 24 * (double and activated and peeled)
-        # Which spill at 8 vectors in clusters of 8 blocks: relu with several channels, the exact gelu of bfloat16.
+        # With 8 vectors in clusters of 8 blocks relu and the exact gelu of bfloat16 would spill; relu was seen to with
+        # several channels only.
         other += 8 * (problem.norm.activation == "relu")
         other += 18 * (problem.norm.activation == "gelu" and problem.x.dtype == "bfloat16")
     if isinstance(problem, ForwardProblem):
@@ -140,6 +141,7 @@ def that_fits(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock 
 
 
 def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
+    """Whether a block has the shared memory."""
     # Many rows a block have sums that take more, each in two places, of up to two numbers.
     sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
     static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)

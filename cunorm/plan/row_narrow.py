@@ -88,7 +88,8 @@ def _peeled_alike(problem: Problem, device: Device, width: int) -> RowBlock | No
     geometry = RowBlock(width, vectors, threads, rows, 1, "ahead", True, "staged")
     if isinstance(problem, BackwardProblem):
         geometry = replace(geometry, weights=backward_weights(geometry, problem, device))
-    share = max(1, min(most // geometry.threads, resident(geometry, problem, device)))
+    in_turns = replace(geometry, blocks_per_multiprocessor=1)  # what is staged depends on it
+    share = max(1, min(most // geometry.threads, resident(in_turns, problem, device)))
     if not fits(geometry, problem, device):
         shared = shared_row(problem, device, width, peeled=True)
         return shared or _read_directly(problem, device, width, threads, vectors)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_fit import fits, fits_crowd
+from cunorm.plan.row_fit import fits, fits_crowd, resident_by_memory
 from cunorm.plan.row_memory import lie_alike
 from cunorm.plan.row_spread import threads_for, vectors_for_all_threads
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
@@ -216,7 +216,7 @@ def _directly(problem: Problem, device: Device, width: int, threads: int, peeled
                 shared = replace(shared, blocks_per_multiprocessor=share)
             if _has_room(shared, problem, device, share):
                 return shared
-    return _directly(problem, device, width, 2 * threads)
+    return _directly(problem, device, width, 2 * threads, peeled)
 
 
 def _ahead(problem: BackwardProblem, device: Device, width: int, threads: int, peeled: bool = False) -> RowBlock:
@@ -256,5 +256,5 @@ def _has_room(geometry: RowBlock, problem: Problem, device: Device, share: int) 
     """Whether so many blocks at once have the threads, the registers and the shared memory."""
     if share * geometry.threads > device.threads_per_multiprocessor or not fits(geometry, problem, device):
         return False
-    has_memory = device.blocks_with(geometry.shared_bytes(problem)) >= share
+    has_memory = resident_by_memory(geometry, problem, device) >= share
     return has_memory and fits_crowd(geometry, problem, device, share)
