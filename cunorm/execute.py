@@ -142,9 +142,9 @@ generation = 0
 
 
 def also_forget(forget: Callable[[], None], *, compiled: bool = False) -> None:
-    """Name a cache of what prepared calls are made of, or of what is made of them, by what empties it.
+    """Have ``forget`` called with prepared calls: it empties a cache of what they are made of, or is made of them.
 
-    One of ``compiled`` functions may go on with the plan that it has, but not with a kernel that has another text now.
+    A cache of ``compiled`` code is emptied only when a kernel's text has changed, not when another plan may be better.
     """
     (_compiled_forgetters if compiled else _forgetters).append(forget)
 

@@ -2,8 +2,8 @@
 
 ``plan(problem, device)`` picks a strategy and writes down its launches. Operands and scratch buffers are named; a
 ``Launch`` gives every field of its kernel's ``struct Arguments`` either a number or the name of a buffer. Each family
-of kernels has its file here, which knows how they are launched and for what they are best. Whoever has measured, knows
-better: a ``geometry`` takes the place of the built-in choice wherever it can.
+of kernels has its file here, which knows how they are launched and for what they are best. A ``geometry`` that somebody
+has measured takes the place of the built-in choice wherever it fits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def plan(problem: AnyProblem, device: Device, geometry: Way | None = None) -> Pl
     """
     if isinstance(problem, (PointwiseForward, PointwiseBackward)):
         return pointwise.plan(problem, device)
-    if isinstance(problem, ChannelForward) and problem.running is not None and not problem.running.given:
+    if isinstance(problem, ChannelForward) and problem.running is not None and not problem.given:
         running = problem.running
         if running.kept or running.taken:
             planned = plan(replace(problem, running=replace(running, kept=0.0, taken=0.0)), device, geometry)

@@ -54,7 +54,7 @@ def moves_once(problem: ChannelProblem) -> bool:
     Given statistics leave nothing to be held; nor is anything finished where they are all that is wanted.
     """
     if isinstance(problem, ChannelForward):
-        return problem.y is not None and not (problem.running and problem.running.given)
+        return problem.y is not None and not problem.given
     return problem.dx is not None and not problem.given
 
 
@@ -89,6 +89,7 @@ def _on_chip(problem: ChannelProblem, device: Device) -> _OfChannels | RowWay:
     if grid is not None and not grid.is_worth_its_words(problem):
         grid = None
     pipeline = _least(channel_pipeline.candidates(problem, device), problem, device)
+    # Rows that come this far, by row_grid or clusters of 16 blocks, have no cost of their own: theirs is two passes'.
     ways: list[tuple[float, _OfChannels | RowWay]] = [(cost(Split(), problem, device), rows or Split())]
     row_pipeline = rows_of_channels.pipeline(problem, device)
     if row_pipeline is not None:
@@ -115,7 +116,7 @@ def _is_better_as_slab(rows: RowWay, problem: ChannelProblem, device: Device) ->
     """
     if not _is_of_whole_vectors(problem):
         return False
-    nbytes = problem.channels_per_set * problem.points * problem.itemsize
+    nbytes = problem.bytes_per_set
     if problem.channels_per_set == 1 and device.capability >= 90 and nbytes < _LEAST_BYTES_OF_GROUPS:
         return nbytes >= (_LEAST_BYTES if problem.sets > device.multiprocessors else _LEAST_BYTES_OF_FEW)
     if isinstance(rows, RowBlock) and _is_group_of_fast_memory(problem, device):
@@ -143,21 +144,19 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     Fitted to 363 group norms on an H200: what is chosen takes 0.7 % more than the better of both on average. Slabs of
     less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, but where no thread of a row has a vector less than
     others only from 160 KB on; backward 0.70 to 1.03, and under silu 0.70 to 1.11 where some have one less, else only
-    of few groups; of float32 forward 0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. So do those of 1 MB
-    forward, and more of float16, 0.74 to 1.02; backward rows of 1 MB and more are faster, 0.76 to 1.03, and forward
-    longer ones of float32. So are those that all run at once and are read directly, 0.74 to 1.05; and forward, and
-    backward of float32 without an activation, those beside slabs of 480 threads, 0.77 to 1.06.
+    of few groups; of float32 forward 0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. Longer
+    groups go through the pipeline (row_pipeline.py). Rows are faster that all run at once and are read directly, 0.74
+    to 1.05; and forward, and backward of float32 without an activation, those beside slabs of 480 threads, 0.77 to
+    1.06.
     """
-    nbytes, forward = problem.channels_per_set * problem.points * problem.itemsize, isinstance(problem, ChannelForward)
+    nbytes, forward = problem.bytes_per_set, isinstance(problem, ChannelForward)
     sixteen_bits, activated = problem.itemsize == 2, problem.activation is not None
     awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
     if rows.stage == "direct" or (forward and awkward):
         return False
     if sixteen_bits and not forward and has_blocks_of_a_channel(rows, problem.channels_per_set, problem.points):
         return False
-    if nbytes >= _LEAST_BYTES_OF_FASTER_ROWS:
-        return forward and (sixteen_bits or nbytes == _LEAST_BYTES_OF_FASTER_ROWS)
-    whole = rows.capacity == problem.channels_per_set * problem.points
+    whole = rows.capacity == problem.values_per_set
     if sixteen_bits and forward:
         return nbytes > (160 * _KB if whole else 48 * _KB)
     if sixteen_bits and activated:
@@ -183,7 +182,7 @@ def _outrun_slabs(rows: RowWay, problem: ChannelProblem, device: Device) -> bool
         return not _is_better_group_as_slab(rows, problem, device)
     if not device.has_fast_memory or problem.sets < _LEAST_FASTER_ROWS:
         return False
-    one, nbytes = problem.channels_per_set == 1, problem.channels_per_set * problem.points * problem.itemsize
+    one, nbytes = problem.channels_per_set == 1, problem.bytes_per_set
     if isinstance(problem, ChannelForward):
         return problem.itemsize == 4 and not one
     if problem.itemsize == 2 and problem.activation is not None:
@@ -228,11 +227,11 @@ def _most_blocks_of_better_slabs(rows: RowWay, problem: ChannelProblem, device: 
         return 1 if one and problem.itemsize == 2 and len(problem.point_sizes) > 1 and run % _LINE_BYTES == 0 else 0
     if one:
         return 8 if clusters else 0
-    if not isinstance(rows, RowBlock):  # a pipeline: sets without weights, of which no slabs were measured
+    if not isinstance(rows, RowBlock):  # a pipeline, which is chosen only where slabs take longer
         return 0
     if clusters and problem.itemsize == 4 and _has_no_room_for_weights(rows, problem):
         return 16  # slabs of sixteen-bit numbers that begin so go one by one
-    small = problem.channels_per_set * problem.points * problem.itemsize <= _SMALL_SET_BYTES
+    small = problem.bytes_per_set <= _SMALL_SET_BYTES
     narrow = rows.width * problem.itemsize < 16
     return 1 if small and narrow and problem.sets > 2 * device.multiprocessors else 0
 

@@ -137,9 +137,9 @@ def _tiles(problem: ChannelProblem) -> Iterator[Tiles]:
     # Under an activation ptxas would spill registers of eight numbers along planes.
     if planes is not None and (planes.width < 8 or problem.activation is None):
         ways.append(planes)
-    for way, resident in itertools.product(ways, (1, 2)):
-        for lanes, threads in tile_lanes(problem, way, _THREADS // resident):
-            yield Tiles(way, lanes, threads, resident)
+    for way, share in itertools.product(ways, (1, 2)):
+        for lanes, threads in tile_lanes(problem, way, _THREADS // share):
+            yield Tiles(way, lanes, threads, share)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
@@ -149,9 +149,9 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[Grid]:
     for tiles in _tiles(problem):
         if _would_spill(problem, tiles):
             continue
-        resident = tiles.min_blocks
-        multiprocessors = device.multiprocessors * resident
-        shared_bytes = device.shared_bytes_of(resident)
+        share = tiles.min_blocks
+        multiprocessors = device.multiprocessors * share
+        shared_bytes = device.shared_bytes_of(share)
         point_vectors = -(-problem.points // tiles.point_vector)
         slabs = tiles.count(problem)
         for groups in range(min(slabs, multiprocessors // 2), 0, -1):

@@ -38,9 +38,9 @@ _LEAST_PART_BYTES = 30 << 10
 _LEAST_AHEAD, _MOST_AHEAD = 3, 6
 # Fewer were not measured but for 2, of 2 x 512 x 64^2 float16 numbers in 32 groups: 1.73, as slabs of clusters 1.59.
 _LEAST_TURNS = 4
-# Of these the one whose lanes have less left over. ptxas would spill registers of 512: with weights of float64, of
-# which a thread keeps up to 16; backward of whole samples, where it keeps the sums of its channels; and backward if a
-# vector is of many sets. Of these two together also those of 384.
+# Threads that have slots; `cost` chooses. With 512 ptxas would spill registers where a weight or bias is of float64, of
+# which a thread keeps up to 16; backward of whole samples, where it keeps the sums of its channels; and backward where
+# a vector is of many sets. Where the last two come together, 384 would spill too.
 _THREADS, _FEWER_THREADS = (512, 384), (384,)
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12

@@ -58,14 +58,14 @@ def with_channels(geometry: RowBlock, problem: Problem, device: Device) -> RowBl
 def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     """How rows of several channels lie over threads; None where they are spread as others are.
 
-    Those of sixteen-bit numbers go by `_small_blocks_forward`, where that is faster; what stands here of float16 rows
-    is of before. A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of 256 with up to
-    10 each, and few rows from 5 vectors on. Where all rows run at once, they are read directly, with so few registers
-    that they can: 256 rows of 20,480 take 1.14, with registers for half as many blocks 1.39; 64 of 65,536 1.26 by four
-    blocks, by two 1.31. More come ahead: 256 rows of 40,960 take 1.10 and 1.26, directly 1.15 and 1.27, 512 of 16,384
-    0.99 and 1.15, directly 1.06 and 1.23; 256 of 40,960 float32 numbers 1.05 by four blocks, by two of 512 threads
-    1.14. Few of the longest are shared by as few blocks as can: 32 of 262,144 take 1.28 by eight of 256 threads on an
-    H100, by four of 512 1.59.
+    Those of sixteen-bit numbers go by `_small_blocks_forward`, where that is faster; the times of float16 rows that
+    stand here are older. A block of 512 threads has up to 5 vectors of each; longer rows are shared by blocks of
+    256 with up to 10 each, and few rows from 5 vectors on. Where all rows run at once, they are read directly, with
+    so few registers that they can: 256 rows of 20,480 take 1.14, with registers for half as many blocks 1.39; 64 of
+    65,536 1.26 by four blocks, by two 1.31. More come ahead: 256 rows of 40,960 take 1.10 and 1.26, directly 1.15
+    and 1.27, 512 of 16,384 0.99 and 1.15, directly 1.06 and 1.23; 256 of 40,960 float32 numbers 1.05 by four
+    blocks, by two of 512 threads 1.14. Few of the longest are shared by as few blocks as can: 32 of 262,144 take
+    1.28 by eight of 256 threads on an H100, by four of 512 1.59.
     """
     width = _width(problem, device)
     vectors_per_row = problem.columns // width if width else 0
@@ -172,15 +172,15 @@ def _few_activated(problem: ForwardProblem, device: Device, width: int, vectors_
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
     """How rows of several channels lie over threads; None where they are spread as others are.
 
-    Those of sixteen-bit numbers go by `_small_blocks_backward`, where that is faster; what stands here of float16 rows
-    is of before. Where all run at once, they are read directly, shared if that leaves multiprocessors idle: 64 rows of
-    40,960 take 1.48 and 1.64, fetched ahead 1.56 and 1.81; 64 of 20,480 1.55 and 1.72 by two blocks, by one 1.61 and
-    1.90. Others come ahead, in blocks of 512 threads, but where these would have 8 vectors each, in twice as many of
-    256: 256 rows of 65,536 take 1.22 and 1.56 so, else 1.26 and more. All blocks have as many channels: 256 rows of ten
-    channels, 40,960 float32 numbers, take 1.20 and 1.44 by two blocks, by four 1.25 and 1.77. On an H100 64 rows of
-    81,920 take 1.32 and 1.42 by two blocks, which all run at once, by four 1.49 and 1.64; and 64 of thirty channels,
-    122,880, 1.35 by eight blocks of four channels or two, 1.67 with one block on a multiprocessor, 1.78 with two, and
-    by four blocks 1.57 and 2.06.
+    Those of sixteen-bit numbers go by `_small_blocks_backward`, where that is faster; the times of float16 rows that
+    stand here are older. Where all run at once, they are read directly, shared if that leaves multiprocessors idle:
+    64 rows of 40,960 take 1.48 and 1.64, fetched ahead 1.56 and 1.81; 64 of 20,480 1.55 and 1.72 by two blocks, by
+    one 1.61 and 1.90. Others come ahead, in blocks of 512 threads, but where these would have 8 vectors each, in
+    twice as many of 256: 256 rows of 65,536 take 1.22 and 1.56 so, else 1.26 and more. All blocks have as many
+    channels: 256 rows of ten channels, 40,960 float32 numbers, take 1.20 and 1.44 by two blocks, by four 1.25 and
+    1.77. On an H100 64 rows of 81,920 take 1.32 and 1.42 by two blocks, which all run at once, by four 1.49 and
+    1.64; and 64 of thirty channels, 122,880, 1.35 by eight blocks of four channels or two, 1.67 with one block on a
+    multiprocessor, 1.78 with two, and by four blocks 1.57 and 2.06.
     """
     width = _width(problem, device)
     vectors_per_row = problem.columns // width if width else 0

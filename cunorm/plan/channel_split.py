@@ -214,7 +214,7 @@ def _edges(problem: ChannelProblem, tiles: Tiles, places: int) -> int:
 
 
 def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> None:
-    given = problem.running is not None and problem.running.given
+    given = problem.given
     layout = _layout(problem, device, _FORWARD)
     itemsize = compute_itemsize(problem)
     statistics: dict[str, Value] = {"mean": "mean", "mean_remainder": 0, "rstd": "rstd"}
@@ -249,7 +249,7 @@ def _plan_forward(problem: ChannelForward, device: Device, builder: Builder) -> 
 
 def _kept(problem: ChannelForward, device: Device) -> Constants:
     """Whether L2 is asked to keep x, which is read once where y is not wanted, or the statistics are given."""
-    is_read_twice = problem.y is not None and not (problem.running is not None and problem.running.given)
+    is_read_twice = problem.y is not None and not problem.given
     return {"KEPT_IN_L2": int(is_read_twice and is_kept_read_twice(problem, device))}
 
 

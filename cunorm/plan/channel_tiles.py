@@ -25,7 +25,7 @@ __all__ = [
     "tile_lanes",
 ]
 
-# Of channels, where vectors lie along the points: not timed.
+# Along the points, tiles of so many channel lanes and more were not timed.
 _TOO_MANY_LANES = 64
 
 

@@ -67,9 +67,8 @@ def _laid(problem: ForwardProblem, device: Device, width: int, wanted: float) ->
     weights = "staged" if problem.parameters else "late"
     geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, weights), problem, device)
     if problem.residual is not None and problem.itemsize == 2 and vectors > 4:
-        geometry = replace(
-            geometry, min_blocks=blocks_with(geometry, 80)
-        )  # with 64 registers 12 to 150 bytes would spill
+        # With 64 registers 12 to 150 bytes would spill.
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
     return geometry
 
 

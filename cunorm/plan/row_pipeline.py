@@ -52,7 +52,8 @@ _LEAST_BYTES_OF_FEW_GROUPS = 1 << 20
 # and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36 and
 # 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and 1.64.
 _MOST_BYTES_OF_PEELED, _MOST_BYTES_OF_WIDE, _LEAST_BYTES_IN_ALL = 384 << 10, 512 << 10, 16 << 20
-# And so are fewer: 64 rows of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and 1.66.
+# Fewer rows than these are left to clusters too: 64 of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and
+# 1.66.
 _LEAST_ROWS_WITH_CLUSTERS = 32
 # One or two rows take 14.9 and 17.2 us by row_grid, and 14.8 and 17.9 so; 4 25.0, and 23.6.
 _LEAST_ROWS = 4

@@ -103,7 +103,7 @@ def as_rows(problem: ChannelProblem) -> Problem | None:
     vectors = problem.weight, problem.bias
     of_channels = Channels(problem.channels // channels, channels, points)
     if isinstance(problem, ChannelForward):
-        if problem.y is None or (problem.running is not None and problem.running.given):
+        if problem.y is None or problem.given:
             return None
         x, y = matrices
         eps, running = problem.eps, problem.running

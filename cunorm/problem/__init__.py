@@ -1,4 +1,5 @@
-"""What is computed, in canonical form. Axes end here: from here on a tensor is a matrix of rows by columns.
+"""What is computed, in canonical form. Axes end here: from here on a tensor is a matrix of rows by columns,
+or, for the norms of channels, of samples by channels by points.
 
 The kept dimensions of a tensor are its rows, the normalized ones its columns, each in C order, so that row r is the
 r-th element of the mean and column c the c-th of the weight. Dimensions that lie behind each other in memory in every

@@ -29,6 +29,11 @@ class _ChannelProblem(ProblemOfX):
         return self.points * self.channels_per_set
 
     @property
+    def bytes_per_set(self) -> int:
+        """Of x."""
+        return self.values_per_set * self.itemsize
+
+    @property
     def sets(self) -> int:
         """How many means there are: set s has the channels from s * channels_per_set on, counted over all samples."""
         return self.samples * self.channels // self.channels_per_set
@@ -64,6 +69,11 @@ class ChannelForward(_ChannelProblem):
     eps: float
     activation: str | None = None
     running: RunningStatistics | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the statistics are the running ones, so that there are none to compute."""
+        return self.running is not None and self.running.given
 
     @property
     def tensors(self) -> tuple[ChannelTensor, ...]:

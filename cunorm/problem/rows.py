@@ -80,14 +80,15 @@ class _RowNormProblem(RowProblem):
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing is by column or by channel: no weight and no bias, and no sums are wanted."""
+        """Whether there is nothing by column or by channel: no weight, no bias and (see `BackwardProblem`) no sums."""
         return not self.parameters
 
     @property
     def is_by_channel(self) -> bool:
-        """Whether kernels are to know of channels: of several to a row, or of what one has.
+        """Whether kernels have to know of which channel a number is.
 
-        Several may be bare: but without them 8 x 320 x 64^2 float16 numbers in 32 groups under silu would spill.
+        Where a row has several, or where its one has a weight, a bias or sums. Several count even without these: else 8
+        x 320 x 64^2 float16 numbers in 32 groups under silu would spill.
         """
         return self.channels is not None and (self.channels.channels_per_row > 1 or not self.is_bare)
 

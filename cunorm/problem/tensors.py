@@ -76,7 +76,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A contiguous weight or bias: one number a column. ``offset`` and ``alignment`` are as a Matrix has them."""
+    """A contiguous weight, bias or running statistic: one number a column, or a channel.
+
+    ``offset`` and ``alignment`` are as a Matrix has them.
+    """
 
     dtype: str
     offset: int = 0

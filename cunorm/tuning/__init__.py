@@ -181,8 +181,7 @@ def checked_problems(
         "weight": _dtype("weight", weight, dtype),
         "bias": _dtype("bias", op != "rms_norm" if bias is None else bias, dtype),
     }
-    if not isinstance(dtypes["dtype"], str):
-        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    assert dtypes["dtype"] is not None  # of None as of what is no dtype there was an error
     given = dtypes["weight"] is not None, dtypes["bias"] is not None
     mask = (True, *given) if output_mask is None else check_mask(output_mask)
     if not any(mask):
