@@ -12,6 +12,7 @@ import numpy as np
 from cunorm import execute, on_cpu, op_names, reference
 from cunorm.checks import (
     check_activation,
+    check_bool,
     check_channels,
     check_convention,
     check_data_format,
@@ -21,7 +22,6 @@ from cunorm.checks import (
     check_momentum,
     check_num_groups,
     check_out,
-    check_training,
     check_vector,
     memory_order,
 )
@@ -205,7 +205,7 @@ def _make(
         check_eps(eps),
         check_activation(activation),
         check_num_groups(num_groups) if name == "group_norm" else None,
-        check_training(training),
+        check_bool("training", training),
         1 - share if torch_convention else share,
         share if torch_convention else 1 - share,
         torch_convention,

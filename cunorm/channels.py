@@ -6,7 +6,7 @@ from typing import Any
 
 from cunorm import adapters
 from cunorm.channel_norm import ChannelNorm
-from cunorm.checks import check_mask, check_running
+from cunorm.checks import check_bool, check_mask, check_running
 
 __all__ = [
     "batch_norm",
@@ -89,8 +89,9 @@ def instance_norm(
     """
     adapter = adapters.adapter_of(x)
     op = ChannelNorm.of("instance_norm", data_format, eps, activation)
-    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats))
-    return (y, mean, rstd) if return_stats else y
+    stats = check_bool("return_stats", return_stats)
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, stats)
+    return (y, mean, rstd) if stats else y
 
 
 def group_norm(
@@ -150,8 +151,9 @@ def group_norm(
     """
     adapter = adapters.adapter_of(x)
     op = ChannelNorm.of("group_norm", data_format, eps, activation, num_groups)
-    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats))
-    return (y, mean, rstd) if return_stats else y
+    stats = check_bool("return_stats", return_stats)
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, stats)
+    return (y, mean, rstd) if stats else y
 
 
 def batch_norm(
@@ -162,7 +164,7 @@ def batch_norm(
     running_mean: Any = None,
     running_var: Any = None,
     training: bool,
-    momentum: float = 0.1,
+    momentum: float | None = None,
     convention: str = "torch",
     data_format: str = "NC...",
     eps: float = 1e-5,
@@ -190,13 +192,14 @@ def batch_norm(
         with the statistics that ``return_stats`` or `batch_norm_stats` give.
     training : bool
         Whether the statistics are those of x; else they are the running ones.
-    momentum : float
+    momentum : float, optional
         From 0 to 1: how much of the new statistics goes into the running ones, or of the old, as ``convention`` says.
-        Each value costs a kilobyte for the life of the process, and its first call some time.
+        By default 0.1, with Keras's convention 0.99, as these have it. Each value costs a kilobyte for the life of the
+        process, and its first call some time.
     convention : {"torch", "keras"}
         ``"torch"``: ``running = (1 - momentum) * running + momentum * new``, the new variance with n - 1 for a divisor,
         as PyTorch has it. ``"keras"``: ``running = momentum * running + (1 - momentum) * new``, the new variance the
-        biased one, as Keras has it, whose default momentum is 0.99.
+        biased one, as Keras has it.
     data_format, eps, activation, return_stats, out
         As for `instance_norm`.
 
@@ -235,12 +238,15 @@ def batch_norm(
            [2.67 , 5.676]])
     """
     adapter = adapters.adapter_of(x)
+    if momentum is None:
+        momentum = 0.99 if convention == "keras" else 0.1
     op = ChannelNorm.of(
         "batch_norm", data_format, eps, activation, training=training, momentum=momentum, convention=convention
     )
     running = check_running(running_mean, running_var, op.training)
-    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, bool(return_stats), running)
-    return (y, mean, rstd) if return_stats else y
+    stats = check_bool("return_stats", return_stats)
+    y, _, mean, rstd = adapter.apply(op, x, None, weight, bias, out, stats, running)
+    return (y, mean, rstd) if stats else y
 
 
 def instance_norm_backward(

@@ -18,6 +18,7 @@ __all__ = [
     "as_float",
     "check_activation",
     "check_axis",
+    "check_bool",
     "check_channels",
     "check_convention",
     "check_data_format",
@@ -33,7 +34,6 @@ __all__ = [
     "check_pointwise",
     "check_pointwise_mask",
     "check_running",
-    "check_training",
     "check_vector",
     "check_weight_offset",
     "check_x",
@@ -41,6 +41,8 @@ __all__ = [
     "memory_order",
     "no_tensor",
 ]
+
+_BOOLS = bool, np.bool_
 
 # Each data format's number of dimensions, None for any from two on, and whether the channels come last.
 _DATA_FORMATS: dict[str, tuple[int | None, bool]] = {
@@ -90,7 +92,7 @@ def check_pointwise_mask(output_mask: Any, has_bias: bool) -> tuple[bool, bool, 
 
 def _check_bools(output_mask: Any, count: int, what: str) -> tuple[bool, ...]:
     message = f"output_mask must be {what}; got {output_mask!r}"
-    if not _is_sequence(output_mask) or not all(isinstance(item, (bool, np.bool_)) for item in output_mask):
+    if not _is_sequence(output_mask) or not all(isinstance(item, _BOOLS) for item in output_mask):
         raise TypeError(message)
     if len(output_mask) != count:
         raise ValueError(message)
@@ -109,7 +111,7 @@ def _real(name: str, value: Any, must: str) -> float:
     # Most are floats, which this is quick to tell.
     if type(value) is float:
         return value
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {kind_of(value)}; it must be {must}")
     return as_float(value)
 
@@ -149,9 +151,16 @@ def check_activation(activation: Any) -> str | None:
 def check_axis(axis: Any) -> tuple[int, ...]:
     """The axes of a user's call as a tuple, still negative where they were: the dimensions are not known yet."""
     try:
-        return tuple(map(operator.index, axis)) if _is_sequence(axis) else (operator.index(axis),)
+        return tuple(map(_index, axis)) if _is_sequence(axis) else (_index(axis),)
     except TypeError:
         raise TypeError(f"axis must be an int or a sequence of ints; got {axis!r}") from None
+
+
+def _index(value: Any) -> int:
+    """An int, or what stands for one; a bool, which is an int to Python, is an argument in another's place."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def _is_sequence(values: Any) -> bool:
@@ -166,7 +175,7 @@ def check_data_format(data_format: Any) -> str:
 def check_num_groups(num_groups: Any) -> int:
     """The num_groups of a user's call."""
     try:
-        count = operator.index(num_groups)
+        count = _index(num_groups)
     except TypeError:
         raise TypeError(f"num_groups is {kind_of(num_groups)}; it must be a positive int") from None
     if count < 1:
@@ -174,11 +183,11 @@ def check_num_groups(num_groups: Any) -> int:
     return count
 
 
-def check_training(training: Any) -> bool:
-    """The training of a user's call."""
-    if not isinstance(training, (bool, np.bool_)):
-        raise TypeError(f"training is {kind_of(training)}; it must be a bool")
-    return bool(training)
+def check_bool(name: str, value: Any) -> bool:
+    """An argument of a user's call that is a bool."""
+    if not isinstance(value, _BOOLS):
+        raise TypeError(f"{name} is {kind_of(value)}; it must be a bool")
+    return bool(value)
 
 
 def check_momentum(momentum: Any) -> float:

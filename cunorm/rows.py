@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cunorm import adapters
-from cunorm.checks import check_mask
+from cunorm.checks import check_bool, check_mask
 from cunorm.row_norm import RowNorm
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
@@ -87,10 +87,11 @@ def layer_norm(
     """
     adapter = adapters.adapter_of(x)
     op = RowNorm.of(axis, eps, activation)
-    y, residual_out, mean, rstd = adapter.apply(op, x, residual, weight, bias, out, bool(return_stats))
+    stats = check_bool("return_stats", return_stats)
+    y, residual_out, mean, rstd = adapter.apply(op, x, residual, weight, bias, out, stats)
     if residual is None:
-        return (y, mean, rstd) if return_stats else y
-    return (y, residual_out, mean, rstd) if return_stats else (y, residual_out)
+        return (y, mean, rstd) if stats else y
+    return (y, residual_out, mean, rstd) if stats else (y, residual_out)
 
 
 def rms_norm(
@@ -178,10 +179,11 @@ def rms_norm(
     """
     adapter = adapters.adapter_of(x)
     op = RowNorm.of(axis, eps, activation, False, weight_offset)
-    y, residual_out, _, rstd = adapter.apply(op, x, residual, weight, bias, out, bool(return_stats))
+    stats = check_bool("return_stats", return_stats)
+    y, residual_out, _, rstd = adapter.apply(op, x, residual, weight, bias, out, stats)
     if residual is None:
-        return (y, rstd) if return_stats else y
-    return (y, residual_out, rstd) if return_stats else (y, residual_out)
+        return (y, rstd) if stats else y
+    return (y, residual_out, rstd) if stats else (y, residual_out)
 
 
 def layer_norm_backward(

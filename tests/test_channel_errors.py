@@ -115,7 +115,7 @@ def test_num_groups_that_is_not_positive(make: Make, num_groups: int) -> None:
     gradient_refused("group_norm", ValueError, message, make(values(*SHAPE)), make, num_groups=num_groups)
 
 
-@pytest.mark.parametrize("num_groups", [2.0, None, "2", [2], 1.5])
+@pytest.mark.parametrize("num_groups", [2.0, None, True, "2", [2], 1.5])
 def test_num_groups_of_another_type(make: Make, num_groups: Any) -> None:
     message = f"num_groups is {kind_of(num_groups)}; it must be a positive int"
     refused("group_norm", TypeError, message, make(values(*SHAPE)), num_groups=num_groups)
@@ -269,7 +269,7 @@ def test_momentum_out_of_range(make: Make, momentum: float) -> None:
     refused("batch_norm", ValueError, message, make(values(*SHAPE)), momentum=momentum)
 
 
-@pytest.mark.parametrize("momentum", [None, "0.1", [0.1], torch.tensor(0.1)])
+@pytest.mark.parametrize("momentum", [True, "0.1", [0.1], torch.tensor(0.1)])
 def test_momentum_of_another_type(make: Make, momentum: Any) -> None:
     message = f"momentum is {kind_of(momentum)}; it must be a number from 0 to 1"
     refused("batch_norm", TypeError, message, make(values(*SHAPE)), momentum=momentum)

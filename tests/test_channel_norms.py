@@ -328,6 +328,16 @@ def test_the_conventions_differ_in_momentum_and_divisor() -> None:
         np.testing.assert_allclose([running["running_mean"][0], running["running_var"][0]], [mean, var], rtol=1e-14)
 
 
+@pytest.mark.parametrize(("convention", "default"), [("torch", 0.1), ("keras", 0.99)])
+def test_each_convention_has_its_own_default_momentum(convention: str, default: float) -> None:
+    x, results = data(1, (5, 3)), []
+    for momentum in ({}, {"momentum": None}, {"momentum": default}):
+        running = {"running_mean": np.zeros(3), "running_var": np.ones(3)}
+        cunorm.batch_norm(x, training=True, convention=convention, **momentum, **running)
+        results.append((running["running_mean"].tolist(), running["running_var"].tolist()))
+    assert results[0] == results[1] == results[2]
+
+
 @pytest.mark.parametrize("shape", [(1, 6), (1, 6, 1, 1)])
 def test_one_value_per_channel_in_the_convention_of_keras(shape: tuple[int, ...]) -> None:
     """The biased variance is 0 there and not undefined; the last batch of an epoch may be one sample."""

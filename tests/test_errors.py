@@ -72,7 +72,9 @@ def test_no_axis(make: Make, axis: Any) -> None:
     refused(ValueError, message, make(values(*SHAPE)), axis=axis)
 
 
-@pytest.mark.parametrize("axis", [1.5, "1", None, {1}, (0, 1.0), ["1"], [[0]], (None,), np.array([[0, 1]]), np.ones(2)])
+@pytest.mark.parametrize(
+    "axis", [1.5, "1", None, True, {1}, (0, 1.0), (0, True), ["1"], [[0]], (None,), np.array([[0, 1]]), np.ones(2)]
+)
 def test_axis_of_another_type(make: Make, axis: Any) -> None:
     message = f"axis must be an int or a sequence of ints; got {axis!r}"
     refused(TypeError, message, make(values(*SHAPE)), axis=axis)
@@ -104,7 +106,14 @@ def test_numbers_that_no_float_is_as_large_as(make: Make, huge: Any, value: str)
     assert_refused(cunorm.batch_norm, ValueError, message, (x,), {"training": True, "momentum": huge})
 
 
-@pytest.mark.parametrize("eps", ["1e-5", None, 1j, b"1", [1e-5], np.array([1e-5]), torch.tensor(1e-5)])
+@pytest.mark.parametrize("given", ["no", 1, None, np.ones(1, bool), torch.tensor(True)])
+def test_return_stats_of_another_type(make: Make, given: Any) -> None:
+    message = f"return_stats is {kind_of(given)}; it must be a bool"
+    for function in (cunorm.layer_norm, cunorm.rms_norm, cunorm.instance_norm):
+        assert_refused(function, TypeError, message, (make(values(*SHAPE)),), {"return_stats": given})
+
+
+@pytest.mark.parametrize("eps", ["1e-5", None, True, 1j, b"1", [1e-5], np.array([1e-5]), torch.tensor(1e-5)])
 def test_eps_of_another_type(make: Make, eps: Any) -> None:
     message = f"eps is {kind_of(eps)}; it must be a number, finite and not negative"
     refused(TypeError, message, make(values(*SHAPE)), eps=eps)
