@@ -179,10 +179,18 @@ def test_fused_instance_norm(
 
 def test_errors_of_the_fused_norms() -> None:
     x, ones = tf.ones((2, 3, 8)), tf.ones(8)
-    with pytest.raises(ValueError, match=r"gamma has shape \(7,\); for x of shape \(2, 3, 8\) it must have 24 values"):
+    must = r"for x of shape \(2, 3, 8\) it must be \(24,\) or \(3, 8\)"
+    with pytest.raises(ValueError, match=rf"gamma has shape \(7,\); {must}$"):
         fused_layer_norm(x, tf.ones(7), ones, axis=[1, 2])
-    with pytest.raises(ValueError, match=r"beta has shape \(9,\)"):
+    with pytest.raises(ValueError, match=rf"gamma has shape \(8, 3\); {must}$"):  # as many values in another order
+        fused_layer_norm(x, tf.ones((8, 3)), ones, axis=[1, 2])
+    with pytest.raises(ValueError, match=rf"beta has shape \(1, 3, 8\); {must}$"):
+        fused_layer_norm(x, None, tf.ones((1, 3, 8)), axis=[1, 2])
+    with pytest.raises(ValueError, match=r"beta has shape \(9,\); for x of shape \(2, 3, 8\) it must be \(8,\)$"):
         fused_layer_norm(x, ones, tf.ones(9))
+    for norm in (fused_layer_norm, fused_instance_norm):
+        with pytest.raises(TypeError, match=r"x is a builtins\.NoneType; it must be a NumPy, CuPy, PyTorch, JAX or"):
+            norm(None, ones, ones)
     with pytest.raises(ValueError, match="axis 3 is out of range"):
         fused_layer_norm(x, ones, ones, axis=3)
     with pytest.raises(TypeError, match="axis must be an int"):
@@ -309,6 +317,57 @@ def test_data_set() -> None:
 def test_xla_says_that_it_cannot() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="EagerPyFunc"):
         tf.function(cunorm.layer_norm, jit_compile=True)(tf.ones((2, 8)))
+
+
+class Model(tf.Module):  # type: ignore[misc]
+    """Two norms of one kind, whose gradients are those of each; also by a function of its own."""
+
+    def __init__(self) -> None:
+        self.weight = tf.Variable(data(2, (8,)))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 8])])  # type: ignore[untyped-decorator]
+    def __call__(self, x: Any) -> Any:
+        return cunorm.layer_norm(tf.nn.relu(cunorm.layer_norm(x, self.weight)), self.weight)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 8])])  # type: ignore[untyped-decorator]
+    def gradients(self, x: Any) -> Any:
+        return gradients_of(self, x)
+
+
+def gradients_of(model: Any, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = model(x)
+    return tape.gradient(y, [x, model.weight], output_gradients=x)
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["traced", "left out"])
+def test_a_saved_model_computes_in_its_process(custom: bool, tmp_path: Path) -> None:
+    model, x = Model(), tensor(data(1, (4, 8)))
+    tf.saved_model.save(model, str(tmp_path), options=tf.saved_model.SaveOptions(experimental_custom_gradients=custom))
+    loaded, expected = tf.saved_model.load(str(tmp_path)), gradients_of(model, x)
+    np.testing.assert_array_equal(loaded(x), model(x))
+    for found in (loaded.gradients(x), gradients_of(loaded, x)):
+        for gradient, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(gradient, wanted)
+
+
+def test_second_derivatives_of_a_saved_model_are_refused(tmp_path: Path) -> None:
+    class Backward(tf.Module):  # type: ignore[misc]
+        @tf.function(input_signature=[tf.TensorSpec([None, 8])])  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any) -> Any:
+            _, mean, rstd = cunorm.layer_norm(x, return_stats=True)
+            return cunorm.layer_norm_backward(x, x, None, mean=mean, rstd=rstd)[0]
+
+    x = tensor(data(1, (4, 8)))
+    tf.saved_model.save(Backward(), str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        dx = loaded(x)
+    np.testing.assert_array_equal(dx, Backward()(x))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="cunorm has no second derivatives"):
+        tape.gradient(dx, x)
 
 
 @pytest.mark.parametrize("function", MODES)

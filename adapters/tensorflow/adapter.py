@@ -35,6 +35,7 @@ __all__ = ["ADAPTER", "device_of"]
 
 _DLPACK_CPU = 1
 _INT32_MAX = 2**31 - 1
+_NO_SECOND = "cunorm has no second derivatives and no forward mode (ForwardAccumulator)"
 
 
 class _DlTensor(ctypes.Structure):
@@ -131,7 +132,8 @@ class TensorFlowAdapter(Adapter):
         if running and op.updates_running:
             raise TypeError(
                 "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable; "
-                "leave them out, and update them with the mean and variance (1 / rstd**2 - eps) of return_stats=True"
+                "leave them out, and update them with the mean and variance (max(1 / rstd**2 - eps, 0)) of "
+                "return_stats=True"
             )
         running_mean, running_var = running or (None, None)
         statistics = {"running_mean": running_mean, "running_var": running_var}
@@ -192,6 +194,7 @@ def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
     on_one = not tf.executing_eagerly() or len({tensor.backing_device for tensor in gather(inputs)}) == 1
     if host.native is not None and on_one:
         return _call(work, inputs, by_op=True)
+    given = gather(inputs)
     computed: list[Any] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -205,28 +208,32 @@ def _recorded(work: Work, inputs: Sequence[Any]) -> Sequence[Any]:
 
         return gather(results), gradient
 
-    results = call(*gather(inputs))
+    results = call(*given)
     if not tf.executing_eagerly():
-        # tf.cond differentiates a copy of this graph, whose gradients must hold no tensor of this one. The op has the
-        # results and the inputs, as tf.custom_gradient made it.
-        name = _registered(to_text(work, inputs, computed))
-        results[0].op._set_attr("_gradient_op_type", tf.compat.v1.AttrValue(s=name.encode()))
+        _register(results[0].op, to_text(work, inputs, computed), given, gather(computed))
     return scatter(results, computed)
 
 
-@functools.cache
-def _registered(text: str) -> str:
-    """The name of the gradient for ``work.to_text``."""
-    name = f"{host.OP} {text}"
+def _register(identity: Any, text: str, given: Sequence[Any], computed: Sequence[Any]) -> None:
+    """Register the gradient of the op that tf.custom_gradient made, for ``work.to_text``, under a name of its own.
 
+    tf.cond differentiates a copy of the graph, whose gradients must hold no tensor of this one. The op has the results
+    and the inputs. tf.saved_model.save traces gradients of no op: they are those of this graph's tensors.
+    """
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradients(op: Any, *cotangents: Any) -> list[Any]:
-        inputs = op.inputs[sum(from_text(text)[2]) :]
-        results, cotangents = (values[: -len(inputs)] for values in (op.outputs, cotangents))
-        return [*(None for _ in results), *_gradients_by_text(text, inputs, results, cotangents)]
+        count = len(computed)
+        if op is None and isinstance(from_text(text)[0], Backward):
+            # Refused when it is computed: what is stored beside it, the first derivatives, is of use.
+            with tf.control_dependencies([tf.debugging.Assert(False, [_NO_SECOND])]):
+                return [*(None for _ in computed), *map(tf.zeros_like, cotangents[count:])]
+        inputs, results = (given, computed) if op is None else (op.inputs[count:], op.outputs[:count])
+        return [*(None for _ in results), *_gradients_by_text(text, inputs, results, cotangents[:count])]
 
-    with contextlib.suppress(KeyError):  # another thread has registered it
-        tf.RegisterGradient(name)(gradients)
-    return name
+    name = f"{host.OP} {text} {identity.get_attr('_gradient_op_type').decode()}"
+    tf.RegisterGradient(name)(gradients)
+    identity._set_attr("_gradient_op_type", tf.compat.v1.AttrValue(s=name.encode()))
 
 
 @tf.RegisterGradient(host.OP)  # type: ignore[untyped-decorator]
@@ -247,7 +254,7 @@ def _gradients_by_text(
 def _gradients(work: Work, inputs: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
     """Those of ``inputs``, from those of ``results``."""
     if isinstance(work, Backward):
-        raise NotImplementedError("cunorm has no second derivatives and no forward mode (ForwardAccumulator)")
+        raise NotImplementedError(_NO_SECOND)
     x, residual, weight, bias, *running = inputs
     _, residual_out, mean, rstd = results
     kept = (x if residual is None else residual_out, weight, bias if work.op.keeps_bias else None, mean, rstd)

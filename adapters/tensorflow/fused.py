@@ -149,7 +149,7 @@ def _dense(**arguments: Any) -> list[Any]:
 
 def _columns(x: Any, axis: int | Sequence[int], gamma: Any, beta: Any) -> list[Any]:
     """gamma and beta with the shape of x's normalized axes, which `layer_norm` takes."""
-    rank, axes = x.shape.rank, check_axis(axis)
+    rank, axes = None if x is None else x.shape.rank, check_axis(axis)
     if rank is None or not all(-rank <= item < rank for item in axes):  # `layer_norm` says what is wrong
         return [gamma, beta]
     places = sorted(item % rank for item in axes)
@@ -157,9 +157,10 @@ def _columns(x: Any, axis: int | Sequence[int], gamma: Any, beta: Any) -> list[A
     result = []
     for name, vector in (("gamma", gamma), ("beta", beta)):
         if vector is not None and not vector.shape.is_compatible_with(columns):
-            expected, found = columns.num_elements(), vector.shape.num_elements()
-            if None not in (expected, found) and expected != found:
-                must = f"for x of shape {tuple(x.shape)} it must have {expected} values"
+            flat = (columns.num_elements(),)
+            if not vector.shape.is_compatible_with(flat):
+                shapes = " or ".join(map(str, dict.fromkeys((flat, tuple(columns)))))
+                must = f"for x of shape {tuple(x.shape)} it must be {shapes}"
                 raise ValueError(f"{name} has shape {tuple(vector.shape)}; {must}")
             vector = tf.reshape(vector, columns if columns.is_fully_defined() else tf.gather(tf.shape(x), places))
         result.append(vector)
