@@ -78,7 +78,8 @@ def merge_batch_norm_stats(means: Any, variances: Any, counts: Any) -> tuple[Any
         For another number of means, variances and counts, for shapes that differ, for counts that are negative or no
         whole numbers, or where all are zero.
     TypeError
-        For what is no tensor, number or sequence of these, and for tensors of two libraries.
+        For what is no tensor, number or sequence of these, for tensors of two libraries, and for TensorFlow's of two
+        dtypes.
 
     Examples
     --------
@@ -136,12 +137,19 @@ def _named(given: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def _check_library(named: tuple[str, Any], first: tuple[str, Any]) -> None:
-    """Refuse a tensor of another library than the first. What no adapter is for may be anything's."""
+    """Refuse a tensor of another library than the first. What no adapter is for may be anything's.
+
+    Of TensorFlow's, whose operators convert nothing, also one of another dtype.
+    """
     libraries = [adapters.library_of(type(tensor)) for _, tensor in (named, first)]
     if None not in libraries and libraries[0] != libraries[1]:
         (name, tensor), (first_name, other) = named, first
         found = f"{name} is {kind_of(tensor)} ({libraries[0]}) and {first_name} {kind_of(other)} ({libraries[1]})"
         raise TypeError(f"{found}; they must be of one library")
+    if libraries == ["tensorflow", "tensorflow"]:
+        found, must = (tensor.dtype.name for _, tensor in (named, first))
+        if found != must:
+            raise TypeError(f"{named[0]} has dtype {found}; as {first[0]} it must have dtype {must}")
 
 
 def _shapes(given: Any, name: str) -> list[tuple[Any, ...]]:

@@ -545,8 +545,11 @@ def test_running_statistics_cannot_be_updated(kind: Any, function: bool) -> None
     def norm(x: Any) -> Any:
         return cunorm.batch_norm(x, **running, training=True)
 
-    message = "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable"
-    with pytest.raises(TypeError, match=message):
+    message = (
+        "running_mean and running_var cannot be updated in place for TensorFlow tensors: they are immutable; leave "
+        "them out, and update them with the mean and variance (max(1 / rstd**2 - eps, 0)) of return_stats=True"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
         (tf.function(norm) if function else norm)(x)
     with pytest.raises(TypeError, match="running_var is an ndarray; beside a TensorFlow x it must be a dense"):
         cunorm.batch_norm(x, running_mean=tf.zeros(4), running_var=np.ones(4, np.float32), training=False)
@@ -610,6 +613,20 @@ def test_merged_statistics(function: bool) -> None:
         for result, value in zip(results, expected):
             assert result.dtype == tf.float32
             np.testing.assert_allclose(result, value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", MODES)
+def test_merging_of_dtypes_that_differ(function: bool) -> None:
+    """TensorFlow's operators convert nothing."""
+    merge = tf.function(cunorm.merge_batch_norm_stats) if function else cunorm.merge_batch_norm_stats
+    ones = tf.ones((2, 4))
+    for counts in (tf.constant([1, 3]), tf.Variable([1, 3])):
+        with pytest.raises(TypeError, match="counts has dtype int32; as means it must have dtype float32"):
+            merge(ones, ones, counts)
+    with pytest.raises(TypeError, match=r"counts has dtype int64; as means\[0\] it must have dtype float32"):
+        merge([*ones], [*ones], [*tf.constant([1, 3], tf.int64)])
+    with pytest.raises(TypeError, match="variances has dtype float64; as means it must have dtype float32"):
+        merge(ones, tf.cast(ones, tf.float64), [1, 3])
 
 
 def test_merging_where_sizes_are_unknown() -> None:

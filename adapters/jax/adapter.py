@@ -54,7 +54,7 @@ class JaxAdapter(Adapter):
         if running and op.updates_running:
             raise TypeError(
                 "running_mean and running_var cannot be updated in place for JAX arrays: they are immutable; leave "
-                "them out, and update them with the mean and variance (1 / rstd**2 - eps) of return_stats=True"
+                "them out, and update them with the mean and variance (max(1 / rstd**2 - eps, 0)) of return_stats=True"
             )
         arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         arrays |= zip(("running_mean", "running_var"), running)
