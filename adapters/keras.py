@@ -19,6 +19,7 @@ from keras import ops
 from cunorm.channels import batch_norm, group_norm
 from cunorm.problem import DTYPES
 from cunorm.rows import layer_norm, rms_norm
+from cunorm.text import kind_of
 
 __all__ = [
     "BatchNormalization",
@@ -30,6 +31,8 @@ __all__ = [
     "to_keras",
 ]
 
+# TensorFlow's tensors that Keras's own layers may take.
+_NOT_DENSE = ("IndexedSlices", "RaggedTensor", "SparseTensor")
 _serializable = keras.saving.register_keras_serializable(package="cunorm")
 
 
@@ -261,7 +264,8 @@ def from_keras(layer: Any) -> Any:
     Parameters
     ----------
     layer : keras.layers.Layer
-        Any layer. It is not modified. Subclasses of Keras's layers stay what they are.
+        Any layer. It is not modified. Subclasses of Keras's layers stay what they are, and so do the layers of a
+        model: `keras.models.clone_model` is for those.
 
     Returns
     -------
@@ -270,6 +274,8 @@ def from_keras(layer: Any) -> Any:
 
     Raises
     ------
+    TypeError
+        For what is no layer.
     NotImplementedError
         For a layer that has no configuration, by Keras.
 
@@ -282,6 +288,7 @@ def from_keras(layer: Any) -> Any:
     >>> [type(layer).__module__ for layer in faster.layers][1]
     'cunorm.adapters.keras'
     """
+    _check_layer(layer)
     return _OURS.get(type(layer), type(layer)).from_config(layer.get_config())  # type: ignore[attr-defined]
 
 
@@ -303,6 +310,8 @@ def to_keras(layer: Any) -> Any:
 
     Raises
     ------
+    TypeError
+        For what is no layer.
     NotImplementedError
         For a layer that has no configuration, by Keras.
 
@@ -312,9 +321,15 @@ def to_keras(layer: Any) -> Any:
     >>> to_keras(InstanceNormalization(epsilon=1e-5)).groups
     -1
     """
+    _check_layer(layer)
     if type(layer) is InstanceNormalization:
         return keras.layers.GroupNormalization.from_config(layer.get_config() | {"groups": -1})
     return _KERAS.get(type(layer), type(layer)).from_config(layer.get_config())  # type: ignore[attr-defined]
+
+
+def _check_layer(layer: Any) -> None:
+    if not isinstance(layer, keras.layers.Layer):
+        raise TypeError(f"layer is {kind_of(layer)}; it must be a keras.layers.Layer")
 
 
 def _tensor(given: Any) -> Any:
@@ -328,11 +343,13 @@ def _tensor(given: Any) -> Any:
 def _is_supported(inputs: Any) -> bool:
     """Whether cunorm has kernels for it: for its dtype, and for sizes that are numbers, or not known to TensorFlow.
 
+    What is not dense gets Keras's own computation, which takes some of that.
     JAX's can be expressions, when Keras traces a model for its shapes or exports it. It gets Keras's own computation,
     which other programs can load.
     """
     sizes = all(size is None or isinstance(size, int) for size in inputs.shape)
-    return sizes and keras.backend.standardize_dtype(inputs.dtype) in DTYPES
+    is_dense = type(inputs).__name__ not in _NOT_DENSE
+    return is_dense and sizes and keras.backend.standardize_dtype(inputs.dtype) in DTYPES
 
 
 def _data_format(inputs: Any, axis: int) -> str | None:

@@ -297,6 +297,23 @@ def test_symbolic_inputs(name: str) -> None:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) == ((None, None, 8), ours.dtype)
 
 
+def test_inputs_that_are_not_dense(computed: list[str]) -> None:
+    """TensorFlow's, of which Keras takes the ragged ones in most layers."""
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    ragged = tf.RaggedTensor.from_row_lengths(values((5, 8)), [2, 3])
+    for name in ("LayerNormalization", "RMSNormalization", "BatchNormalization"):
+        ours, theirs = (layer(ragged) for layer in pair(name, {}, (2, None, 8)))
+        assert isinstance(ours, tf.RaggedTensor) and ours.row_lengths().numpy().tolist() == [2, 3]
+        np.testing.assert_array_equal(ours.flat_values, theirs.flat_values)
+    for layer in pair("LayerNormalization", {}, (5, 8)):
+        with pytest.raises(ValueError, match="SparseTensor"):
+            layer(tf.sparse.from_dense(values((5, 8))))
+    assert not computed
+
+
 def test_instance_normalization_has_no_groups() -> None:
     with pytest.raises(TypeError, match="InstanceNormalization has no groups; GroupNormalization has"):
         layers.InstanceNormalization(groups=2)
@@ -395,6 +412,19 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert trained(again) == pytest.approx(trained(ours), rel=2e-4)
 
 
+def test_exported(tmp_path: Path) -> None:
+    """As a SavedModel of TensorFlow's, which computes in this process."""
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    ours, x = model(False), values((6, 7, 4), 5)
+    trained(ours)
+    ours.export(tmp_path / "model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_array_equal(loaded.serve(x), ours.predict(x, verbose=0))
+
+
 def test_weights_of_keras_own_layers(tmp_path: Path) -> None:
     """Either way, as a list and as a file. In files a layer goes by the name of its class."""
     ours, theirs, x = model(False, 1), model(True, 2), values((6, 7, 4), 5)
@@ -439,6 +469,13 @@ def test_models_with_other_layers_in_place() -> None:
 def test_registered_names() -> None:
     for name in layers.__all__[:-2]:
         assert keras.saving.get_registered_object(f"cunorm>{name}") is getattr(layers, name)
+
+
+def test_what_is_no_layer_is_refused() -> None:
+    for convert in (layers.from_keras, layers.to_keras):
+        for given, kind in ((None, "a NoneType"), (keras.layers.LayerNormalization, "a type")):
+            with pytest.raises(TypeError, match=rf"layer is {kind}; it must be a keras\.layers\.Layer"):
+                convert(given)
 
 
 def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
