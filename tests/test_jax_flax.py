@@ -253,7 +253,7 @@ def test_variables_stand_for_their_arrays() -> None:
 @pytest.mark.parametrize("of", [nnx, linen], ids=["nnx", "linen"])
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm"])
 def test_what_is_refused(of: Any, name: str) -> None:
-    x = jnp.ones((4, 3, 8))
+    x: Any = jnp.ones((4, 3, 8))
     always = {"num_groups": 2} if name == "GroupNorm" else {}
     always |= {"use_running_average": False} if name == "BatchNorm" else {}
 
@@ -273,6 +273,21 @@ def test_what_is_refused(of: Any, name: str) -> None:
     if of is linen:
         with pytest.raises(ValueError, match=f"force_float32_reductions of {name} is False; it must be True"):
             run(force_float32_reductions=False)
+    x = jnp.ones(())
+    with pytest.raises(ValueError, match=r"x has shape \(\); it must have an axis of channels"):
+        run()
+    x = None
+    with pytest.raises(TypeError, match="x is a NoneType; it must be an array"):
+        run()
+
+
+def test_groups_of_few_axes_are_those_of_linen() -> None:
+    """Flax's own layer of NNX repeats statistics along the second axis, whatever is reduced."""
+    x, axes = jax.random.normal(jax.random.key(0), (2, 4, 4, 8)), (-1,)
+    ours = nnx.GroupNorm(8, 2, reduction_axes=axes, rngs=flax.nnx.Rngs(0))(x)
+    theirs = flax.linen.GroupNorm(2, reduction_axes=axes).init_with_output(jax.random.key(0), x)[0]
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(ours - flax.nnx.GroupNorm(8, 2, reduction_axes=axes, rngs=flax.nnx.Rngs(0))(x)).max() > 1
 
 
 def test_complex_numbers_are_refused() -> None:

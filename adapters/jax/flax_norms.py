@@ -18,9 +18,9 @@ import cunorm
 from cunorm.adapters.jax.axes import view_of
 from cunorm.adapters.jax.synchronized import synchronized_batch_norm
 from cunorm.channel_norm import ChannelNorm
-from cunorm.checks import check_dtype
+from cunorm.checks import check_dtype, no_tensor
 
-__all__ = ["batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "moved", "row_norm"]
+__all__ = ["array_of", "batch_norm", "check_axes", "check_layer", "group_norm", "instance_norm", "moved", "row_norm"]
 
 _MUST = "it must be None: cunorm's layers have none, Flax's own have"
 
@@ -36,6 +36,16 @@ def check_layer(layer: Any, mask: Any, axis_name: bool = False) -> None:
         raise ValueError(f"axis_index_groups of {name} is {layer.axis_index_groups!r}; {_MUST}")
     if not getattr(layer, "force_float32_reductions", True):
         raise ValueError(f"force_float32_reductions of {name} is False; it must be True, as all sums here are float32")
+
+
+def array_of(x: Any) -> Any:
+    """x of a layer's call as a JAX array. One without axes is a ValueError."""
+    if x is None:
+        raise no_tensor("x", x, "JAX", "an array")
+    array = jnp.asarray(x)
+    if not array.ndim:
+        raise ValueError("x has shape (); it must have an axis of channels")
+    return array
 
 
 def check_axes(x: Any, axes: Any, name: str) -> tuple[int, ...]:

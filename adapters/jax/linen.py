@@ -25,7 +25,7 @@ from flax.linen.module import merge_param
 
 import cunorm
 from cunorm.adapters.jax import flax_norms
-from cunorm.adapters.jax.flax_norms import check_axes, check_layer
+from cunorm.adapters.jax.flax_norms import array_of, check_axes, check_layer
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
@@ -48,7 +48,7 @@ class LayerNorm(linen.LayerNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
         check_layer(self, mask)
-        x = jnp.asarray(x)
+        x = array_of(x)
         vectors = _vectors(self, x, self.feature_axes)
         axes = self.reduction_axes, self.feature_axes
         return flax_norms.row_norm(cunorm.layer_norm, x, *vectors, self.epsilon, *axes)
@@ -63,7 +63,7 @@ class RMSNorm(linen.RMSNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
         check_layer(self, mask)
-        x = jnp.asarray(x)
+        x = array_of(x)
         vectors = _vectors(self, x, self.feature_axes)
         axes = self.reduction_axes, self.feature_axes
         return flax_norms.row_norm(cunorm.rms_norm, x, *vectors, self.epsilon, *axes)
@@ -78,7 +78,7 @@ class GroupNorm(linen.GroupNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
         check_layer(self, mask)
-        x = jnp.asarray(x)
+        x = array_of(x)
         num_groups: Any = self.num_groups
         if (num_groups is None) == (self.group_size is None):
             found = f"num_groups is {num_groups} and group_size {self.group_size}"
@@ -100,7 +100,7 @@ class InstanceNorm(linen.InstanceNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
         check_layer(self, mask)
-        x = jnp.asarray(x)
+        x = array_of(x)
         scale, bias, dtype = _vectors(self, x, self.feature_axes)
         scale, bias = (None if vector is None else vector.reshape(-1) for vector in (scale, bias))
         return flax_norms.instance_norm(x, scale, bias, dtype, self.epsilon, self.feature_axes)
@@ -115,7 +115,7 @@ class BatchNorm(linen.BatchNorm):
     @linen.compact
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         check_layer(self, mask, axis_name=True)
-        x = jnp.asarray(x)
+        x = array_of(x)
         average = merge_param("use_running_average", self.use_running_average, use_running_average)
         scale, bias, dtype = _vectors(self, x, self.axis, "axis")
         shape = tuple(x.shape[axis] for axis in check_axes(x, self.axis, "axis"))

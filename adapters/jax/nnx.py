@@ -18,13 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 
 import cunorm
 from cunorm.adapters.jax import flax_norms
-from cunorm.adapters.jax.flax_norms import check_layer
+from cunorm.adapters.jax.flax_norms import array_of, check_layer
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
@@ -32,7 +31,7 @@ __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 def _promoted(layer: Any, x: Any, *variables: Any) -> tuple[Any, ...]:
     """x and the values of variables in the dtypes that Flax computes with, and the dtype of the result."""
     values = [None if variable is None else variable[...] for variable in variables]
-    arrays = layer.promote_dtype((jnp.asarray(x), *values), dtype=layer.dtype)
+    arrays = layer.promote_dtype((array_of(x), *values), dtype=layer.dtype)
     return *arrays, canonicalize_dtype(*arrays, dtype=layer.dtype)
 
 
