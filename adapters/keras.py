@@ -328,7 +328,7 @@ def to_keras(layer: Any) -> Any:
 
 
 def _check_layer(layer: Any) -> None:
-    if not isinstance(layer, keras.layers.Layer):
+    if not isinstance(layer, keras.Operation):  # clone_model gives a sum, too, which is no layer
         raise TypeError(f"layer is {kind_of(layer)}; it must be a keras.layers.Layer")
 
 
