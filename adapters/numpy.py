@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
 
-from cunorm import execute, on_cpu
+from cunorm import execute, on_cpu, op_names
 from cunorm.checks import element_strides, no_tensor
 from cunorm.execute import Adapter
-from cunorm.prepared import Op, Output, Results
+from cunorm.prepared import Gradients, Op, Output, Results
 from cunorm.problem import View
 from cunorm.text import kind_of
 
@@ -54,7 +56,33 @@ class NumpyAdapter(Adapter):
             for name, tensor in zip(("running_mean", "running_var"), running):
                 if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
                     raise ValueError(f"{name} is read-only; in training it is updated in place")
-        return execute.forward(self, op, x, residual, weight, bias, out, stats, running)
+        forward = _outside_of_graphs.forward if _may_be_compiled() else execute.forward
+        return forward(self, op, x, residual, weight, bias, out, stats, running)
+
+    def backward(self, *arguments: Any) -> Gradients:
+        backward = _outside_of_graphs.backward if _may_be_compiled() else execute.backward
+        return backward(self, *arguments)
+
+
+# forward and backward of `execute`, which torch.compile does not look into but breaks its graph for: it would put
+# PyTorch's functions in the place of NumPy's, and has not all of them.
+_outside_of_graphs = types.SimpleNamespace()
+
+
+def _may_be_compiled() -> bool:
+    """Whether torch.compile may trace what calls this: it is imported where it is first used. A constant to it."""
+    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+    if disable is None:
+        return False
+    if not hasattr(_outside_of_graphs, "forward"):
+        op_names.is_compiling = sys.modules["torch"].compiler.is_dynamo_compiling
+        _outside_of_graphs.backward = disable(execute.backward)
+        _outside_of_graphs.forward = disable(execute.forward)
+    return True
+
+
+setattr(_may_be_compiled, "_dynamo_marked_constant", True)  # noqa: B010
+_may_be_compiled()
 
 
 ADAPTER: Adapter = NumpyAdapter()

@@ -74,7 +74,8 @@ def no_tensor(name: str, given: Any, framework: str, must: str) -> TypeError:
 
 def value_of_keras(kind: type) -> str:
     """What to add to a message that refuses an object of a type, if it is a Keras variable's."""
-    is_variable = kind.__module__.startswith("keras.") and kind.__name__ == "Variable"
+    # torch.compile traces slices of these, but no startswith.
+    is_variable = kind.__module__[:6] == "keras." and kind.__name__ == "Variable"
     return ", such as its .value" if is_variable else ""
 
 

@@ -31,8 +31,8 @@ def rate(bytes_per_second: float) -> str:
 
 def kind_of(value: object) -> str:
     """The name of its type with an article, as messages have it: "an int", "a list", "an ndarray"."""
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeio' or name.startswith('nd') else 'a'} {name}"
+    name = type(value).__name__  # of which torch.compile traces slices, but no startswith
+    return f"{'an' if name[0].lower() in 'aeio' or name[:2] == 'nd' else 'a'} {name}"
 
 
 def counted(count: int, word: str) -> str:

@@ -192,6 +192,46 @@ def test_a_weight_that_is_no_tensor(weight: Any) -> None:
         cunorm.layer_norm(x.to("meta"), weight)
 
 
+@pytest.mark.parametrize("name", ["weight", "residual"])
+@pytest.mark.parametrize("given", [(8,), [1.0] * 8, 1.0, "a"], ids=["tuple", "list", "float", "str"])
+def test_the_error_of_the_compiler_has_the_message(given: Any, name: str) -> None:
+    message = f"{name} is {kind_of(given)}; beside a PyTorch x it must be a PyTorch tensor"
+    compiled = torch.compile(lambda x: cunorm.layer_norm(x, **{name: given}), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        compiled(data(3, 8))
+
+
+NUMPY_FIRST = """
+import numpy as np
+import cunorm
+x = np.random.default_rng(1).standard_normal((4, 8))
+dy, weight = x[::-1], x[0]
+def norms(x):
+    running = {"running_mean": np.zeros(8), "running_var": np.ones(8)}
+    y = cunorm.batch_norm(2 * x, weight, **running, training=True)
+    y, total = cunorm.rms_norm(y + 1, residual=x, out=np.empty_like(y))
+    return (*running.values(), total, y, cunorm.gelu_backward(dy, y - x)[0])
+expected = norms(x)
+import torch
+for backend in ("eager", "aot_eager"):
+    compiled = torch.compile(norms, backend=backend)
+    for call in range(3):
+        torch.compiler.set_stance("fail_on_recompile" if call == 2 else "default")
+        for result, item in zip(compiled(x), expected, strict=True):
+            assert type(result) is np.ndarray and np.array_equal(result, item)
+"""
+
+
+def test_numpy_arrays_break_the_graph() -> None:
+    """Also where NumPy's adapter was there before PyTorch."""
+    run(NUMPY_FIRST)
+    x = data(3, 8).numpy()
+    with pytest.raises(ValueError, match=r"^eps must be finite and not negative; got -1\.0$"):
+        torch.compile(lambda x: cunorm.layer_norm(x, eps=-1.0), backend="eager")(x)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.compiler\.disable"):
+        torch.compile(lambda x: cunorm.layer_norm(x), backend="eager", fullgraph=True)(x)
+
+
 def test_out_breaks_the_graph() -> None:
     def doubled(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         y = cunorm.layer_norm(2 * x, out=out)
