@@ -125,6 +125,26 @@ def test_what_is_no_tensor_is_refused(layer: Made, given: Any) -> None:
         ours(given)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["nested", "jagged", "mkldnn", "csr"])
+@made
+def test_what_is_not_strided_is_refused(layer: Made, layout: str) -> None:
+    _, ours = build(layer, torch.float32)
+    (x,) = inputs(layer, torch.float32, "cpu", 1)
+    x = torch.atleast_2d(x)
+    if layout in ("nested", "jagged"):
+        given = torch.nested.nested_tensor(list(x), layout=torch.jagged if layout == "jagged" else torch.strided)
+        found = "is nested"
+    elif layout == "mkldnn":
+        given, found = x.to_mkldnn(), "has layout torch._mkldnn"
+    else:
+        given, found = x.to_sparse_csr(), "has layout torch.sparse_csr"
+    state = copy.deepcopy(ours.state_dict())
+    with pytest.raises(TypeError, match=f"^x {found}; it must be a torch.strided tensor$"):
+        ours(given)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+
+
 @made
 def test_the_state_is_that_of_torch_nn(layer: Made) -> None:
     theirs, ours = build(layer)
@@ -407,6 +427,39 @@ def test_running_statistics_of_other_channels_are_not_touched(channels: int) -> 
     assert not layer.running_mean.any() and bool((layer.running_var == 1).all())
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_that_is_refused_is_not_counted(momentum: float | None, affine: bool) -> None:
+    layer = layers.BatchNorm1d(6, momentum=momentum, affine=affine)
+    layer(torch.randn(8, 6))
+    state = copy.deepcopy(layer.state_dict())
+    wrong = (torch.ones(8, 6, dtype=torch.int64), torch.ones(1, 6), torch.ones(8, 5), torch.ones(8, 1))
+    for x in wrong:
+        with pytest.raises((TypeError, ValueError)):
+            layer(x)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+    assert layer.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("momentum", "error", "message"),
+    [
+        (float("nan"), ValueError, "momentum is nan; it must be from 0 to 1"),
+        (1.5, ValueError, "momentum is 1.5; it must be from 0 to 1"),
+        ("a", TypeError, "momentum is a str; it must be a number from 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("layer", ["BatchNorm2d", "InstanceNorm2d"])
+def test_a_wrong_momentum_is_refused(
+    layer: str, momentum: Any, error: type[Exception], message: str, training: bool
+) -> None:
+    ours = getattr(layers, layer)(3, momentum=momentum, track_running_stats=True).train(training)
+    with pytest.raises(error, match=f"^{message}$"):
+        ours(torch.randn(2, 3, 4, 4))
+    assert not ours.running_mean.any() and bool((ours.running_var == 1).all()) and not ours.num_batches_tracked.any()
+
+
 def test_without_parameters_other_channels_are_normalized_with_a_warning() -> None:
     x = torch.randn(5, 7)
     for module in (layers.InstanceNorm1d(6), nn.InstanceNorm1d(6)):
@@ -418,6 +471,28 @@ def test_a_normalized_shape_may_be_a_list() -> None:
     layer = layers.LayerNorm(8)
     layer.normalized_shape = [8]  # type: ignore[assignment]
     assert layer(torch.randn(2, 8)).shape == (2, 8)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("layer", ["LayerNorm", "RMSNorm"])
+def test_a_normalized_shape_names_a_size(layer: str, affine: bool, shape: tuple[int, ...]) -> None:
+    ours = getattr(layers, layer)([], elementwise_affine=affine)
+    with pytest.raises(ValueError, match=r"^normalized_shape is \(\); it must name one size at least$"):
+        ours(torch.ones(shape))
+
+
+def test_an_activation_in_a_transformer_without_its_fast_path() -> None:
+    block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    plain = copy.deepcopy(block)
+    block.norm2 = layers.LayerNorm(8, activation="relu")
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(block(x), plain(x).relu())
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
 
 
 def test_batch_norms_can_be_synchronized() -> None:

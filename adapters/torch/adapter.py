@@ -20,7 +20,7 @@ from cunorm.prepared import BACKWARD_NAMES, FORWARD_NAMES, Gradients, Op, Output
 from cunorm.problem import View
 from cunorm.text import kind_of
 
-__all__ = ["ADAPTER"]
+__all__ = ["ADAPTER", "not_strided"]
 
 _NAMES = {
     torch.float16: "float16",
@@ -142,14 +142,19 @@ def _kind_of(key: Any, tensors: Sequence[torch.Tensor]) -> _Kind:
     return kind
 
 
+def not_strided(name: str, tensor: torch.Tensor) -> TypeError:
+    """What to raise for a tensor that is nested, or of another layout."""
+    layout = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+    return TypeError(f"{name} {layout}; it must be a torch.strided tensor")
+
+
 class TorchAdapter(Adapter):
     def layout(self, tensor: Any, name: str) -> View:
         """The tensor as memory, but for the address."""
         if not isinstance(tensor, torch.Tensor):
             raise no_tensor(name, tensor, "PyTorch", "a PyTorch tensor")
         if tensor.layout is not torch.strided or tensor.is_nested:
-            layout = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{name} {layout}; it must be a torch.strided tensor")
+            raise not_strided(name, tensor)
         dtype = _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
         place = ("cuda", tensor.device.index) if tensor.device.type == "cuda" else ("cpu", 0)
         return View(0, tuple(tensor.shape), tensor.stride(), dtype, place)

@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 import cunorm
-from cunorm.checks import check_activation, no_tensor
+from cunorm.adapters.torch.adapter import not_strided
+from cunorm.checks import check_activation, check_momentum, no_tensor
 
 __all__ = [
     "GELU",
@@ -35,6 +36,7 @@ __all__ = [
 
 
 _SINGLE_EPS, _DOUBLE_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+_STRIDED = torch.strided
 
 
 class _Activated(nn.Module):
@@ -84,16 +86,23 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     return _contiguous(tensor_of(module, name))
 
 
-def without_tensor(module: nn.Module, given: Any) -> Any:
-    """What a layer makes of an input that is no tensor: a leaf of the graph that torch.fx traces, as torch.nn's are."""
+def without_strided(module: nn.Module, given: Any) -> Tensor:
+    """What a layer makes of an input that is no strided tensor: a leaf of the graph that torch.fx traces, or an error.
+
+    The layers of torch.nn are such leaves. The error is that of the functions, to which not every input would come.
+    """
+    if isinstance(given, Tensor):
+        raise not_strided("x", given)
     if not is_traced_leaf(module, given):
         raise no_tensor("input", given, "PyTorch", "a PyTorch tensor")
-    return given.tracer.create_proxy("call_module", given.tracer.path_of_module(module), (given,), {})
+    path = given.tracer.path_of_module(module)
+    leaf: Tensor = given.tracer.create_proxy("call_module", path, (given,), {})  # in the place of a tensor
+    return leaf
 
 
 def is_traced_leaf(module: nn.Module, given: Any) -> bool:
     """Whether a layer is called by torch.fx, which traces a model that the layer is in."""
-    return isinstance(given, fx.Proxy) and module is not given.tracer.root
+    return isinstance(given, fx.Proxy) and module is not getattr(given.tracer, "root", None)
 
 
 def _contiguous(tensor: Any) -> Any:
@@ -138,8 +147,8 @@ class LayerNorm(_Activated, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            return without_tensor(self, input)
+        if not isinstance(input, Tensor) or input.is_nested:
+            return without_strided(self, input)
         axis = _axis(input, self.normalized_shape)
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         y: Tensor = cunorm.layer_norm(input, weight, bias, axis=axis, eps=self.eps, activation=self.activation)
@@ -163,8 +172,8 @@ class RMSNorm(_Activated, nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            return without_tensor(self, x)
+        if not isinstance(x, Tensor) or x.is_nested:
+            return without_strided(self, x)
         eps = self.eps
         if eps is None:
             eps = _DOUBLE_EPS if x.dtype is torch.float64 else _SINGLE_EPS
@@ -176,7 +185,9 @@ class RMSNorm(_Activated, nn.RMSNorm):
 def _axis(x: Tensor, shape: tuple[int, ...]) -> int | tuple[int, ...]:
     """The last axes, which must have this shape."""
     # Without weight and bias nothing else would notice.
-    if x.shape[-len(shape) :] != tuple(shape):
+    if x.shape[-len(shape) :] != tuple(shape) or not shape:
+        if not shape:  # in which every shape ends
+            raise ValueError("normalized_shape is (); it must name one size at least")
         raise ValueError(f"the input has shape {tuple(x.shape)}; it must end in normalized_shape, {shape}")
     return -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
 
@@ -198,7 +209,7 @@ class GroupNorm(_Activated, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
-            return without_tensor(self, input)
+            return without_strided(self, input)
         if input.numel() == self.num_groups:
             must = "it must have more than one value a group"
             raise ValueError(f"the input has shape {tuple(input.shape)} and num_groups is {self.num_groups}; {must}")
@@ -211,8 +222,8 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
     # torch.nn's calls a method of self for the rest, which must stay torch.nn's: `replace_norms` calls a layer's own
     # forward too, where self is ours.
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            return without_tensor(self, input)
+        if not isinstance(input, Tensor) or input.is_nested:
+            return without_strided(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dimensions: int = self._get_no_batch_dim()  # type: ignore[no-untyped-call]
         channels = input.shape[-dimensions]
@@ -220,6 +231,8 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
             found = f"input's size in channels is {channels} and num_features is {self.num_features}"
             warnings.warn(f"{found}, which is not used because affine=False", stacklevel=2)
         if input.dim() == dimensions:
+            if input.layout is not _STRIDED:
+                return without_strided(self, input)
             return self._compute(input.unsqueeze(0)).squeeze(0)
         return self._compute(input)
 
@@ -227,11 +240,11 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
         weight, bias, eps = parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         mean, var = tensor_of(self, "running_mean"), tensor_of(self, "running_var")
         y: Tensor
-        if mean is not None and input.shape[1] != mean.shape[0]:
-            raise ValueError(
-                f"the input has {input.shape[1]} channels (shape {tuple(input.shape)}); "
-                f"it must have {mean.shape[0]}, as running_mean has"
-            )
+        momentum = 0.0
+        if mean is not None:
+            _check_channels(input, mean)
+            if self.momentum is not None:
+                momentum = check_momentum(self.momentum)
         if not self.training and self.track_running_stats:
             y = cunorm.batch_norm(
                 input,
@@ -254,11 +267,19 @@ class _InstanceNormForward(_Activated, _InstanceNorm):
         y, new_mean, rstd = cunorm.instance_norm(input, weight, bias, return_stats=True, **options)
         # The unbiased variance, averaged over the samples, as F.instance_norm has it.
         new_var = _unbiased(rstd, eps, positions).mean(0)
-        momentum = 0.0 if self.momentum is None else self.momentum
         with torch.no_grad():
             mean.lerp_(new_mean.mean(0).to(mean.dtype), momentum)
             var.lerp_(new_var.to(var.dtype), momentum)
         return y
+
+
+def _check_channels(input: Tensor, mean: Tensor) -> None:
+    """Refuse an input of other channels than the running statistics, which would be broadcast."""
+    if input.shape[1] != mean.shape[0]:
+        raise ValueError(
+            f"the input has {input.shape[1]} channels (shape {tuple(input.shape)}); "
+            f"it must have {mean.shape[0]}, as running_mean has"
+        )
 
 
 def _unbiased(rstd: Tensor, eps: float, count: int) -> Tensor:
@@ -293,7 +314,7 @@ class InstanceNorm3d(_InstanceNormForward, nn.InstanceNorm3d):
 class _BatchNormForward(_Activated, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
-            return without_tensor(self, input)
+            return without_strided(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         training, tracks, eps, activation = self.training, self.track_running_stats, self.eps, self.activation
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
@@ -306,19 +327,20 @@ class _BatchNormForward(_Activated, _BatchNorm):
         if of_batch and not input.numel():  # which cunorm.batch_norm refuses, and torch.nn's layer does not
             y = super().forward(input)
             return y
-        if training and tracks and (batches := tensor_of(self, "num_batches_tracked")) is not None:
-            batches.add_(1)
-            if self.momentum is None and mean is not None and var is not None:
-                # The average of all batches. How many they were is not read, which would wait for the device.
-                y, new_mean, rstd = cunorm.batch_norm(
-                    input, weight, bias, training=True, eps=eps, activation=activation, return_stats=True
-                )
-                new_var = _unbiased(rstd, eps, input.numel() // input.shape[1])
-                share = batches.double().reciprocal()
-                with torch.no_grad():
-                    mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
-                    var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
-                return y
+        # Counted once cunorm has taken the batch.
+        batches = tensor_of(self, "num_batches_tracked") if training and tracks else None
+        if batches is not None and self.momentum is None and mean is not None and var is not None:
+            # The average of all batches. How many they were is not read, which would wait for the device.
+            y, new_mean, rstd = cunorm.batch_norm(
+                input, weight, bias, training=True, eps=eps, activation=activation, return_stats=True
+            )
+            _check_channels(input, mean)
+            new_var = _unbiased(rstd, eps, input.numel() // input.shape[1])
+            share = batches.add_(1).double().reciprocal()
+            with torch.no_grad():
+                mean.lerp_(new_mean.to(mean.dtype), share.to(mean.dtype))
+                var.lerp_(new_var.to(var.dtype), share.to(var.dtype))
+            return y
         given_mean, given_var = _contiguous(mean), _contiguous(var)
         y = cunorm.batch_norm(
             input,
@@ -335,6 +357,8 @@ class _BatchNormForward(_Activated, _BatchNorm):
             with torch.no_grad():
                 mean.copy_(given_mean)
                 var.copy_(given_var)
+        if batches is not None:
+            batches.add_(1)
         return y
 
 
@@ -409,6 +433,6 @@ class GELU(nn.GELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            return without_tensor(self, input)
+        if not isinstance(input, Tensor) or input.layout is not _STRIDED:
+            return without_strided(self, input)
         return gelu(input, self.approximate)

@@ -430,7 +430,7 @@ def _forward(ours: type[nn.Module], original: type[nn.Module], compiled: bool) -
                 and (x.is_cuda or x.is_cpu or x.is_meta)
             )
             if not is_ours and is_leaf and modules.is_traced_leaf(self, x):
-                return modules.without_tensor(self, x)
+                return modules.without_strided(self, x)
         return (ours if is_ours else original).forward(self, *args, **kwargs)
 
     return forward
