@@ -1,5 +1,6 @@
-// Sets of channels (the groups of group norm; a group, here, is one of blocks): CHANNELS_PER_SET neighbours that are normalized together, of which a tile has TILE_SETS. A unit is
-// UNIT neighbouring numbers of a thread that are surely of the same set: what is known of a set is known once for them.
+// Sets of channels: CHANNELS_PER_SET neighbours that are normalized together, of which a tile has TILE_SETS. They are
+// the groups of group norm; a group, in these files, is one of blocks. A unit is UNIT neighbouring numbers of a thread
+// that are surely of the same set: what is known of a set is known once for them.
 constexpr int TILE_SETS = TILE_CHANNELS / CHANNELS_PER_SET;
 
 constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }

@@ -30,7 +30,8 @@ struct Slots {
 constexpr int FEW = IN_FLIGHT < SLOTS || SLOTS < 4 ? 2 : 4;
 
 template <int BEHIND, int AT_A_TIME = FEW, typename Use, typename Release>
-__device__ __forceinline__ void take_as_they_arrive(int first, int last, int count, const Use& use, const Release& release) {
+__device__ __forceinline__ void take_as_they_arrive(int first, int last, int count, const Use& use,
+                                                    const Release& release) {
 #pragma unroll 1
   for (; first < last; first += AT_A_TIME) {
     copy_async_wait<(BEHIND > AT_A_TIME ? BEHIND - AT_A_TIME : 0)>();

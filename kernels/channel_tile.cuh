@@ -95,8 +95,8 @@ __device__ __forceinline__ void warp_sum_apart(Compute (&values)[COUNT]) {
   }
 }
 
-// Sums along the channels come in SUM_ROWS rows: of a warp or a point lane each. The thread's row, and whether it is one
-// of those that have the row's sums.
+// Sums along the channels come in SUM_ROWS rows: of a warp or a point lane each. The thread's row, and whether it is
+// one of those that have the row's sums.
 __device__ __forceinline__ int row_of_sums() { return SUMS_BY_WARPS ? threadIdx.x / 32 : point_lane(); }
 __device__ __forceinline__ bool has_row_of_sums() { return !SUMS_BY_WARPS || threadIdx.x % 32 < CHANNEL_LANES; }
 

@@ -3,9 +3,10 @@
 // nothing is to be merged. Reads x once; with a residual, reads that too and writes residual_out = x + residual, which
 // the rest works on. RMS norm (not CENTERED) has 0 for the mean.
 //
-// The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. The plan gives a chunk
-// so few tiles (_TILES_PER_CHUNK in cunorm/plan/row_split.py) that the first is no small part of it, and what cancels in
-// the squared deviation is bounded: this is safe for rows far from zero, which plain sums of squares are not.
+// The chunk's sums are taken of x - pivot, where the pivot is the mean of the chunk's first tile. The plan gives a
+// chunk so few tiles (_TILES_PER_CHUNK in cunorm/plan/row_split.py) that the first is no small part of it, and what
+// cancels in the squared deviation is bounded: this is safe for rows far from zero, which plain sums of squares are
+// not.
 #include "types.cuh"
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
