@@ -194,7 +194,7 @@ def test_a_compile_error_is_shown_at_the_line_of_the_edited_file(
     sums = "    constexpr int WARPS = THREADS_PER_ROW_ / 32;\n"
     experiment = edited(
         ROWS,
-        ("// Adds over the lanes of a warp", "// Three\n// lines\n// more.\n// Adds over the lanes of a warp"),
+        ("// A butterfly over the bits", "// Three\n// lines\n// more.\n// A butterfly over the bits"),
         (sums, f"{sums}    nonsense(WARPS);\n"),
     )
     number = 1 + next(n for (file, n), line in kernels.lines_of(SHIPPED[ROWS]).items() if f"{line}\n" == sums) + 3
