@@ -331,6 +331,7 @@ def channel_problems(draw: st.DrawFn) -> ChannelProblem:
 
 devices = st.sampled_from(list(DEVICES.values()))
 many = settings(max_examples=400, deadline=None)
+very_many = settings(max_examples=1500, deadline=None)
 
 
 def plan_rows(problem: ChannelProblem, device: Device) -> Plan | None:

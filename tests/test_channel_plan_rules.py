@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import plan_rules
 import pytest
@@ -20,9 +19,9 @@ from channel_plan_rules import (
     the_workspace_is_modest,
 )
 from hypothesis import example, given
-from plan_cases import DEVICES, channel_problems, devices, many, plain_channel_norm, plan_batch, plan_of, plan_rows
+from plan_cases import DEVICES, channel_problems, devices, plain_channel_norm, plan_batch, plan_of, plan_rows, very_many
 
-from cunorm.plan import Device, Plan, channel_grid, channel_pipeline, channel_slab, plan
+from cunorm.plan import Device, channel_grid, channel_pipeline, channel_slab, plan
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
@@ -44,27 +43,21 @@ def _few_numbers_for_all_blocks() -> ChannelForward:
     return ChannelForward(1, 3, (1345,), 1, x, x, None, None, False, 1e-5, "relu")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
-@many
+@very_many
 @example(problem=_few_numbers_for_all_blocks(), device=Device("sm_80", 108, 2048, (66, 30, 15, 7)))
 @example(problem=_sets_of_many_channels_with_planes_of_two(), device=Device())
 @given(problem=channel_problems(), device=devices)
-def test_every_plan_keeps(rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device) -> None:
+def test_every_plan_keeps_the_rules(problem: ChannelProblem, device: Device) -> None:
+    """Those of channels; and those of rows, where it is a plan of rows."""
     chosen = plan(problem, device)
     if not chosen.strategy.startswith("row_"):
-        rule(problem, device, chosen)
-
-
-@pytest.mark.parametrize("rule", plan_rules.RULES, ids=lambda rule: rule.__name__)
-@many
-@given(problem=channel_problems(), device=devices)
-def test_every_plan_by_rows_keeps_the_rules_of_rows(
-    rule: Callable[[Any, Device, Plan], None], problem: ChannelProblem, device: Device
-) -> None:
-    chosen = plan(problem, device)
-    if chosen.strategy.startswith("row_"):
-        assert chosen == (plan_rows(problem, device) or plan_batch(problem, device))
-        rule(as_rows(problem), device, chosen)
+        for rule in RULES:
+            rule(problem, device, chosen)
+        return
+    rows = as_rows(problem)
+    assert rows is not None and chosen == (plan_rows(problem, device) or plan_batch(problem, device))
+    for rule_of_rows in plan_rules.RULES:
+        rule_of_rows(rows, device, chosen)
 
 
 SHAPES: list[tuple[tuple[int, int, int], int | None]] = [

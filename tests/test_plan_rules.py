@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -20,33 +20,33 @@ from plan_cases import (
     plain_forward,
     plan_rows,
     problems,
+    very_many,
 )
 from plan_coverage_rules import rows_and_columns_are_covered
 from plan_rules import RULES, launches_may_overlap, within_the_limits_of_cuda
 
 from cunorm import kernels
-from cunorm.plan import Device, Plan, plan, plan_with, row_candidates, row_fit, row_geometry, rows
+from cunorm.plan import Device, plan, plan_with, row_candidates, row_fit, row_geometry, rows
 from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import DTYPES, BackwardProblem, ChannelProblem, ForwardProblem, Matrix, Vector
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@many
+@very_many
 @given(problem=problems(), device=devices)
-def test_every_plan_keeps(rule: Callable[[Problem, Device, Plan], None], problem: Problem, device: Device) -> None:
-    rule(problem, device, plan(problem, device))
+def test_every_plan_keeps_the_rules(problem: Problem, device: Device) -> None:
+    chosen = plan(problem, device)
+    for rule in RULES:
+        rule(problem, device, chosen)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@many
+@very_many
 @given(problem=contiguous_channel_problems(), device=devices)
-def test_every_plan_of_channels_as_rows_keeps(
-    rule: Callable[[Problem, Device, Plan], None], problem: ChannelProblem, device: Device
-) -> None:
+def test_every_plan_of_channels_as_rows_keeps_the_rules(problem: ChannelProblem, device: Device) -> None:
     chosen, rows = plan_rows(problem, device), as_rows(problem)
     if chosen is not None:
         assert rows is not None
-        rule(rows, device, chosen)
+        for rule in RULES:
+            rule(rows, device, chosen)
 
 
 @pytest.mark.parametrize("device", list(DEVICES))
