@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -243,6 +244,17 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
             # plan_rules.py): of row_split_* x, dy and the weights, and x only if there was no residual.
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
+
+
+def test_the_class_of_a_share_is_read_behind_a_barrier() -> None:
+    """One thread of row_block_backward writes it. Where dx is not wanted, no row has a barrier."""
+    problem = replace(plain_backward(8192, 50_257, "bfloat16"), dx=None)
+    item, _ = plan(problem, GPUS["sm_90"]).launches
+    constants = dict(item.constants)
+    assert item.kernel == "row_block_backward" and int(constants["CLASSES"]) > 1 and constants["WANTS_DX"] == 0
+    ptx = ptx_of(item)
+    barrier, read = (next(i for i, line in enumerate(ptx) if name in line) for name in ("bar.sync", "ld.shared"))
+    assert barrier < read
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

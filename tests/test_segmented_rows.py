@@ -12,7 +12,7 @@ import cases
 import numpy as np
 import plan_rules
 import pytest
-from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data
+from cases import FAR, LAYER_NORM, RMS_NORM, data, far_data, view_of
 from channel_cases import Case, EmulatorRunner, Shape, assert_forward, assert_gradients
 from emulator_cases import NEEDS_COMPILER
 from plan_cases import (
@@ -24,7 +24,7 @@ from plan_cases import (
     plan_rows,
 )
 
-from cunorm.plan import Device, Plan, RowBlock, plan
+from cunorm.plan import Device, Plan, RowBlock, plan, row_candidates
 from cunorm.plan.row_memory import lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows, plan_with
@@ -408,3 +408,19 @@ def test_they_keep_the_rules_of_rows(device: str) -> None:
                     for rule in plan_rules.RULES:
                         rule(rows, GPUS[device], chosen)
     assert min(planned.values()) > 16
+
+
+def test_one_channel_of_several_is_no_run_of_memory() -> None:
+    """A batch norm of it is a single row, whose pieces lie apart: what tuning tries must not take it for one run."""
+    x = view_of(data(1, (4, 4, 16), "float16")[:, :1])
+    assert x is not None
+    options: dict[str, Any] = {
+        "channel_axis": 1,
+        "channels_per_set": 1,
+        "over_samples": True,
+        "eps": 1e-5,
+        "stats": True,
+    }
+    rows = as_rows(ChannelForward.of(x, None, None, x, **options))
+    assert rows is not None and rows.row_sizes == (1,) and rows.column_sizes == (4, 16)
+    assert {geometry.stage for geometry in row_candidates.candidates(rows, Device())} == {"direct", "ahead"}

@@ -144,10 +144,9 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     Fitted to 363 group norms on an H200: what is chosen takes 0.7 % more than the better of both on average. Slabs of
     less than 1 MB take, of float16 forward 0.71 to 1.0 of the time, but where no thread of a row has a vector less than
     others only from 160 KB on; backward 0.70 to 1.03, and under silu 0.70 to 1.11 where some have one less, else only
-    of few groups; of float32 forward 0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. Longer
-    groups go through the pipeline (row_pipeline.py). Rows are faster that all run at once and are read directly, 0.74
-    to 1.05; and forward, and backward of float32 without an activation, those beside slabs of 480 threads, 0.77 to
-    1.06.
+    of few groups; of float32 forward 0.84 to 1.08, backward 0.87 to 1.08, under silu 0.81 to 0.99. Longer groups go
+    through the pipeline (row_pipeline.py). Rows are faster that all run at once and are read directly, 0.74 to 1.05;
+    and forward, and backward of float32 without an activation, those beside slabs of 480 threads, 0.77 to 1.06.
     """
     nbytes, forward = problem.bytes_per_set, isinstance(problem, ChannelForward)
     sixteen_bits, activated = problem.itemsize == 2, problem.activation is not None

@@ -133,6 +133,10 @@ class RowBlock:
             total = max(total, rows * columns * compute_itemsize(problem))
         return total
 
+    def bytes_of_sums(self, problem: Problem) -> int:
+        """Shared memory that the kernel declares: up to two sums of each warp of a row, in two places."""
+        return 2 * 2 * -(-self.threads_per_row // 32) * self.rows_per_block * compute_itemsize(problem)
+
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes; the last may have fewer."""
         return columns_per_block(problem, self.blocks_per_row, self.width)
@@ -331,10 +335,9 @@ class RowBlock:
 
         That is as many as run at once: the rest would begin when these have ended, and take as long as they.
         """
-        sums = 2 * 2 * -(-self.threads_per_row // 32) * self.rows_per_block * compute_itemsize(problem)
         exchanged = 2 * 4 * self.blocks_per_row * compute_itemsize(problem) + 32
-        room = max(1, device.blocks_with(self.shared_bytes(problem) + sums + exchanged))
-        return min(self.blocks_per_multiprocessor, room) * device.groups(self.blocks_per_row)
+        room = device.blocks_with(self.shared_bytes(problem) + self.bytes_of_sums(problem) + exchanged)
+        return min(self.blocks_per_multiprocessor, max(1, room)) * device.groups(self.blocks_per_row)
 
     def groups(self, problem: Problem, device: Device) -> int:
         """How many groups of ``blocks_per_row`` blocks are launched."""

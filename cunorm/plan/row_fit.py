@@ -142,9 +142,8 @@ def that_fits(geometry: RowBlock, problem: Problem, device: Device) -> RowBlock 
 
 def fits(geometry: RowBlock, problem: Problem, device: Device) -> bool:
     """Whether a block has the shared memory."""
-    # Many rows a block have sums that take more, each in two places, of up to two numbers.
-    sums = 2 * 2 * -(-geometry.threads_per_row // 32) * geometry.rows_per_block * compute_itemsize(problem)
-    static_bytes = max(_STATIC_SHARED_BYTES, sums + 1024)
+    # Many rows a block have sums that take more.
+    static_bytes = max(_STATIC_SHARED_BYTES, geometry.bytes_of_sums(problem) + 1024)
     return geometry.shared_bytes(problem) + static_bytes <= device.shared_bytes
 
 
