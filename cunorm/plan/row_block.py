@@ -337,7 +337,8 @@ class RowBlock:
         """
         exchanged = 2 * 4 * self.blocks_per_row * compute_itemsize(problem) + 32
         room = device.blocks_with(self.shared_bytes(problem) + self.bytes_of_sums(problem) + exchanged)
-        return min(self.blocks_per_multiprocessor, max(1, room)) * device.groups(self.blocks_per_row)
+        room = max(1, min(room, device.threads_per_multiprocessor // self.threads))
+        return min(self.blocks_per_multiprocessor, room) * device.groups(self.blocks_per_row)
 
     def groups(self, problem: Problem, device: Device) -> int:
         """How many groups of ``blocks_per_row`` blocks are launched."""
