@@ -43,37 +43,16 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_backward(const Arguments arguments) {
   const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
                                      arguments.points_per_split);
-  wait_for_earlier_launches();
-  if (!chunk.there) return;
+  if (!chunk.there) return wait_for_earlier_launches();
   const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* dx = arguments.dx + chunk.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
 
-  Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
-  load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
-  // What is the same for all points is put together: but for the rstd in xhat, whose square could leave the range of
-  // float.
-  Compute mean[CHANNEL_VECTOR], rstd[CHANNEL_VECTOR], offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
-#pragma unroll
-  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-    const long long channel = chunk.sample * arguments.channels + chunk.first_channel + channel_in_tile(j);
-    const long long set = channel / arguments.channels_per_set;
-    mean[j] = arguments.mean[set];
-    rstd[j] = arguments.rstd[set];
-    offsets[j] = GIVEN ? 0 : -arguments.means[set] * rstd[j];
-    slopes[j] = GIVEN ? 0 : -arguments.means[arguments.sets + set] * rstd[j];
-  }
-
-  const auto dx_of = [&](Compute x_value, Compute dy_value, int own) {
-    const Gradient gradient = gradient_of(x_value, dy_value, mean[own], rstd[own], weight[own], bias[own]);
-    return gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
-  };
   const Runs runs = runs_of(x, arguments.run_points);
   const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
-  const EdgeValues x_edges(edges, x), dy_edges(edges, dy);
   Walk walk = walk_over(chunk, arguments.point_sizes), behind = walk;
-  take_tiles(walk, [&](auto whole) {
-    Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
+  Vector<X_TYPE, VECTOR> dy_values[UNROLL], x_values[UNROLL];
+  const auto load_tile = [&](auto whole) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       const Spot spot = runs.spot(walk, arguments.x_point_strides);
@@ -83,6 +62,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       }
       walk.advance(arguments.point_sizes);
     }
+  };
+
+  // What no launch before this one writes is on its way before they are done. But for the vectors of PEELED runs: the
+  // code of a tile stands here once more then, and that would cost these 2 % of the time.
+  const EdgeValues x_edges(edges, x), dy_edges(edges, dy);
+  if constexpr (!PEELED) load_tile(Known<false>());
+  Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
+  load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
+  const OwnSets sets(chunk, arguments.channels, arguments.channels_per_set);
+  wait_for_earlier_launches();
+
+  // What is the same for all points is put together: but for the rstd in xhat, whose square could leave the range of
+  // float.
+  Compute mean[CHANNEL_VECTOR], rstd[CHANNEL_VECTOR], offsets[CHANNEL_VECTOR], slopes[CHANNEL_VECTOR];
+#pragma unroll
+  for (int j = 0; j < CHANNEL_VECTOR; ++j) {
+    const long long set = sets[j];
+    mean[j] = arguments.mean[set];
+    rstd[j] = arguments.rstd[set];
+    offsets[j] = GIVEN ? 0 : -arguments.means[set] * rstd[j];
+    slopes[j] = GIVEN ? 0 : -arguments.means[arguments.sets + set] * rstd[j];
+  }
+  const auto dx_of = [&](Compute x_value, Compute dy_value, int own) {
+    const Gradient gradient = gradient_of(x_value, dy_value, mean[own], rstd[own], weight[own], bias[own]);
+    return gradient.g * rstd[own] + (GIVEN ? 0 : gradient.xhat * slopes[own] + offsets[own]);
+  };
+
+  const auto finish_tile = [&](auto whole) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       const Spot spot = runs.spot(behind, arguments.dx_point_strides);
@@ -96,6 +103,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       }
       behind.advance(arguments.point_sizes);
     }
+  };
+  if constexpr (!PEELED) finish_tile(Known<false>());
+  take_tiles(walk, [&](auto whole) {
+    load_tile(whole);
+    finish_tile(whole);
   });
   edges.for_each([&](int i) {
     const Compute result[1] = {dx_of(widen(x_edges[i], 0), widen(dy_edges[i], 0), 0)};

@@ -44,17 +44,36 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_forward(const Arguments arguments) {
   const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
                                      arguments.points_per_split);
-  wait_for_earlier_launches();
-  if (!chunk.there) return;
+  if (!chunk.there) return wait_for_earlier_launches();
   const X_TYPE* x =
       kept_in_l2<KEPT_IN_L2>(arguments.x) + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* y = arguments.y + chunk.offset(arguments.y_sample_stride, arguments.y_channel_stride);
 
+  const Runs runs = runs_of(x, arguments.run_points);
+  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
+  Walk walk = walk_over(chunk, arguments.point_sizes), behind = walk;
+  Vector<X_TYPE, VECTOR> values[UNROLL];
+  const auto load_tile = [&](auto whole) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const Spot spot = runs.spot(walk, arguments.x_point_strides);
+      if ((whole.value || walk.left > 0) && spot.whole) values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
+      walk.advance(arguments.point_sizes);
+    }
+  };
+
+  // What no launch before this one writes is on its way before they are done. But for the vectors of PEELED runs: the
+  // code of a tile stands here once more then, and that would cost these 2 % of the time.
+  const EdgeValues edge_values(edges, x);
+  if constexpr (!PEELED) load_tile(Known<false>());
   Compute weight[CHANNEL_VECTOR], bias[CHANNEL_VECTOR];
   load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
+  const OwnSets sets(chunk, arguments.channels, arguments.channels_per_set);
+  wait_for_earlier_launches();
+
   const auto statistics_of = [&](int j) -> SetStatistics {
-    const long long channel = chunk.first_channel + channel_in_tile(j);
     if constexpr (GIVEN) {
+      const long long channel = chunk.first_channel + channel_in_tile(j);
       const Compute mean = widen(arguments.running_mean[channel]);
       const Compute rstd = reciprocal_sqrt(widen(arguments.running_var[channel]) + static_cast<Compute>(arguments.eps));
       if (arguments.rstd != nullptr && chunk.split == 0 && tells_of(j)) {
@@ -63,32 +82,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
       }
       return {mean, 0, rstd};
     } else {
-      const long long set = (chunk.sample * arguments.channels + channel) / arguments.channels_per_set;
+      const long long set = sets[j];
       return {arguments.mean[set], arguments.mean_remainder[set], arguments.rstd[set]};
     }
   };
   const Finish finish(statistics_of, weight, bias);
 
-  const Runs runs = runs_of(x, arguments.run_points);
-  const Edges edges = runs.edges_of(chunk, arguments.point_sizes, arguments.x_point_strides);
-  const EdgeValues edge_values(edges, x);
-  Walk walk = walk_over(chunk, arguments.point_sizes);
+  const auto finish_tile = [&](auto whole) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const Spot spot = runs.spot(behind, arguments.y_point_strides);
+      if ((whole.value || behind.left > 0) && spot.whole) store_global(y + spot.offset, finish.of(values[i]));
+      behind.advance(arguments.point_sizes);
+    }
+  };
+  if constexpr (!PEELED) finish_tile(Known<false>());
   take_tiles(walk, [&](auto whole) {
-    Vector<X_TYPE, VECTOR> values[UNROLL];
-    long long targets[UNROLL];
-    bool there[UNROLL];
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      const Spot spot = runs.spot(walk, arguments.x_point_strides);
-      there[i] = (whole.value || walk.left > 0) && spot.whole;
-      if (there[i]) values[i] = load<X_TYPE, VECTOR>(x + spot.offset);
-      targets[i] = PEELED ? spot.offset : walk.offset(arguments.y_point_strides);
-      walk.advance(arguments.point_sizes);
-    }
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      if (there[i]) store_global(y + targets[i], finish.of(values[i]));
-    }
+    load_tile(whole);
+    finish_tile(whole);
   });
   edges.for_each([&](int i) { store(y + edges.offsets[i], finish.of(edge_values[i])); });
 }

@@ -48,12 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if constexpr (activation != Activation::none) {
       load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
     }
+    const OwnSets sets(chunk, arguments.channels, arguments.channels_per_set);
 #pragma unroll
     for (int j = 0; j < CHANNEL_VECTOR; ++j) {
-      const long long channel = chunk.sample * arguments.channels + chunk.first_channel + channel_in_tile(j);
-      const long long set = channel / arguments.channels_per_set;
-      mean[j] = arguments.mean[set];
-      rstd[j] = arguments.rstd[set];
+      mean[j] = arguments.mean[sets[j]];
+      rstd[j] = arguments.rstd[sets[j]];
     }
   }
 

@@ -110,3 +110,24 @@ __device__ __forceinline__ void take_tiles(const Walk& walk, const Take& take) {
   while (walk.left >= UNROLL) take(Known<true>());
   if (walk.left > 0) take(Known<false>());
 }
+
+// The sets of a thread's channels, counted over all samples: sets[j] is that of its j-th. They ascend from one channel
+// to the next, so only the first is divided up.
+struct OwnSets {
+  long long sets[CHANNEL_VECTOR];
+
+  __device__ __forceinline__ OwnSets(const Chunk& chunk, long long channels, long long channels_per_set) {
+    const auto channel = static_cast<unsigned long long>(chunk.sample * channels + chunk.channel);
+    const auto size = static_cast<unsigned long long>(channels_per_set);
+    sets[0] = channel / size;
+    unsigned long long place = channel - sets[0] * size;  // of the channel in its set
+#pragma unroll
+    for (int j = 1; j < CHANNEL_VECTOR; ++j) {
+      place += channel_in_tile(j) - channel_in_tile(j - 1);
+      const bool ends = place >= size;
+      sets[j] = sets[j - 1] + ends;
+      if (ends) place = 0;
+    }
+  }
+  __device__ __forceinline__ long long operator[](int j) const { return sets[j]; }
+};

@@ -13,7 +13,8 @@
 // row_grid_forward, row_pipeline_* and, where rows are claimed, row_block_forward do, to have their slabs or rows on
 // the way early: each is the second launch of its plan, and the first only clears the words between its blocks, or the
 // counters of rows. So does row_weight_gradients, before which only dx is written; and row_split_forward and
-// row_split_backward, whose x, dy and weights no launch before them writes, but for x where there is a residual.
+// row_split_backward, whose x, dy and weights no launch before them writes, but for x where there is a residual; and
+// channel_split_forward and channel_split_backward.
 
 // The next launch may begin; what this one writes, before or after, it will see when it has waited.
 __device__ __forceinline__ void let_next_launch_begin() {

@@ -278,19 +278,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     }
 #pragma unroll 1
     for (int first = first_streamed; STREAMED && place.has(first); first += TOGETHER) {
-      Values values[TOGETHER];
+      Values values[TOGETHER], added[HAS_RESIDUAL ? TOGETHER : 1];
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         if (!place.has(first + i)) continue;
         values[i] = load<X_TYPE, VECTOR>(x.at(row) + place.column(first + i));
-        if constexpr (HAS_RESIDUAL) {
-          values[i] = sum_of(values[i], load<X_TYPE, VECTOR>(residual.at(row) + place.column(first + i)));
-          store_global(residual_out.at(row) + place.column(first + i), values[i]);
-        }
+        if constexpr (HAS_RESIDUAL) added[i] = load<X_TYPE, VECTOR>(residual.at(row) + place.column(first + i));
       }
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
-        if (place.has(first + i)) add_differences(values[i], statistics.mean, sums);
+        if (!place.has(first + i)) continue;
+        if constexpr (HAS_RESIDUAL) {
+          values[i] = sum_of(values[i], added[i]);
+          store_global(residual_out.at(row) + place.column(first + i), values[i]);
+        }
+        add_differences(values[i], statistics.mean, sums);
       }
     }
     if (place.has_edge()) add_differences(edge, statistics.mean, sums);

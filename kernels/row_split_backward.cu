@@ -62,7 +62,7 @@ __device__ __forceinline__ void merge_sums(const Arguments& arguments, long long
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_backward(const Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) row_split_backward(const Arguments arguments) {
   let_next_launch_begin();
   constexpr int MERGED = MERGED_ROWS > 0 ? 2 * MERGED_ROWS : 1;
   __shared__ Compute merged_sums[MERGED];

@@ -36,6 +36,12 @@ struct Arguments {
   double eps;
 };
 
+// Whether the vectors of a tile are finished together: their weights are all on their way before the first is stored,
+// which no load overtakes. 10 rows of 10,000,000 float32 numbers take 0.97 of the time so on an H200, 2 of 6,000,000
+// with a residual 0.96; but rows that begin anywhere 1.03, and sixteen-bit ones 1.06 to 1.15, for want of registers. Of
+// few rows, where blocks MERGE, all of these run at once, with as many as they have.
+constexpr bool TOGETHER = VECTOR == 4 && !PEELED && !MERGES;
+
 // The statistics of a row from those of its chunks, in all threads of the block.
 __device__ __forceinline__ SetStatistics merged_row(const Arguments& arguments, const Chunk& chunk) {
   static_assert(!MERGES || ROW_LANES == 1);
@@ -92,18 +98,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_forward(const
   } else if (in_rows) {
     row = {arguments.mean[chunk.row], arguments.mean_remainder[chunk.row], arguments.rstd[chunk.row]};
   }
+  const auto load_affine_at = [&](int column, auto& weight, auto& bias) {
+    const long long at = chunk.first_column + column;
+    load_affine_anywhere<PEELED>(arguments.weight + at, arguments.bias + at, weight, bias);
+  };
+  const auto finish_with = [&](const auto& weight, const auto& bias, const auto& numbers, int column) {
+    store(y + y_offset(column), normalized(numbers, row.mean, row.mean_remainder, row.rstd, weight, bias));
+  };
   const auto finish = [&](const auto& numbers, int column) {
     constexpr int COUNT = sizeof(numbers) / sizeof(X_TYPE);
     Compute weight[COUNT], bias[COUNT];
-    const long long at = chunk.first_column + column;
-    load_affine_anywhere<PEELED>(arguments.weight + at, arguments.bias + at, weight, bias);
-    store(y + y_offset(column), normalized(numbers, row.mean, row.mean_remainder, row.rstd, weight, bias));
+    load_affine_at(column, weight, bias);
+    finish_with(weight, bias, numbers, column);
   };
   for (int tile = 0; tile < way.tiles(); ++tile) {
     if (X_IS_WRITTEN || tile > 0) load_tile(tile);
+    if constexpr (TOGETHER) {
+      Compute weight[UNROLL][VECTOR], bias[UNROLL][VECTOR];
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      if (way.has(tile, i)) finish(values[i], way.column(tile, i));
+      for (int i = 0; i < UNROLL; ++i) {
+        if (way.has(tile, i)) load_affine_at(way.column(tile, i), weight[i], bias[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        if (way.has(tile, i)) finish_with(weight[i], bias[i], values[i], way.column(tile, i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        if (way.has(tile, i)) finish(values[i], way.column(tile, i));
+      }
     }
   }
   if (way.has_edge()) finish(edge, way.edge_column());

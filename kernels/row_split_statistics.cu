@@ -58,34 +58,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_split_statistics(co
     residual_out =
         arguments.residual_out + offset_of(chunk.row, arguments.row_sizes, arguments.residual_out_row_strides);
   }
-  // What is normalized, of numbers of x that begin at a column.
-  const auto with_residual = [&](auto& values, int column) {
-    if constexpr (HAS_RESIDUAL) {
-      constexpr int COUNT = sizeof(values) / sizeof(X_TYPE);
-      const long long at = chunk.first_column + column;
-      values = sum_of(values, load<X_TYPE, COUNT>(residual + offset_of(at, arguments.column_sizes,
-                                                                       arguments.residual_column_strides)));
-      store(residual_out + offset_of(at, arguments.column_sizes, arguments.residual_out_column_strides), values);
-    }
+  // Those of the residual that are added to numbers of x which begin at a column.
+  const auto load_residual = [&](auto& values, int column) {
+    constexpr int COUNT = sizeof(values) / sizeof(X_TYPE);
+    const long long at = chunk.first_column + column;
+    values = load<X_TYPE, COUNT>(residual + offset_of(at, arguments.column_sizes, arguments.residual_column_strides));
+  };
+  // Makes what is normalized of numbers of x.
+  const auto add_residual = [&](auto& values, const auto& residual_values, int column) {
+    const long long at = chunk.first_column + column;
+    values = sum_of(values, residual_values);
+    store(residual_out + offset_of(at, arguments.column_sizes, arguments.residual_out_column_strides), values);
   };
 
-  Vector<X_TYPE, VECTOR> values[UNROLL];
+  // All of a tile is on its way before the first of it is added and stored: loads do not overtake stores.
+  Vector<X_TYPE, VECTOR> values[UNROLL], added[HAS_RESIDUAL ? UNROLL : 1];
   const auto load_tile = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (way.has(tile, i)) values[i] = load<X_TYPE, VECTOR>(x + x_offset(way.column(tile, i)));
+      if (!way.has(tile, i)) continue;
+      values[i] = load<X_TYPE, VECTOR>(x + x_offset(way.column(tile, i)));
+      if constexpr (HAS_RESIDUAL) load_residual(added[i], way.column(tile, i));
     }
+    if constexpr (HAS_RESIDUAL) {
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      if (way.has(tile, i)) with_residual(values[i], way.column(tile, i));
+      for (int i = 0; i < UNROLL; ++i) {
+        if (way.has(tile, i)) add_residual(values[i], added[i], way.column(tile, i));
+      }
     }
   };
 
   // The pivot: the mean of the first tile and of the edges, or 0.
-  Vector<X_TYPE, 1> edge = {};
-  if (way.has_edge()) edge = load<X_TYPE, 1>(x + x_offset(way.edge_column()));
+  Vector<X_TYPE, 1> edge = {}, added_edge;
+  if (way.has_edge()) {
+    edge = load<X_TYPE, 1>(x + x_offset(way.edge_column()));
+    if constexpr (HAS_RESIDUAL) load_residual(added_edge, way.edge_column());
+  }
   load_tile(0);
-  if (way.has_edge()) with_residual(edge, way.edge_column());
+  if constexpr (HAS_RESIDUAL) {
+    if (way.has_edge()) add_residual(edge, added_edge, way.edge_column());
+  }
   Compute pivot = 0;
   if constexpr (CENTERED) {
     Compute sum[1] = {0};

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums, launch_sum
 from cunorm.plan.constants import affine_constants, dtype_constants
-from cunorm.plan.device import Device
+from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.plan.row_memory import are_rows, compute_itemsize, lie_alike, vector_width
 from cunorm.plan.split_merge import launch_merge
@@ -27,6 +27,8 @@ _MOST_MERGED_CHUNKS, _MOST_MERGED_NUMBERS = 256, 1 << 12
 # Of so many blocks for each multiprocessor, forward and backward: 8 rows of 400,000 float32 numbers, which are six of
 # them, take 36 us backward so, and 33 in smaller tiles. And rows of a group, whose number is a constant.
 _MOST_MERGING_BLOCKS, _MOST_ADDING_BLOCKS, _MERGED_ROWS = 8, 4, (8, 32)
+# Registers of a thread that goes number by number: it can do with so few, before sm_100.
+_FEW_REGISTERS = 80
 # Shorter rows that begin anywhere are too few vectors to be peeled.
 _LEAST_VECTORS_OF_PEELED = 64
 # Few rows are better read twice where they are a few megabytes in all: the second time they come from the cache.
@@ -257,6 +259,7 @@ def _plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -
         "WANTS_DX": int(problem.dx is not None),
         "HAS_DRESIDUAL": int(problem.dresidual_out is not None),
         "MERGED_ROWS": merged_rows,
+        "MIN_BLOCKS": _blocks_at_once(problem, tiles * groups, split, device) if merged_rows else 1,
     }
     builder.launch(
         "row_split_backward",
@@ -279,6 +282,17 @@ def _plan_backward(problem: BackwardProblem, device: Device, builder: Builder) -
         },
     )
     launch_column_sums(builder, problem, targets, groups)
+
+
+def _blocks_at_once(problem: BackwardProblem, blocks: int, split: _RowSplit, device: Device) -> int:
+    """For how many on a multiprocessor the compiler is to leave registers: for all of them, if that costs no spills.
+
+    391 blocks for 4 rows of 400,001 float32 numbers would take 88 registers a thread: of an H200's 132 multiprocessors
+    each would run two of them, and most then a third.
+    """
+    each = -(-blocks // device.multiprocessors)
+    fit = each * split.threads * _FEW_REGISTERS <= REGISTERS
+    return each if fit and split.width == 1 and problem.itemsize <= 4 and device.capability <= 90 else 1
 
 
 def _plan_sums(
