@@ -28,7 +28,8 @@ struct Arguments {
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [samples][channels], or of several channels a mean [samples][blocks_per_slab][channels]
   DBIAS_TYPE* dbias;
-  long long* words;     // zeros; see SetExchange
+  long long* words;     // see SetExchange
+  long long word_pairs;
   long long slabs;      // of all samples
   long long channels;   // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS; of CHANNELS_PER_SET
   long long points;     // a multiple of POINT_VECTOR
@@ -53,6 +54,7 @@ constexpr int OWN_SETS = CHANNELS_PER_SET > 1 ? NUMBERS * TILE_SETS : 1;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_backward(const Arguments arguments) {
   let_next_launch_begin();
+  clear_words(arguments.words, arguments.word_pairs);
   __shared__ Compute scratch[2 * SUM_SCRATCH];
   __shared__ Compute own[NUMBERS * TILE_CHANNELS];
   __shared__ Compute own_sets[OWN_SETS];  // times the weight
@@ -94,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
   first_numbers.store_in(own_numbers);
   Residents<2> residents(sources, arguments.point_sizes, group.first, vectors);
   residents.replace(group.part(slab), [](int) {});
-  wait_for_earlier_launches();
 
   const int lane = thread_in_block() % SET_LANES;
   for (int turn = 0; group.has(slab); ++turn) {
@@ -141,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_b
     }
 
     // Those of the slab.
+    if (turn == 0) wait_for_words();
     exchange.publish(CHANNELS_PER_SET > 1 ? own_sets : own, turn);
     exchange.collect(numbers, turn);
     for (int first = 0; first < exchange.owned(); first += THREADS / SET_LANES) {

@@ -2,7 +2,6 @@
 // activate((x - mean) * rstd * weight + bias), moving x once in and y once out. How the blocks share slabs and tell
 // each other the statistics of their parts is in channel_grid.cuh.
 #include "types.cuh"
-#include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "grid_words.cuh"
 #include "copy_async.cuh"
@@ -26,7 +25,8 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long* words;     // zeros; see SetExchange
+  long long* words;     // see SetExchange
+  long long word_pairs;
   long long slabs;      // of all samples
   long long channels;   // PLANE times it is a multiple of VECTOR, where ALONG_CHANNELS; of CHANNELS_PER_SET
   long long points;     // a multiple of POINT_VECTOR
@@ -49,6 +49,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_forward(const Arguments arguments) {
+  clear_words(arguments.words, arguments.word_pairs);
   __shared__ Compute scratch[2 * SUM_SCRATCH / SUMMED];
   __shared__ Compute own[NUMBERS * TILE_UNITS];
   __shared__ Compute own_sets[NUMBERS * TILE_SETS];
@@ -86,7 +87,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
   first_affine.store_in(affine);
   Residents<1> residents(sources, arguments.point_sizes, group.first, vectors);
   residents.replace(group.part(slab), [](int) {});
-  wait_for_earlier_launches();
 
   const int lane = thread_in_block() % SET_LANES;
   for (int turn = 0; group.has(slab); ++turn) {
@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_grid_f
     }
 
     // Those of the slab.
+    if (turn == 0) wait_for_words();
     exchange.publish(of_part, turn);
     exchange.collect(numbers, turn);
     for (int first = 0; first < exchange.owned(); first += THREADS / SET_LANES) {

@@ -31,7 +31,8 @@ struct Arguments {
   X_TYPE* dx;
   DWEIGHT_TYPE* dweight;  // [blocks][channels]: parts of them
   DBIAS_TYPE* dbias;
-  long long* words;     // zeros; see SetParcels
+  long long* words;     // see SetParcels
+  long long word_pairs;
   long long slabs;      // of all samples; fewer than 2^32
   long long channels;   // TILES * TILE_CHANNELS
   long long points;
@@ -132,6 +133,7 @@ __device__ __forceinline__ void sum_rows(const Sums& rows, int set, const Slab& 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     channel_pipeline_backward(const Arguments arguments) {
   let_next_launch_begin();
+  clear_words(arguments.words, arguments.word_pairs);
   __shared__ SetMeans sets[2][TILE_SETS];
   __shared__ Given given[GIVEN][TILE_SETS];
   __shared__ PlacesOfSums of_sums;
@@ -192,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     of_sums.begin();
     of_sets.begin();
   }
-  wait_for_earlier_launches();
   __syncthreads();
+  if (warp >= WARPS) wait_for_words();
   const SetParcels<2> parcels(arguments.words, part);
   Compute columns[2 * VECTOR] = {};  // of the thread's channels, if it keeps them
 

@@ -6,7 +6,6 @@
 // first vector, or of those of all threads of a warp that have the same channels. That is a share of one in RESIDENT of
 // what they have, or more, so little cancels whatever the data are.
 #include "types.cuh"
-#include "dependent_launch.cuh"
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
@@ -31,7 +30,8 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long* words;     // zeros; see SetParcels
+  long long* words;     // see SetParcels
+  long long word_pairs;
   long long slabs;      // of all samples; fewer than 2^32
   long long channels;   // TILES * TILE_CHANNELS
   long long points;
@@ -151,6 +151,7 @@ __device__ __forceinline__ void own_a_set(const Arguments& arguments, const Slab
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     channel_pipeline_forward(const Arguments arguments) {
+  clear_words(arguments.words, arguments.word_pairs);
   __shared__ SetStatistics sets[2][TILE_SETS];
   __shared__ PlacesOfSums of_sums;
   __shared__ PlacesOfSets of_sets;
@@ -203,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS)
     of_sums.begin();
     of_sets.begin();
   }
-  wait_for_earlier_launches();
   __syncthreads();
+  if (warp >= WARPS) wait_for_words();
   const SetParcels<3> parcels(arguments.words, part);
 
   if (warp == OWNING_WARP) {

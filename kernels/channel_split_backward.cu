@@ -43,7 +43,6 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_backward(const Arguments arguments) {
   const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
                                      arguments.points_per_split);
-  if (!chunk.there) return wait_for_earlier_launches();
   const X_TYPE* dy = arguments.dy + chunk.offset(arguments.dy_sample_stride, arguments.dy_channel_stride);
   const X_TYPE* x = arguments.x + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* dx = arguments.dx + chunk.offset(arguments.dx_sample_stride, arguments.dx_channel_stride);
@@ -72,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
   const OwnSets sets(chunk, arguments.channels, arguments.channels_per_set);
   wait_for_earlier_launches();
+  if (!chunk.there) return;
 
   // What is the same for all points is put together: but for the rstd in xhat, whose square could leave the range of
   // float.

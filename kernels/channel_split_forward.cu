@@ -44,7 +44,6 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_forward(const Arguments arguments) {
   const Chunk chunk = chunk_of_block(block_from_the_end(), arguments.channels, arguments.points, arguments.splits,
                                      arguments.points_per_split);
-  if (!chunk.there) return wait_for_earlier_launches();
   const X_TYPE* x =
       kept_in_l2<KEPT_IN_L2>(arguments.x) + chunk.offset(arguments.x_sample_stride, arguments.x_channel_stride);
   X_TYPE* y = arguments.y + chunk.offset(arguments.y_sample_stride, arguments.y_channel_stride);
@@ -70,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channel_split_
   load_own_affine(chunk, arguments.weight, arguments.bias, weight, bias);
   const OwnSets sets(chunk, arguments.channels, arguments.channels_per_set);
   wait_for_earlier_launches();
+  if (!chunk.there) return;
 
   const auto statistics_of = [&](int j) -> SetStatistics {
     if constexpr (GIVEN) {

@@ -9,12 +9,13 @@
 // before it on the stream is complete; in it, as in any launch that does not ask for an overlap, the wait does nothing.
 //
 // What a plan is given is therefore complete before any of its launches begins: a kernel may read it before it waits,
-// but write nothing, where no launch before it in the plan writes it. channel_grid_*, channel_pipeline_*,
-// row_grid_forward, row_pipeline_* and, where rows are claimed, row_block_forward do, to have their slabs or rows on
-// the way early: each is the second launch of its plan, and the first only clears the words between its blocks, or the
-// counters of rows. So does row_weight_gradients, before which only dx is written; and row_split_forward and
-// row_split_backward, whose x, dy and weights no launch before them writes, but for x where there is a residual; and
-// channel_split_forward and channel_split_backward.
+// but write nothing, where no launch before it in the plan writes it. Where rows are claimed row_block_forward does, to
+// have its rows on the way early: the launch before it only clears the counters of rows. So do row_weight_gradients,
+// before which only dx is written; row_split_forward and row_split_backward, whose x, dy and weights no launch before
+// them writes, but for x where there is a residual; and channel_split_forward and channel_split_backward.
+//
+// Launches whose blocks wait for each other, which are cooperative, do not begin early, whatever they are asked to: so
+// they are the first of their plans.
 
 // The next launch may begin; what this one writes, before or after, it will see when it has waited.
 __device__ __forceinline__ void let_next_launch_begin() {

@@ -1,7 +1,63 @@
 // How blocks that all run at the same time tell each other numbers, without a fence or a barrier: a word of 64 bits
 // carries four bytes of a number and a tag, the number of the turn, so whoever sees the tag sees the bytes. All words
-// are zero at the start.
+// are zero at the start: the blocks clear them, and whoever uses them waits until all have, once, while the first
+// numbers are on their way. A launch before this one that clears them would cost 3 us.
 constexpr int WORDS = sizeof(Compute) / 4;  // of a number
+
+// How many blocks have cleared their words, as the driver counts blocks of cooperative launches for this_grid().sync()
+// of cooperative_groups.h: that adds as much, and waits as long. It is not included, since it asks for a header that
+// the wheels of CUDA's runtime do not bring.
+struct BlockCounter {
+#ifdef CUNORM_EMULATOR
+  __device__ __forceinline__ static unsigned arrive() { return cunorm_emulator::arrive_at_grid(), 0; }
+  __device__ __forceinline__ static void wait(unsigned) { cunorm_emulator::wait_for_grid(); }
+#else
+  __device__ __forceinline__ static unsigned* counter() {
+    unsigned high, low;
+    asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+    asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+    return reinterpret_cast<unsigned*>(static_cast<unsigned long long>(high) << 32 | low) + 1;
+  }
+  // Returns what was counted before.
+  __device__ __forceinline__ static unsigned arrive() {
+    // The first block adds what makes the highest bit another when all have come.
+    const unsigned own = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+    unsigned before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter()), "r"(own)
+                 : "memory");
+    return before;
+  }
+  __device__ __forceinline__ static void wait(unsigned before) {
+    unsigned now;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter()) : "memory");
+    } while (((before ^ now) & 0x80000000u) == 0);
+  }
+#endif
+};
+
+// What a block found counted when it came.
+__device__ __forceinline__ unsigned& counted_before() {
+  __shared__ unsigned before;
+  return before;
+}
+
+// Clears this block's share of so many pairs of words. For all threads, before they ask for anything else: that the
+// block has come is told by the last of them, when all that is on its way to it has come.
+__device__ __forceinline__ void clear_words(long long* words, long long pairs) {
+  const long long threads = blockDim.x * blockDim.y, first = blockIdx.x * threads + threadIdx.y * blockDim.x;
+  for (long long i = first + threadIdx.x; i < pairs; i += gridDim.x * threads) {
+    reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) counted_before() = BlockCounter::arrive();
+}
+
+// Waits until all blocks have cleared their words. For whoever uses them, before the first use, and behind a barrier of
+// the block. Not sooner: this asks the memory, behind all that a multiprocessor has asked for.
+__device__ __forceinline__ void wait_for_words() { BlockCounter::wait(counted_before()); }
 
 __device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }
 __device__ __forceinline__ unsigned bits_of(double number, int word) {

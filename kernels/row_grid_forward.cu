@@ -19,7 +19,6 @@
 //
 // Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"
-#include "dependent_launch.cuh"
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
@@ -41,7 +40,8 @@ struct Arguments {
   X_TYPE* residual_out;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
-  long long* words;  // [2][gridDim.x][3][WORDS], zeros
+  long long* words;  // [2][gridDim.x][3][WORDS]
+  long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, or PEELED
   long long columns_per_block;  // a multiple of VECTOR; the last block of a row may have fewer, but has some
@@ -168,6 +168,7 @@ struct Affine {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const Arguments arguments) {
+  clear_words(arguments.words, arguments.word_pairs);
   __shared__ Compute scratch[2][2 * THREADS / 32];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual; then the numbers of an exchange
   using Values = Vector<X_TYPE, VECTOR>;
@@ -221,7 +222,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
 #pragma unroll
   for (int i = 0; i < HELD; ++i) fetch_held(row, place, i);
   fetch_edge(row, place);
-  wait_for_earlier_launches();
 
   for (int turn = 0; row < arguments.rows; ++turn) {
     const long long next_row = row + part.groups;
@@ -299,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
     row_sum<THREADS>(sums, scratch[1], 0);
     statistics.remainder = sums[0] / part.count;
     statistics.variance = not_negative(sums[1] / part.count - statistics.remainder * statistics.remainder);
+    if (turn == 0) wait_for_words();
     exchange.publish(statistics, turn);
     exchange.collect(turn);
     statistics = merge(exchange.numbers, blocks, arguments.columns, arguments.columns_per_block);

@@ -38,7 +38,8 @@ struct Arguments {
   // [rows][channels_per_row].
   DWEIGHT_TYPE* dweight;
   DBIAS_TYPE* dbias;
-  long long* words;  // zeros, see Exchange
+  long long* words;  // see Exchange
+  long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
   long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
@@ -162,6 +163,7 @@ struct ChannelMerge {
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     row_pipeline_backward(const Arguments arguments) {
   let_next_launch_begin();
+  clear_words(arguments.words, arguments.word_pairs);
   // Of two turns: the next one's are written while these are read.
   __shared__ OfWarps of_warps[2];
   __shared__ Given givens[2];
@@ -233,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     if (lane == 0) givens[0] = load_given(row).widened();
     next_given = load_given(row + groups);
   }
-  wait_for_earlier_launches();
   __syncthreads();
+  if (!works) wait_for_words();
 
   const Exchange<2> exchange(arguments.words, part);
   Compute dweight_sums[SUMS_COLUMNS && WANTS_DWEIGHT ? RESIDENT : 1][VECTOR] = {};

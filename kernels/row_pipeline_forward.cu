@@ -11,7 +11,6 @@
 // what the warp has. Its squared deviation from the pivot exceeds that from its own mean by a factor of at most one
 // over the share, so little cancels whatever the data are.
 #include "types.cuh"
-#include "dependent_launch.cuh"
 #include "grid_words.cuh"
 #include "reduce.cuh"
 #include "copy_async.cuh"
@@ -38,7 +37,8 @@ struct Arguments {
   Compute* rstd;
   RUNNING_MEAN_TYPE* running_mean;
   RUNNING_VARIANCE_TYPE* running_var;
-  long long* words;  // zeros, see Exchange
+  long long* words;  // see Exchange
+  long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
   long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
@@ -153,6 +153,7 @@ struct Affine {
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     row_pipeline_forward(const Arguments arguments) {
+  clear_words(arguments.words, arguments.word_pairs);
   // Of two turns: the next one's are written while these are read.
   __shared__ OfWarps of_warps[2];
   __shared__ OfRow of_row[2];
@@ -214,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       affine.biases.load(arguments.bias + first + i * STEP, i);
     }
   }
-  wait_for_earlier_launches();
+  __syncthreads();
+  if (!works) wait_for_words();
 
   // What the last two warps merge with.
   const Exchange<TOLD> exchange(arguments.words, part);

@@ -8,7 +8,6 @@ from typing import Any
 
 from plan_alignment_rules import assert_access_to_weights
 from plan_cases import Constants, compute_bytes
-from plan_coverage_rules import covers_zeros
 from plan_rules import (
     every_field_of_the_kernel,
     launches_may_overlap,
@@ -83,7 +82,7 @@ def _summed(constants: Constants) -> int:
 def static_shared_bytes(item: Launch, problem: ChannelProblem) -> int:
     """What a kernel declares itself: at least, since a compiler may align it."""
     constants, size = dict(item.constants), compute_bytes(problem)
-    if "merge" in item.kernel or item.kernel in ("column_sums", "zeros"):
+    if "merge" in item.kernel or item.kernel == "column_sums":
         return 0
     kept: Constants = dict(constants)
     scratch = _scratch_numbers(kept)
@@ -147,9 +146,6 @@ def points_and_channels_are_covered(problem: ChannelProblem, device: Device, cho
         constants: Constants = dict(item.constants)
         if item.kernel == "column_sums":
             assert (arguments["rows"], arguments["columns"]) == (parts, problem.channels)
-            continue
-        if item.kernel == "zeros":
-            covers_zeros(item, constants, arguments, device)
             continue
         points = _points_or_places(problem, constants, arguments)
         assert (arguments["channels"], arguments["points"]) == (problem.channels, points)
@@ -373,8 +369,7 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: ChannelProblem, dev
 
 
 def _scratch_of_exchange(problem: ChannelProblem, item: Launch, chosen: Plan) -> None:
-    """Words for the turns that are kept, of every block and of the answers to every group, which the launch before
-    has cleared."""
+    """Words for the turns that are kept, of every block and of the answers to every group, which are cleared."""
     sizes = {scratch.name: scratch.bytes for scratch in chosen.scratch}
     constants, arguments, size = dict(item.constants), dict(item.arguments), compute_bytes(problem)
     blocks: Any = arguments["blocks_per_slab"]
@@ -384,9 +379,7 @@ def _scratch_of_exchange(problem: ChannelProblem, item: Launch, chosen: Plan) ->
         turns, places, numbers = lag + 1, item.grid // blocks * 32 * per_lane, 2  # words of a parcel
     words = turns * (places + item.grid // blocks) * numbers * _sets(constants)
     assert sizes[str(arguments["words"])] == -(-words // 2) * 16
-    clearing, following = chosen.launches[:2]
-    assert clearing.kernel == "zeros" and following is item
-    assert dict(clearing.arguments) == {"target": arguments["words"], "count": -(-words // 2)}
+    assert arguments["word_pairs"] == -(-words // 2) and item.cooperative and chosen.launches[0] is item
     for name in ("dweight", "dbias"):
         # Sums of each sample, and where a set has several channels of each block; a single row is the result itself.
         rows = problem.samples * (blocks if problem.channels_per_set > 1 else 1)

@@ -182,6 +182,8 @@ def scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: De
             if isinstance(value, str) and value in sizes and given.get("splits") != 0:
                 size = _SIZES[_SCRATCH[item.kernel][name]](given, item.grid // item.cluster, itemsize)
                 assert size == sizes[value], (item.kernel, name)
+        if "words" in given:
+            assert given["word_pairs"] * 16 == sizes[given["words"]], "all are cleared"
 
 
 def scratch_is_written_before_it_is_read(problem: AnyProblem, device: Device, chosen: Plan) -> None:

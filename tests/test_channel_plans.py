@@ -154,7 +154,7 @@ def test_slabs_in_a_pipeline_lie_as_was_timed(
         if chosen.strategy != "channel_pipeline":
             found.append(None)
             continue
-        item = chosen.launches[1]
+        item = chosen.launches[0]
         constants, arguments = dict(item.constants), dict(item.arguments)
         groups = item.grid // int(arguments["blocks_per_slab"])
         found.append((tile_channels(constants), groups, constants["AHEAD"]))

@@ -1,8 +1,8 @@
 """Every kernel that a plan asks for compiles for every architecture, and nothing of it spills. Needs no GPU.
 
 Which these are is in compile_cases.py. What is seen in PTX besides: a kernel that may begin before the launch before it
-has ended waits before all else, but for channel_grid_*, channel_pipeline_*, row_grid_forward, row_pipeline_*,
-row_weight_gradients and, where rows are claimed, row_block_forward, which may read what the plan was given.
+has ended waits before all else, but for row_weight_gradients, the last passes of row_split_* and channel_split_* and,
+where rows are claimed, row_block_forward, which may read what the plan was given.
 """
 
 from __future__ import annotations
@@ -225,25 +225,37 @@ def launches_at(places: slice, dtype: str) -> list[Launch]:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
     later = launches_at(slice(1, None), dtype)
-    pipelines = {f"{of}_pipeline_{way}" for of in ("row", "channel") for way in ("forward", "backward")}
-    # Beside pipelines there is a kernel of rows that are claimed, which has a test of its own.
+    # Rows that are claimed have a test of their own.
     later = [item for item in later if item.kernel != "row_block_forward"]
-    pipelines = set() if dtype == "float64" else pipelines
-    assert {item.kernel for item in later} == pipelines | {
-        "column_sums", "row_grid_forward", "row_split_forward", "row_split_backward", "split_merge",
-        "channel_split_forward", "channel_split_gradient_merge", "channel_split_backward",
-        "channel_grid_forward", "channel_grid_backward", "row_weight_gradients"
+    passes = "row_split_forward", "row_split_backward", "channel_split_forward", "channel_split_backward"
+    assert {item.kernel for item in later} == {
+        *passes, "column_sums", "split_merge", "channel_split_gradient_merge", "row_weight_gradients"
     }  # fmt: skip
     for item in later:
         ptx = ptx_of(item)
         assert any(map(touches_memory, ptx)), item.kernel
         early = [line for line in before(WAIT, ptx) if touches_memory(line)]
-        reads_early = ("channel_grid", "row_grid", "row_weight_gradients", "row_split_forward", "row_split_backward")
-        if item.kernel.startswith(reads_early) or "pipeline" in item.kernel:
+        if item.kernel in (*passes, "row_weight_gradients"):
             # Before it nothing is written that it reads so, as the rules of plans have it (channel_plan_rules.py,
-            # plan_rules.py): of row_split_* x, dy and the weights, and x only if there was no residual.
+            # plan_rules.py): x, dy and the weights, of row_split_* x only if there was no residual.
             early = [line for line in early if not reads_memory(line)]
         assert not early, item.kernel
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_words_are_used_when_all_blocks_have_cleared_them(dtype: str) -> None:
+    """That is asked with acquire; and told with release, before a block asks for what would delay it."""
+    cooperative = [item for item in launches_at(slice(1), dtype) if item.cooperative]
+    pipelines = {f"{of}_pipeline_{way}" for of in ("row", "channel") for way in ("forward", "backward")}
+    grids = {"row_grid_forward", "channel_grid_forward", "channel_grid_backward"}
+    assert {item.kernel for item in cooperative} == grids | (set() if dtype == "float64" else pipelines)
+    for item in cooperative:
+        ptx = ptx_of(item)
+        names = "atom.add.release.gpu", "ld.acquire.gpu", ".relaxed.gpu"
+        told, asked, used = (next(i for i, line in enumerate(ptx) if name in line) for name in names)
+        assert told < asked < used, item.kernel
+        early = [line for line in ptx[:told] if touches_memory(line)]
+        assert early and all(re.match(r"(?:@!?%\w+\s+)?st\.global\.v4", line) for line in early), item.kernel
 
 
 def test_the_class_of_a_share_is_read_behind_a_barrier() -> None:
@@ -277,6 +289,7 @@ def test_rows_are_claimed_when_their_counters_are_set(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
+    earlier += plan(plain_forward(70_000, 131_072 // DTYPES[dtype].itemsize, dtype), GPUS["sm_90"]).launches[:-1]
     pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
     assert {item.kernel for item in earlier} == pipelines | {
         "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",

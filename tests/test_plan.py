@@ -93,8 +93,8 @@ def test_eps_compiles_nothing() -> None:
         kernels_of(*(plan(plain_forward(64, columns, eps=eps), DEVICES["sm_90"]) for columns in sizes))
         for eps in (0.0, 1.0)
     )
-    # Words are cleared by a kernel before row_pipeline_forward; row_split is three, of which all rows share one.
-    assert some == others and len(some) == 1 + 2 + 3 + 2
+    # row_split is three, of which all rows share one.
+    assert some == others and len(some) == 1 + 1 + 3 + 2
 
 
 @pytest.mark.parametrize("sizes", [(64, 256, 3136), (256, 2048, 49), (2, 64, 196), (4, 3, 9), (16, 64, 66_049)])

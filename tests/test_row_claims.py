@@ -24,7 +24,7 @@ def claims(chosen: Plan) -> bool:
     *cleared, item = chosen.launches
     claimed = dict(item.constants)["CLAIMS"] > 0
     assert [launch.kernel for launch in cleared] == ["zeros"] * claimed
-    assert dict(item.arguments)["claimed"] == ("words" if claimed else 0)
+    assert dict(item.arguments)["claimed"] == ("counters" if claimed else 0)
     return claimed
 
 

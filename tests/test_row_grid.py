@@ -85,12 +85,11 @@ def test_rows_of_forty_megabytes_are_read_once() -> None:
     assert geometry.resident + geometry.held == geometry.vectors(problem)
 
 
-def test_words_are_cleared_and_the_launch_is_cooperative() -> None:
+def test_the_launch_is_cooperative_and_clears_its_words() -> None:
     chosen = plan(plain_forward(7, 2_000_000, "float64"), H200)
-    clear, main = chosen.launches
-    assert (clear.kernel, clear.cooperative) == ("zeros", False)
+    (main,) = chosen.launches
     assert (main.kernel, main.cooperative) == ("row_grid_forward", True)
     (words,) = chosen.scratch
     # Two turns' three numbers a block, in words of half a number and half a tag.
     assert words.bytes == 2 * main.grid * 3 * 2 * 8
-    assert dict(clear.arguments) == {"target": dict(main.arguments)["words"], "count": words.bytes // 16}
+    assert dict(main.arguments)["word_pairs"] == words.bytes // 16

@@ -144,11 +144,11 @@ def test_groups_are_shared_by_all_blocks_where_clusters_take_longer() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_words_are_cleared_and_the_launch_is_cooperative(dtype: str) -> None:
+def test_the_launch_is_cooperative_and_clears_its_words(dtype: str) -> None:
     for make, numbers in ((plain_forward, 3), (plain_backward, 2)):
         chosen = plan(make(1000, 300_000, dtype), H200)
-        clear, main, *others = chosen.launches
-        assert (clear.kernel, clear.cooperative, main.cooperative) == ("zeros", False, True)
+        main, *others = chosen.launches
+        assert main.cooperative
         assert main.kernel == f"row_pipeline_{'forward' if make is plain_forward else 'backward'}"
         # Several groups of blocks leave sums each.
         assert [item.kernel for item in others] == ([] if make is plain_forward else ["column_sums"])
@@ -157,4 +157,4 @@ def test_words_are_cleared_and_the_launch_is_cooperative(dtype: str) -> None:
         # In words of half a number and half a tag, for as many blocks as the lanes of a warp merge.
         assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * numbers * 2 * 4
         assert arguments["words"] == words.name
-        assert dict(clear.arguments) == {"target": words.name, "count": words.bytes // 16}
+        assert (arguments["words"], arguments["word_pairs"]) == (words.name, words.bytes // 16)

@@ -298,7 +298,7 @@ def test_the_layers_of_a_resnet_take_the_pipeline(shape: tuple[int, int, int], d
         for problem in batch_norm(shape, dtype, activation=activation):
             chosen = plan(problem, H200)
             assert chosen.strategy == "row_pipeline"
-            assert [item.kernel for item in chosen.launches][:1] == ["zeros"] and len(chosen.launches) == 2
+            assert len(chosen.launches) == 1
 
 
 # Of an Inception, an EfficientNet and a DeepLab, and volumes.

@@ -165,6 +165,8 @@ std::vector<Fiber> fibers;
 std::vector<Fiber*> ready;
 Fiber* current = nullptr;
 
+uint64_t arrived_blocks = 0;  // of a cooperative launch
+
 Fiber main_fiber;  // only its context is used
 const void* main_stack = nullptr;
 size_t main_stack_bytes = 0;
@@ -600,6 +602,15 @@ void yield() {
 void sleep() {
   if (ready.empty()) usleep(1000);  // a loop that waits for nobody should not burn a core until the timeout
   yield();
+}
+
+void arrive_at_grid() {
+  if (!job.cooperative) fail({"", 0}, "blocks wait for each other in a launch that is not cooperative");
+  ++arrived_blocks;
+}
+
+void wait_for_grid() {
+  while (arrived_blocks < job.grid[0] * job.grid[1] * job.grid[2]) yield();
 }
 
 unsigned block_barrier(const char* name, Combine combine, unsigned value, Site site) {

@@ -23,6 +23,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
 from cunorm.plan.launches import Builder
+from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
@@ -293,7 +294,7 @@ def _empty(output: Output, dtype: str) -> Array:
 
 _ROWS = [(33, 8), (9, 100), (5, 257), (3, 1000), (40, 768), (2, 4097), (2, 8200), (1, 16384), (3, 20004)]
 _GPU_ROWS = [(4096, 1024), (2048, 4096), (513, 8191), (64, 65536), (16, 140_001), (20_000, 256), (2, 2_000_000)]
-_GPU_ROWS += [(12, 600_000), (6, 1_200_000), (20, 700_000), (5, 1_000_001)]
+_GPU_ROWS += [(12, 600_000), (6, 1_200_000), (20, 700_000), (5, 1_000_001), (8448, 4097), (2112, 16_385), (4224, 8193)]
 _CHANNELS = [
     ("instance_norm", (2, 3, 7, 7), "NC...", None),
     ("instance_norm", (2, 7, 7, 40), "N...C", None),
@@ -324,6 +325,7 @@ _GPU_CHANNELS = [
     ("batch_norm", (8, 300, 300, 9), "N...C", None),
     ("batch_norm", (4, 16, 301, 301), "NC...", None),
     ("batch_norm", (2, 8, 601, 601), "NC...", None),
+    ("group_norm", (8, 96, 96, 96), "N...C", 32),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
 _ASKED: list[dict[str, Any]] = [
@@ -462,8 +464,10 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             builder = Builder()
             return builder.finished(row_split.plan(problem, SMALL_DEVICE, builder))
         shared: RowWay | None = None
-        if family == "row_grid" or kernel == "zeros":  # for blocks that share rows
+        if family == "row_grid":
             shared = _in_a_grid(problem)
+        if kernel == "zeros":
+            shared = _claimed(problem)
         if family == "row_pipeline":
             shared = _in_a_pipeline(problem)
         return own if shared is None else rows.plan_with(problem, SMALL_DEVICE, shared)
@@ -471,12 +475,21 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
         way: Way | None = None
         if family == "channel_split" or kernel == "split_merge":
             way = Split()
-        if family == "channel_grid" or kernel == "zeros":
+        if family == "channel_grid":
             way = next(channel_grid.candidates(problem, _GRID_DEVICE), None)
         if family == "channel_pipeline":
             way = _slabs_in_a_pipeline(problem)
         return own if way is None else channel.plan_with(problem, SMALL_DEVICE, way)
     return own
+
+
+def _claimed(problem: Problem) -> RowBlock | None:
+    """Blocks of 64 threads that claim whole rows by a counter; None for rows that are too few for that, or others."""
+    if not isinstance(problem, ForwardProblem) or not are_rows(problem):
+        return None
+    width = vector_width(problem)
+    way = RowBlock(width, -(-problem.columns // (64 * width)), 64, blocks_per_multiprocessor=1)
+    return way if way.vectors <= 8 and way.claims_rows(problem, SMALL_DEVICE) else None
 
 
 def _in_a_grid(problem: Problem) -> RowGrid | None:

@@ -24,6 +24,9 @@ Pipelines backward were fitted anew to 1136 times on an H200 of 65 norms, and to
 ten go other ways since then, and take 0.94 of the time on average, from 0.86 to 1.00. Of all pipelines that were timed,
 116 norms with those forward, what comes first takes 1.7 % more than the best (bench/results/h200/pipeline-ways.json,
 without those that take 1.3 times the best and more).
+
+Grids and pipelines clear their words themselves since, and take 1 to 3 us less: their constants were lessened by 0.5 to
+1.1 us, so that what was chosen before for 20 us or more did not take longer.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import math
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline, units
 from cunorm.plan.channel_slab import Slab
-from cunorm.plan.channel_split import Split, direction_of_passes
+from cunorm.plan.channel_split import Split, are_peeled, direction_of_passes
 from cunorm.plan.channel_tiles import Tiles
 from cunorm.plan.device import Device
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem
@@ -288,7 +291,7 @@ def _grid_cost(grid: Grid, problem: ChannelProblem, device: Device) -> float:
     exposed = exchange + _work(problem, grid.vectors, grid.tiles, 0.012, 0.014)
     # What is on its way meanwhile.
     exposed *= 1 - 0.15 * min(1.0, (grid.slots - grid.vectors) / grid.vectors)
-    return 8.5 + stream + turns * exposed
+    return 7.4 + stream + turns * exposed
 
 
 def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, waste: float) -> float:
@@ -304,8 +307,8 @@ def _streaming_cost(grid: Grid, problem: ChannelProblem, device: Device, waste: 
     words = turns * 1e-3 * grid.sets(problem) * grid.blocks_per_slab
     held = turns * min(grid.vectors, grid.slots) * 16 / itemsize
     if forward:
-        return 12.7 + 1.14 * stream + 1.09 * missed + 0.14 * words + 0.044 * held
-    return 12.0 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
+        return 11.7 + 1.14 * stream + 1.09 * missed + 0.14 * words + 0.044 * held
+    return 11.0 + 1.24 * stream + 0.66 * missed + 0.29 * words + 0.036 * held
 
 
 def _pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device) -> float:
@@ -319,7 +322,7 @@ def _pipeline_cost(way: ChannelPipeline, problem: ChannelProblem, device: Device
     waste *= in_memory * _activation(problem, device, activated, 1.0)
     # Eight sums to a vector instead of four or fewer.
     waste *= 1.2 if units(problem, way.tiles.direction) == 8 else 1.0
-    return 9.6 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.3) + 3e-5 * way.part_bytes
+    return 9.1 + waste * _time_in_pipeline(problem.bytes_moved * left_over, device, 0.3) + 3e-5 * way.part_bytes
 
 
 def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, device: Device, left_over: float) -> float:
@@ -331,7 +334,7 @@ def _pipeline_cost_backward(way: ChannelPipeline, problem: ChannelProblem, devic
     # A slab waits for what its blocks tell each other, while others move: what takes longer hides the rest.
     telling = turns * 6.6 / way.lag
     longer, hidden = max(stream, telling), min(stream, telling)
-    return 14.6 + longer + 0.02 * hidden + turns * (0.2 if problem.activation is None else 0.4)
+    return 13.6 + longer + 0.02 * hidden + turns * (0.2 if problem.activation is None else 0.4)
 
 
 def _split_cost(problem: ChannelProblem, device: Device) -> float:
@@ -341,5 +344,6 @@ def _split_cost(problem: ChannelProblem, device: Device) -> float:
     stream = _time_to_move(problem.bytes_moved, device) * (1.5 if forward else 1.69) * _narrow(problem, width)
     stream = 0.94 * stream + (0.26 if packed else 0.09) * min(stream, _LONG_STREAM)
     if along_channels:
-        return (9.8 if forward else 11.8) + stream * _activation(problem, device, 1.12, 1.22)
-    return 7.0 + stream * _activation(problem, device, 1.03, 1.12 if packed else 1.06)
+        return (10.8 if forward else 11.8) + stream * _activation(problem, device, 1.12, 1.22)
+    stream *= _activation(problem, device, 1.03, 1.12 if packed else 1.06)
+    return 11.0 + 1.1 * stream if are_peeled(problem) else 7.0 + stream

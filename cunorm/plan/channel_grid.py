@@ -112,9 +112,9 @@ class Grid:
         }
         return self.tiles.constants(problem) | own
 
-    def arguments(self, problem: ChannelProblem, words: Value) -> dict[str, Value]:
+    def arguments(self, problem: ChannelProblem, words: dict[str, Value]) -> dict[str, Value]:
         return {
-            "words": words,
+            **words,
             "slabs": self.tiles.count(problem),
             "blocks_per_slab": self.blocks_per_slab,
             "points_per_block": self.points_per_block,

@@ -226,7 +226,7 @@ def _plan_forward(problem: ChannelForward, way: ChannelPipeline, builder: Builde
         way.groups * way.blocks_per_slab,
         (way.block_threads, 1),
         {
-            "words": words,
+            **words,
             **{name: name for name in ("x", "weight", "bias", "y", "mean", "rstd")},
             **running_arguments(problem.running, problem.values_per_set),
             **_arguments(problem, way, x=problem.x, y=problem.y),
@@ -248,7 +248,7 @@ def _plan_backward(problem: ChannelBackward, way: ChannelPipeline, builder: Buil
         rows,
         (way.block_threads, 1),
         {
-            "words": words,
+            **words,
             **{name: name for name in ("dy", "x", "weight", "bias", "mean", "rstd", "dx")},
             **targets,
             **_arguments(problem, way, dy=problem.dy, x=problem.x, dx=problem.dx),

@@ -27,7 +27,7 @@ from cunorm.plan.running import running_pointers, running_types
 from cunorm.plan.split_merge import launch_merge, merge_block
 from cunorm.problem import ChannelBackward, ChannelForward, ChannelProblem, ChannelTensor
 
-__all__ = ["Split", "direction_of_passes"]
+__all__ = ["Split", "are_peeled", "direction_of_passes"]
 
 # channel_split_statistics relies on it: what cancels in a squared deviation is bounded by the chunk's number of tiles.
 _TILES_PER_CHUNK = 64
@@ -132,6 +132,12 @@ def direction_of_passes(problem: ChannelProblem) -> Direction:
     return Direction(False, 16 // problem.itemsize) if _can_be_peeled(problem, way.width) else way
 
 
+def are_peeled(problem: ChannelProblem) -> bool:
+    """Whether vectors are aligned wherever a run begins, which others would not be."""
+    way = direction_of_passes(problem)
+    return not way.along_channels and way.width > direction(problem).width
+
+
 def _can_be_peeled(problem: ChannelProblem, width: int) -> bool:
     """Whether vectors are longer where they are aligned wherever a run begins (see kernels/channel_split_tile.cuh).
 
@@ -151,8 +157,7 @@ def _places(problem: ChannelProblem, width: int) -> tuple[int, ...]:
 
 
 def _layout(problem: ChannelProblem, device: Device, passes: dict[bool, _Pass]) -> _Layout:
-    way = direction_of_passes(problem)
-    peeled = not way.along_channels and way.width > direction(problem).width
+    way, peeled = direction_of_passes(problem), are_peeled(problem)
     points = math.prod(_places(problem, way.width)) if peeled else problem.points
     of, lanes = _spread(problem, _pass(problem, device, passes[way.along_channels], peeled), way, peeled, points)
     tiles = Tiles(way, lanes, of.threads, 1 if problem.itemsize == 8 else of.min_blocks)

@@ -27,7 +27,7 @@ from cunorm.plan.row_memory import (
     weights_of,
 )
 from cunorm.plan.running import running_numbers, running_pointers, running_types
-from cunorm.plan.zeros import reserve_words
+from cunorm.plan.zeros import reserve_counters
 from cunorm.problem import DTYPES, BackwardProblem, Channels, ForwardProblem, Problem
 
 __all__ = ["RowBlock"]
@@ -389,7 +389,7 @@ class RowBlock:
 
 def _plan_forward(problem: ForwardProblem, geometry: RowBlock, device: Device, builder: Builder) -> None:
     counters = geometry.period(problem) if geometry.claims_rows(problem, device) else 0
-    claimed: Value = reserve_words(builder, -(-counters // 2)) if counters else 0  # a word is two of them
+    claimed: Value = reserve_counters(builder, counters) if counters else 0
     running = running_numbers(problem.running, problem.columns)
     builder.launch(
         "row_block_forward",

@@ -102,7 +102,7 @@ class RowGrid:
             (self.threads, 1),
             {
                 **{name: name for name in ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")},
-                "words": words,
+                **words,
                 "rows": problem.rows,
                 "columns": problem.columns,
                 "columns_per_block": self.columns_per_block(problem),

@@ -392,7 +392,7 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
     # For each turn that is kept those of every block; a word has four bytes of a number.
     count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * compute_itemsize(problem) // 4
     return {
-        "words": reserve_words(builder, count),
+        **reserve_words(builder, count),
         "rows": problem.rows,
         "columns": problem.columns,
         "room": way.room(problem),

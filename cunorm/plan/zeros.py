@@ -1,19 +1,25 @@
-"""Words by which blocks tell each other numbers, or count: scratch that is zero when the kernel begins that uses it."""
+"""Scratch by which blocks tell each other numbers, or count: zero when it is used."""
 
 from __future__ import annotations
 
-from cunorm.plan.launches import Builder
+from cunorm.plan.launches import Builder, Value
 
-__all__ = ["reserve_words"]
+__all__ = ["reserve_counters", "reserve_words"]
 
 _WORD_BYTES, _STORE_BYTES = 8, 16
 _THREADS, _STORES_PER_THREAD = 256, 4
 
 
-def reserve_words(builder: Builder, count: int) -> str:
-    """Scratch for so many words, or one more, which a launch clears."""
-    stores = -(-count * _WORD_BYTES // _STORE_BYTES)
-    words = builder.reserve("words", stores, _STORE_BYTES)
+def reserve_words(builder: Builder, count: int) -> dict[str, Value]:
+    """Scratch for so many words, or one more, as a kernel is told of them that clears them itself."""
+    pairs = -(-count * _WORD_BYTES // _STORE_BYTES)
+    return {"words": builder.reserve("words", pairs, _STORE_BYTES), "word_pairs": pairs}
+
+
+def reserve_counters(builder: Builder, count: int) -> str:
+    """Scratch for so many counters of four bytes, or a few more, which a launch clears."""
+    stores = -(-count * 4 // _STORE_BYTES)
+    counters = builder.reserve("counters", stores, _STORE_BYTES)
     blocks = -(-stores // (_THREADS * _STORES_PER_THREAD))
-    builder.launch("zeros", {"THREADS": _THREADS}, blocks, (_THREADS, 1), {"target": words, "count": stores})
-    return words
+    builder.launch("zeros", {"THREADS": _THREADS}, blocks, (_THREADS, 1), {"target": counters, "count": stores})
+    return counters

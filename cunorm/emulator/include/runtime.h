@@ -56,6 +56,11 @@ void cluster_wait(Site site);
 // The address in the shared memory of block `rank` that `address` has in this block's.
 void* cluster_map(const void* address, unsigned rank, Site site);
 
+// Cooperative launches, of which all blocks run together: one thread of each says that the block has come, and others
+// wait until all have. Once in a launch.
+void arrive_at_grid();
+void wait_for_grid();
+
 // Copies to shared memory that arrive when the thread waits, not before: until then there is what poison leaves.
 void copy_async(void* shared, const void* global, unsigned bytes, Site site = Site::here());
 // The same, of which only the first `read` bytes are read; zeros follow.
