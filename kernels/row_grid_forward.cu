@@ -15,7 +15,7 @@
 // part. The part's squared deviation from it exceeds that from the part's own mean by a factor of at most one over the
 // share, so little cancels whatever the data are. Then every block publishes its numbers, and merges those of its group
 // in a fixed order. A word of them carries the number of the turn beside the bits, so it needs neither fence nor
-// barrier; all words must be zero at the start.
+// barrier (see grid_words.cuh).
 //
 // Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"

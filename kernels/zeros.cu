@@ -1,7 +1,6 @@
-// Writes zeros: the words by which blocks of the next launch tell each other numbers (see grid_words.cuh), or the
-// counters of rows that they claim (see row_block_forward.cu).
+// Writes zeros: the counters of rows that the blocks of the next launch claim (see row_block_forward.cu).
 //
-// A few blocks do, so that those of the next launch, which have their tensors on the way before they need the words,
+// A few blocks do, so that those of the next launch, which have their rows on the way before they need the counters,
 // find room on the multiprocessors at once.
 #include "dependent_launch.cuh"
 

@@ -225,6 +225,22 @@ def test_a_cooperative_grid_can_wait_for_all_its_blocks() -> None:
     assert out.tolist() == [4, 4, 4, 4]
 
 
+def test_blocks_wait_for_all_others_in_a_cooperative_launch_alone() -> None:
+    body = """
+    if (threadIdx.x == 0) {
+      arguments.count[blockIdx.x] = 1;
+      cunorm_emulator::arrive_at_grid();
+    }
+    cunorm_emulator::wait_for_grid();
+    for (int i = 0; i < gridDim.x; ++i) arguments.out[blockIdx.x * blockDim.x + threadIdx.x] += arguments.count[i];"""
+    for seed in range(3):
+        count, out = np.zeros(4, np.int32), np.zeros(128, np.int32)
+        launch(body, [count, out], arguments="int* count; int* out;", grid=4, seed=seed, cooperative=True)
+        assert (out == 4).all()
+        with pytest.raises(EmulatorError, match="blocks wait for each other in a launch that is not cooperative"):
+            launch(body, [count, out], arguments="int* count; int* out;", grid=4, seed=seed)
+
+
 def test_printf_reaches_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     launch('printf("block %d\\n", blockIdx.x);', [], arguments="long long n;", values=[0], block=1)
     assert capsys.readouterr().out == "block 0\n"

@@ -17,8 +17,8 @@ times on an H100 of 473 problems with the channels last: it is off by 10 % on av
 take 1.8 % more than the best, before that 5.3 %. So was what those along the points take in whole vectors, to times of
 169 problems with the channels second: 7 % and 2.0 %. Where memory is as fast as an H200's these have constants of their
 own, fitted to 3850 times of 736 norms and to what comes first of them: off by 10 %, and 1.0 % more than the best. Of
-406 norms the ways that come out first of those timed take 1.1 % more (bench/results/h200/channel-ways.json, which has
-of each the best of these and those that came first).
+406 norms the ways that come out first of those timed take 1.2 % more (bench/results/h200/channel-ways.json, which has
+of each the best of these and those that came first; what is read twice was timed anew when it became faster).
 
 Pipelines backward were fitted anew to 1136 times on an H200 of 65 norms, and to what comes first there: of those norms
 ten go other ways since then, and take 0.94 of the time on average, from 0.86 to 1.00. Of all pipelines that were timed,
