@@ -8,8 +8,8 @@
 // Some tell what their block has of each set of channels. Of set s the block of rank s is the owner: one of its warps
 // collects what all blocks tell, and answers what follows from that. And a warp of each block reads the answers. What
 // is told are parcels that carry the number of the turn (see grid_words.cuh), so that it takes neither fence nor
-// barrier. They must be zero at the start. Each warp goes on at its own pace: what warps of a block have for each other
-// is handed over in two places of shared memory in turns (see handover.cuh).
+// barrier. Each warp goes on at its own pace: what warps of a block have for each other is handed over in two places of
+// shared memory in turns (see handover.cuh).
 static_assert(ALONG_CHANNELS && PLANE == 1 && HOLDERS == THREADS);
 static_assert(TILE_SETS * SET_LANES <= 32 * TELLING_WARPS);
 constexpr int READING_WARP = WARPS + TELLING_WARPS, OWNING_WARP = READING_WARP + 1;

@@ -9,7 +9,10 @@ constexpr int WORDS = sizeof(Compute) / 4;  // of a number
 // the wheels of CUDA's runtime do not bring.
 struct BlockCounter {
 #ifdef CUNORM_EMULATOR
-  __device__ __forceinline__ static unsigned arrive() { return cunorm_emulator::arrive_at_grid(), 0; }
+  __device__ __forceinline__ static unsigned arrive() {
+    cunorm_emulator::arrive_at_grid();
+    return 0;
+  }
   __device__ __forceinline__ static void wait(unsigned) { cunorm_emulator::wait_for_grid(); }
 #else
   __device__ __forceinline__ static unsigned* counter() {
@@ -55,8 +58,9 @@ __device__ __forceinline__ void clear_words(long long* words, long long pairs) {
   if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) counted_before() = BlockCounter::arrive();
 }
 
-// Waits until all blocks have cleared their words. For whoever uses them, before the first use, and behind a barrier of
-// the block. Not sooner: this asks the memory, behind all that a multiprocessor has asked for.
+// Waits until all blocks have cleared their words. For whoever uses them, before the first use, and behind a barrier
+// that follows clear_words, whose last thread leaves in shared memory what it counted. Not sooner: this asks the
+// memory, behind all that a multiprocessor has asked for.
 __device__ __forceinline__ void wait_for_words() { BlockCounter::wait(counted_before()); }
 
 __device__ __forceinline__ unsigned bits_of(float number, int) { return __float_as_uint(number); }

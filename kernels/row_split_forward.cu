@@ -40,7 +40,7 @@ struct Arguments {
 // which no load overtakes. 10 rows of 10,000,000 float32 numbers take 0.97 of the time so on an H200, 2 of 6,000,000
 // with a residual 0.96; but rows that begin anywhere 1.03, and sixteen-bit ones 1.06 to 1.15, for want of registers. Of
 // few rows, where blocks MERGE, all of these run at once, with as many as they have.
-constexpr bool TOGETHER = VECTOR == 4 && !PEELED && !MERGES;
+constexpr bool TOGETHER = sizeof(X_TYPE) == 4 && VECTOR == 4 && !PEELED && !MERGES;
 
 // The statistics of a row from those of its chunks, in all threads of the block.
 __device__ __forceinline__ SetStatistics merged_row(const Arguments& arguments, const Chunk& chunk) {

@@ -76,7 +76,7 @@ PAIRS = [
     ("STAGE", "ACTIVATION"), ("VECTORS", "HAS_RESIDUAL"), ("VECTORS", "HAS_DRESIDUAL"),
 ]  # fmt: skip
 ANY_NUMBER = ("TRANSPOSED_PITCH",)
-ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid", "zeros")
+ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid")
 SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT_TYPES = {DTYPES[dtype].cuda for dtype in SIXTEEN_BITS}
 Constants = tuple[tuple[str, int | str], ...]  # as launches have them

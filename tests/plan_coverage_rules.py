@@ -168,7 +168,7 @@ def _covers_column_sums(item: Launch, constants: Constants, arguments: dict[str,
     assert item.grid == -(-columns // constants["COLUMN_THREADS"])
 
 
-def covers_zeros(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+def _covers_zeros(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     assert item.block == (constants["THREADS"], 1)
     assert 0 < item.grid <= -(-arguments["count"] // constants["THREADS"]), "no block is without a store"
 
@@ -193,7 +193,7 @@ _COVERS = {
     "split_merge": _covers_merge,
     "row_weight_gradients": _covers_weight_gradients,
     "column_sums": _covers_column_sums,
-    "zeros": covers_zeros,
+    "zeros": _covers_zeros,
 }
 
 

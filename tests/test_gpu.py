@@ -173,7 +173,7 @@ def _free() -> None:
 
 
 def test_blocks_that_wait_for_each_other_on_several_streams() -> None:
-    """Kernels whose blocks all run together, each begun while the launch before it ends, beside long kernels.
+    """Kernels whose blocks all run together, and count each other at the start, beside long kernels.
 
     If those of two streams ever had a part of the device each, this would not end.
     """

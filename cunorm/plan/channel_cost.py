@@ -49,7 +49,7 @@ _FITTED_RATE = 32e3
 _ALONE_BYTES = 112e3
 # What the L2 cache still has of what was read, when it is read again.
 _CACHED_BYTES = 20e6
-# Microseconds from which on passes that read twice take no longer for what they wait.
+# What passes that read twice wait for grows with what they move, up to so many microseconds of that.
 _LONG_STREAM = 80
 _SECTOR_BYTES, _LINE_BYTES = 32, 128
 # Of the channels of a tile, bytes that lie side by side, where several waves of slabs were timed with fast memory.
@@ -342,7 +342,7 @@ def _split_cost(problem: ChannelProblem, device: Device) -> float:
     along_channels, width, _ = direction_of_passes(problem)
     forward, packed = isinstance(problem, ChannelForward), problem.itemsize == 2
     stream = _time_to_move(problem.bytes_moved, device) * (1.5 if forward else 1.69) * _narrow(problem, width)
-    stream = 0.94 * stream + (0.26 if packed else 0.09) * min(stream, _LONG_STREAM)
+    stream = 0.94 * stream + (0.26 if packed else 0.09) * min(stream, _LONG_STREAM)  # and what it waits
     if along_channels:
         return (10.8 if forward else 11.8) + stream * _activation(problem, device, 1.12, 1.22)
     stream *= _activation(problem, device, 1.03, 1.12 if packed else 1.06)

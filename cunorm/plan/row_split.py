@@ -79,11 +79,12 @@ def _are_plain(problem: Problem, device: Device) -> bool:
 
 
 def is_better_forward(problem: ForwardProblem, device: Device) -> bool:
-    """Whether few rows had better be read twice than be held by all blocks together, whose words are cleared before.
+    """Whether few rows had better be read twice than be held by all blocks together.
 
-    On an H100 2 rows of 400,000, 524,288 and 1,000,000 float32 numbers take 0.85, 0.83 and 0.91 of the time so, 4 of
-    400,000 and 524,288 0.94 and 0.97, of 400,001 0.83; 2 and 4 of 1,000,000 float16 numbers 0.81 and 0.96. But 8 of
-    400,000 float32 numbers 1.02, and a row of 1,000,000 1.03.
+    When a launch of its own cleared the words of these, for 3 us, on an H100 2 rows of 400,000, 524,288 and 1,000,000
+    float32 numbers took 0.85, 0.83 and 0.91 of the time so, 4 of 400,000 and 524,288 0.94 and 0.97, of 400,001 0.83;
+    2 and 4 of 1,000,000 float16 numbers 0.81 and 0.96. But 8 of 400,000 float32 numbers 1.02, and a row of 1,000,000
+    1.03.
     """
     row_bytes = problem.columns * problem.itemsize
     few = row_bytes * max(2, problem.rows) <= _MOST_BYTES_FORWARD and (problem.rows > 1 or row_bytes <= 2 << 20)
