@@ -47,11 +47,11 @@ __device__ __forceinline__ unsigned& counted_before() {
   return before;
 }
 
-// Clears this block's share of so many pairs of words. For all threads, before they ask for anything else: that the
-// block has come is told by the last of them, when all that is on its way to it has come.
+// Clears this block's share of so many pairs of words, fewer than 2^31. For all threads, before they ask for anything
+// else: that the block has come is told by the last of them, when all that is on its way to it has come.
 __device__ __forceinline__ void clear_words(long long* words, long long pairs) {
-  const long long threads = blockDim.x * blockDim.y, first = blockIdx.x * threads + threadIdx.y * blockDim.x;
-  for (long long i = first + threadIdx.x; i < pairs; i += gridDim.x * threads) {
+  const unsigned threads = blockDim.x * blockDim.y, first = blockIdx.x * threads + threadIdx.y * blockDim.x;
+  for (unsigned i = first + threadIdx.x; i < pairs; i += gridDim.x * threads) {
     reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();

@@ -179,7 +179,7 @@ def test_all_launches_of_a_call_have_the_texts_of_one_moment(
             return made(code, options)
 
         monkeypatch.setattr(fake_cupy, "RawModule", entering)
-        operands = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
+        operands = "x", "residual", "weight", "bias", "y", "running_mean", "running_var", "residual_out", "mean", "rstd"
         call = launch.Call(chosen, operands, 0)
         assert kernels.replaced
     assert not any("// edited" in text for text in texts_of(call))
