@@ -604,8 +604,8 @@ void sleep() {
   yield();
 }
 
-void arrive_at_grid() {
-  if (!job.cooperative) fail({"", 0}, "blocks wait for each other in a launch that is not cooperative");
+void arrive_at_grid(Site site) {
+  if (!job.cooperative) fail(site, "blocks wait for each other in a launch that is not cooperative");
   ++arrived_blocks;
 }
 

@@ -62,8 +62,8 @@ class Split:
         return "channel_split"
 
 
-class _AlongChannels(NamedTuple):
-    """Of a pass over vectors that lie along the channels, or along planes, of up to eight channels each."""
+class _SixteenBit(NamedTuple):
+    """What is different in a pass over sixteen-bit numbers of up to eight channels a vector, from sm_90 on."""
 
     unroll: int
     unroll_relu: int
@@ -80,7 +80,7 @@ class _Pass:
     min_blocks: int  # for so many on a multiprocessor the compiler is to leave registers
     waves: int  # chunks are such that there are about so many blocks for each that runs at a time
     activates: bool = True
-    along_channels: _AlongChannels | None = None  # what is different for sixteen-bit numbers, from sm_90 on
+    sixteen_bit: _SixteenBit | None = None  # of passes along the channels
 
 
 # By whether vectors lie along the channels: there each block leaves sums for many channels, so there are as many blocks
@@ -90,9 +90,9 @@ class _Pass:
 # activation: group norm of 1 x 256 x 512^2 float16 numbers under silu takes 0.94 by 4 waves forward, 0.96 by 2
 # backward.
 _STATISTICS = {False: _Pass(128, 8, 5, 6, False), True: _Pass(256, 4, 4, 1, False)}
-_FORWARD = {False: _Pass(128, 8, 5, 32), True: _Pass(256, 8, 2, 32, along_channels=_AlongChannels(6, 6, 4, 4))}
-_GRADIENT_SUMS = {False: _Pass(128, 4, 5, 6), True: _Pass(256, 4, 2, 1, along_channels=_AlongChannels(4, 3, 2, 1))}
-_BACKWARD = {False: _Pass(128, 4, 5, 32), True: _Pass(256, 4, 2, 32, along_channels=_AlongChannels(4, 3, 2, 2))}
+_FORWARD = {False: _Pass(128, 8, 5, 32), True: _Pass(256, 8, 2, 32, sixteen_bit=_SixteenBit(6, 6, 4, 4))}
+_GRADIENT_SUMS = {False: _Pass(128, 4, 5, 6), True: _Pass(256, 4, 2, 1, sixteen_bit=_SixteenBit(4, 3, 2, 1))}
+_BACKWARD = {False: _Pass(128, 4, 5, 32), True: _Pass(256, 4, 2, 32, sixteen_bit=_SixteenBit(4, 3, 2, 2))}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def direction_of_passes(problem: ChannelProblem) -> Direction:
 
 
 def are_peeled(problem: ChannelProblem) -> bool:
-    """Whether vectors are aligned wherever a run begins, which others would not be."""
+    """Whether runs are cut into vectors of 16 bytes wherever they begin, where vectors would be shorter else."""
     way = direction_of_passes(problem)
     return not way.along_channels and way.width > direction(problem).width
 
@@ -179,14 +179,14 @@ def _pass(problem: ChannelProblem, device: Device, of: _Pass, peeled: bool) -> _
 
 
 def _of_sixteen_bit(of: _Pass, activation: str | None, device: Device) -> _Pass:
-    along_channels = of.along_channels
+    own = of.sixteen_bit
     if device.capability < 90:
-        return replace(of, unroll=of.unroll >> (1 if along_channels is None or activation is None else 2))
-    if along_channels is None:
+        return replace(of, unroll=of.unroll >> (1 if own is None or activation is None else 2))
+    if own is None:
         return of
-    if activation in (None, "relu"):
-        return replace(of, unroll=along_channels.unroll if activation is None else along_channels.unroll_relu)
-    return replace(of, unroll=along_channels.unroll_activated, waves=along_channels.waves_activated)
+    if activation is None or activation == "relu":
+        return replace(of, unroll=own.unroll if activation is None else own.unroll_relu)
+    return replace(of, unroll=own.unroll_activated, waves=own.waves_activated)
 
 
 def _spread(problem: ChannelProblem, of: _Pass, way: Direction, peeled: bool, points: int) -> tuple[_Pass, int]:

@@ -58,7 +58,7 @@ void* cluster_map(const void* address, unsigned rank, Site site);
 
 // Cooperative launches, of which all blocks run together: one thread of each says that the block has come, and others
 // wait until all have. Once in a launch.
-void arrive_at_grid();
+void arrive_at_grid(Site site = Site::here());
 void wait_for_grid();
 
 // Copies to shared memory that arrive when the thread waits, not before: until then there is what poison leaves.
