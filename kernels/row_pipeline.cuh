@@ -2,7 +2,7 @@
 // share, none of which waits for another.
 //
 // All blocks run at the same time, a group of blocks_per_row of them for every groups-th row, of which a block has a
-// part (see pipeline.cuh). What a thread needs of the weights of its columns it has in registers, for all rows.
+// part (see pipeline.cuh). What is kept of the columns of a part, for all rows, is in part_columns.cuh.
 //
 // Between the turns in which a row is summed and finished, the last two warps of each block see to its sums. One tells
 // the other blocks what its own has of the row; the other waits for what all have, and puts it together in a fixed
@@ -14,7 +14,9 @@ constexpr int BLOCK_THREADS = THREADS + 64;
 constexpr int EXCHANGES = 2 * LAG;
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
-static_assert(!SEGMENTED || HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS), "only `first` has the column of a weight");
+static_assert(!PARTS_ARE_RUNS || (PEELED && !HAS_CHANNELS));
+static_assert(!SEGMENTED || HAS_CHANNELS || PARTS_ARE_RUNS || (!HAS_WEIGHT && !HAS_BIAS),
+              "only `first` has the column of a weight");
 
 // How blocks share the columns of a row. Where it has several channels, as many blocks have parts of each of them; else
 // the row itself counts as one. The last part of a channel may have fewer columns, but has some.
@@ -63,79 +65,110 @@ __device__ __forceinline__ SharedPart row_part_of_block(const KernelArguments& a
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }
 
-// Where a row has one of a thread's vectors, from Places::first on; and which of its numbers are the row's.
+// Where a row has one of a thread's vectors, from Places::first on, if all of its numbers are the row's.
 struct Spot {
+  int offset;
+
+  // Copies them from where a row's `first` is, or writes them there.
+  __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
+    copy_async<VECTOR>(slot, source + offset);
+  }
+  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
+    store_global(target + offset, values);
+  }
+
+  __device__ __forceinline__ int count() const { return VECTOR; }
+  // Tells whether the i-th number is the row's.
+  __device__ __forceinline__ All there() const { return {}; }
+};
+
+// The same, where not all of them need be.
+struct CutSpot {
   static constexpr unsigned ALL = (1u << VECTOR) - 1;
 
   int offset;
-  unsigned there;  // a bit for each number; not PEELED, ALL
+  unsigned bits;  // one for each number
 
-  __device__ __forceinline__ bool has(int i) const { return there >> i & 1; }
-
-  // Copies them from where a row's `first` is. What lies before them is read too, and ends in the same 16 bytes.
+  // What lies before them is read too, and ends in the same 16 bytes.
   __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
-    if constexpr (PEELED) {
-      if (there != 0) copy_async_first<VECTOR>(slot, source + offset, 32 - __clz(static_cast<int>(there)));
-    } else {
-      copy_async<VECTOR>(slot, source + offset);
-    }
+    if (bits != 0) copy_async_first<VECTOR>(slot, source + offset, 32 - __clz(static_cast<int>(bits)));
   }
-
-  // Writes them to where a row's `first` is.
   __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
-    if (!PEELED || there == ALL) return store_global(target + offset, values);
+    if (bits == ALL) return store_global(target + offset, values);
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-      if (has(i)) target[offset + i] = values.lane[i];
+      if (bits >> i & 1) target[offset + i] = values.lane[i];
     }
   }
 
-  // Calls add(has), where has(i) tells whether the i-th number is the row's. Vectors that are whole go the same way as
-  // those that are cut: forward, a branch for these takes 1.03 of the time on an H100, and a vote of the warp, so that
-  // its lanes stay together, 1.05.
-  template <typename Add>
-  __device__ __forceinline__ void visit(const Add& add) const {
-    if constexpr (PEELED) {
-      add([&](int i) { return has(i); });
-    } else {
-      add(All());
-    }
+  __device__ __forceinline__ int count() const { return __popc(bits); }
+  __device__ __forceinline__ auto there() const {
+    return [bits = bits](int i) { return static_cast<bool>(bits >> i & 1); };
   }
 };
+
+// The columns of a block's part: so many, from `first` on.
+struct OwnColumns {
+  long long first;
+  int count;
+};
+
+template <typename KernelArguments>
+__device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& arguments, const SharedPart& part) {
+  if constexpr (!PARTS_ARE_RUNS) return {part.first, part.count};
+  const long long each = arguments.segment_columns, first = part.rank * each, left = arguments.columns - first;
+  return {first, static_cast<int>(left < each ? left : each)};
+}
 
 // Where a row has a thread's vectors. It is one run of memory; or SEGMENTED, in as many runs as there are samples, of
 // segment_columns columns each: a channel of batch norm. All rows and tensors have their segments equally far apart.
 //
 // PEELED, runs begin anywhere, but alike in all tensors. The vectors of a run are the pieces of 16 bytes that have some
 // of its numbers; of the first and the last not all may be the run's. However it begins, there are no more of them than
-// segment_room columns would be, so that a thread has the same vectors of every row, a few of which may be empty.
+// segment_room columns would be, so that a thread has the same vectors of every row, a few of which may be empty. Where
+// something is kept of every column, each block's part is such a run, so that it has the same columns of every row
+// (PARTS_ARE_RUNS); of the last one there may be fewer columns.
 struct Places {
   long long first;  // that of the first vector; 0, where SEGMENTED
   int offsets[SEGMENTED ? RESIDENT : 1];
   int left[PEELED ? RESIDENT : 1];  // how many numbers of its run there are from the offset on
   int run;                          // how many there are in all
+  unsigned whole;                   // a bit for each vector that no lane of the warp ever has cut
 
-  __device__ __forceinline__ Places(const SharedPart& part, long long segment_columns, long long segment_room,
-                                    long long segment_stride)
-      : first(SEGMENTED ? 0 : part.first + column_of(0)), run(static_cast<int>(segment_columns)) {
+  template <typename KernelArguments>
+  __device__ __forceinline__ Places(const KernelArguments& arguments, const SharedPart& part, const OwnColumns& own)
+      : first(SEGMENTED ? 0 : part.first + column_of(0)),
+        run(PARTS_ARE_RUNS ? own.count : static_cast<int>(arguments.segment_columns)),
+        whole(0) {
     if constexpr (SEGMENTED) {
-      const unsigned room = static_cast<unsigned>(segment_room), stride = static_cast<unsigned>(segment_stride);
+      const unsigned room = static_cast<unsigned>(arguments.segment_room);
+      const unsigned stride = static_cast<unsigned>(arguments.segment_stride);
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) {
         const unsigned column = static_cast<unsigned>(part.first) + column_of(i), segment = column / room;
         const int place = static_cast<int>(column - segment * room);
         offsets[i] = static_cast<int>(segment * stride) + place;
         if constexpr (PEELED) left[i] = run - place;
+        if constexpr (PARTS_ARE_RUNS) {
+          whole |= static_cast<unsigned>(__all_sync(0xffffffffu, place >= VECTOR && left[i] >= VECTOR)) << i;
+        }
       }
     }
   }
 
-  // That of the i-th vector, of a row that begins `phase` behind a multiple of 16 bytes, in elements.
-  __device__ __forceinline__ Spot operator()(int i, unsigned phase) const {
-    if constexpr (!PEELED) return {SEGMENTED ? offsets[i] : i * STEP, Spot::ALL};
-    const int shift = static_cast<int>((phase + static_cast<unsigned>(offsets[i])) % VECTOR);
-    const int missing = min(VECTOR, max(0, VECTOR - shift - left[i]));  // at the end
-    return {offsets[i] - shift, (Spot::ALL >> missing) & (Spot::ALL << (left[i] == run ? shift : 0))};
+  // Calls use(spot) with that of the i-th vector, of a row that begins `phase` behind a multiple of 16 bytes, in
+  // elements. Where runs are short, vectors that are whole go the same way as those that are cut: forward, a branch for
+  // these takes 1.03 of the time on an H100, and a vote of the warp, so that its lanes stay together, 1.05.
+  template <typename Use>
+  __device__ __forceinline__ void visit(int i, unsigned phase, const Use& use) const {
+    if constexpr (!PEELED) {
+      use(Spot{SEGMENTED ? offsets[i] : i * STEP});
+    } else {
+      const int shift = static_cast<int>(PARTS_ARE_RUNS ? phase : (phase + static_cast<unsigned>(offsets[i])) % VECTOR);
+      if (PARTS_ARE_RUNS && (whole >> i & 1)) return use(Spot{offsets[i] - shift});
+      const int missing = min(VECTOR, max(0, VECTOR - shift - left[i]));  // at the end
+      use(CutSpot{offsets[i] - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << (left[i] == run ? shift : 0))});
+    }
   }
 };
 
@@ -210,19 +243,5 @@ struct Exchange {
   // What the blocks have of a row (see await_parts).
   __device__ __forceinline__ void await(Compute (&numbers)[PARTS_PER_LANE][COUNT], int turn) const {
     await_parts(numbers, of_turn(turn), blocks, turn + 1);
-  }
-};
-
-// Weights or biases of a thread's columns, as they lie in memory, for all rows: widened they would have no registers.
-template <typename T, bool HAS, int ACCESS_BYTES>
-struct Kept {
-  Vector<T, VECTOR> vectors[HAS ? RESIDENT : 1];
-
-  __device__ __forceinline__ void load(const T* source, int i) {
-    if constexpr (HAS) vectors[i] = load_in_pieces<VECTOR, ACCESS_BYTES>(source);
-  }
-  __device__ __forceinline__ void get(int i, Compute (&widened)[VECTOR]) {
-    if constexpr (HAS) widen_all(vectors[i], widened);
-    if constexpr (HAS && sizeof(T) < sizeof(Compute)) forget_widened(vectors[i]);
   }
 };

@@ -24,6 +24,7 @@ constexpr bool TAKES_TURNS = true;
 #include "group_part.cuh"
 #include "pipeline.cuh"
 #include "row_pipeline.cuh"
+#include "part_columns.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -60,7 +61,8 @@ struct Arguments {
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
 // Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
 constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
-static_assert(!SEGMENTED || !SUMS_COLUMNS || (!WANTS_DWEIGHT && !WANTS_DBIAS), "only `first` has the column of a sum");
+constexpr int COLUMN_SUMS = SUMS_COLUMNS ? WANTS_DWEIGHT + WANTS_DBIAS : 0;  // of a column
+static_assert(!SEGMENTED || PARTS_ARE_RUNS || COLUMN_SUMS == 0, "only `first` has the column of a sum");
 
 // Of a turn's row, what each warp has of the sums of g (or dz) and of g (or dz) * xhat.
 struct OfWarps {
@@ -96,23 +98,18 @@ struct Loaded {
   }
 };
 
-// Weights and biases of a thread's columns; or of the part's channel.
+// Weights and biases of the block's columns; or of the part's channel.
 struct Affine {
-  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
-  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
+  KeptAffine of_columns;
 
   // Those of the thread's i-th vector.
-  __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[VECTOR], Compute (&bias)[VECTOR]) {
-    if constexpr (HAS_CHANNELS) {
+  __device__ __forceinline__ void get(int i, const ColumnPlaces& places, const Given& given, Compute (&weight)[VECTOR],
+                                      Compute (&bias)[VECTOR]) {
+    if constexpr (!HAS_CHANNELS) return of_columns.get(i, places, weight, bias);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
-        if constexpr (HAS_BIAS) bias[j] = given.bias[0];
-      }
-    } else {
-      weights.get(i, weight);
-      biases.get(i, bias);
-      add_weight_offset(weight);
+    for (int j = 0; j < VECTOR; ++j) {
+      if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
+      if constexpr (HAS_BIAS) bias[j] = given.bias[0];
     }
   }
 };
@@ -168,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   __shared__ OfWarps of_warps[2];
   __shared__ Given givens[2];
   __shared__ OfRow of_row[2];
-  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out; then what is kept of columns
   using Values = Vector<X_TYPE, VECTOR>;
 
   const RowParts parts = row_parts_of(arguments);
@@ -179,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const Places places(part, arguments.segment_columns, arguments.segment_room, arguments.segment_stride);
+  const OwnColumns own_columns = own_columns_of(arguments, part);
+  const Places places(arguments, part, own_columns);
   const long long first = places.first;
   struct Sources {
     const X_TYPE* x;
@@ -201,15 +199,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      const Spot spot = places(i, of.phase);
-      spot.copy(slot, of.x);
-      spot.copy(slot + STAGED, of.dy);
-      if constexpr (HAS_DRESIDUAL) spot.copy(slot + 2 * STAGED, of.dresidual_out);
+      places.visit(i, of.phase, [&](const auto& spot) {
+        spot.copy(slot, of.x);
+        spot.copy(slot + STAGED, of.dy);
+        if constexpr (HAS_DRESIDUAL) spot.copy(slot + 2 * STAGED, of.dresidual_out);
+      });
     }
     copy_async_commit();
   };
 
   Affine affine = {};
+  using ColumnSums = KeptSums<COLUMN_SUMS>;
+  ColumnSums column_sums = {};
   long long row = part.group;  // that is summed
   const int own_channel = parts.channel_of(part.rank);  // of those that a row has
   const auto load_given = [&](long long row) {
@@ -225,12 +226,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
-#pragma unroll
-    for (int i = 0; i < RESIDENT; ++i) {
-      if (!has(i)) continue;
-      affine.weights.load(arguments.weight + first + i * STEP, i);
-      affine.biases.load(arguments.bias + first + i * STEP, i);
-    }
+    Compute* kept = reinterpret_cast<Compute*>(staged + (2 + HAS_DRESIDUAL) * STAGED);
+    column_sums.clear(kept);
+    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, kept + COLUMN_SUMS * ColumnPlaces::COUNT);
   } else if (waits) {
     if (lane == 0) givens[0] = load_given(row).widened();
     next_given = load_given(row + groups);
@@ -239,8 +237,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   if (!works) wait_for_words();
 
   const Exchange<2> exchange(arguments.words, part);
-  Compute dweight_sums[SUMS_COLUMNS && WANTS_DWEIGHT ? RESIDENT : 1][VECTOR] = {};
-  Compute dbias_sums[SUMS_COLUMNS && WANTS_DBIAS ? RESIDENT : 1][VECTOR] = {};
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
     const long long done_row = row - LAG * groups;  // that is finished
@@ -250,23 +246,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       const Given given = givens[turn % 2];
       X_TYPE* const own = slots_of(staged, turn);
       const unsigned phase = phase_of(row, arguments.x_stride);
+      const ColumnPlaces column_places(phase);
       Compute sums[2] = {0, 0};
       as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
         if (!sums_up || !has(i)) return;
-        places(i, phase).visit([&](const auto& there) {
+        places.visit(i, phase, [&](const auto& spot) {
+          const auto there = spot.there();
           const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
           Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
-          affine.get(i, given, weight, bias);
+          ColumnSums::OfColumn of_columns[VECTOR];
+          affine.get(i, column_places, given, weight, bias);
+          column_sums.get(i, column_places, of_columns);
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
             Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
             if (!there(j)) gradient = {0, 0, 0};
-            if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
-            if constexpr (SUMS_COLUMNS && WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
+            if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) of_columns[j].lane[0] += gradient.dz * gradient.xhat;
+            if constexpr (SUMS_COLUMNS && WANTS_DBIAS) of_columns[j].lane[COLUMN_SUMS - 1] += gradient.dz;
             const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
             of_vector[0] += summed;
             of_vector[1] += summed * gradient.xhat;
           }
+          column_sums.put(i, column_places, of_columns);
           sums[0] += of_vector[0];
           sums[1] += of_vector[1];
         });
@@ -320,6 +321,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     const OfRow of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.dx_stride);
+    const ColumnPlaces column_places(done_phase);
     X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;
     pin(dx);
     const Sources next = sources_of(done_row + AHEAD * groups);
@@ -332,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         Values added;
         if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(slot + 2 * STAGED);
         Compute weight[VECTOR], bias[VECTOR], results[VECTOR];
-        affine.get(i, of.given, weight, bias);
+        affine.get(i, column_places, of.given, weight, bias);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Gradient gradient =
@@ -340,19 +342,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
           results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
           if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
         }
-        places(i, done_phase).write(dx, rounded<X_TYPE>(results));
+        places.visit(i, done_phase, [&](const auto& spot) { spot.write(dx, rounded<X_TYPE>(results)); });
       }
       fill(slot, next, i);
     }
   }
 
   // Write the group's row of sums.
-  const auto write_sums = [&](const auto& values, auto* sums) {
-#pragma unroll
-    for (int i = 0; i < RESIDENT; ++i) {
-      if (has(i)) store_rounded(sums + part.group * arguments.columns + first + i * STEP, values[i]);
-    }
-  };
-  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
-  if constexpr (SUMS_COLUMNS && WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
+  if (!SUMS_COLUMNS || !works) return;
+  const long long group_row = part.group * arguments.columns;
+  if constexpr (WANTS_DWEIGHT) column_sums.write(0, arguments.dweight + group_row, own_columns);
+  if constexpr (WANTS_DBIAS) column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns);
 }

@@ -25,6 +25,7 @@ constexpr bool TAKES_TURNS = true;
 #include "group_part.cuh"
 #include "pipeline.cuh"
 #include "row_pipeline.cuh"
+#include "part_columns.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -61,7 +62,6 @@ struct Arguments {
 };
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
-static_assert(!PEELED || (HAS_CHANNELS || !(HAS_WEIGHT || HAS_BIAS)) && !HAS_RESIDUAL);
 static_assert(!PEELED || !KEPT_IN_L2, "a thread may have none of a vector, and no place of it");
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
@@ -134,19 +134,17 @@ __device__ __forceinline__ WarpMerge warp_merge_of(int vectors) {
 
 // ---- Weights.
 
-// Those of a thread's columns; or of the part's channel.
+// Those of the block's columns; or of the part's channel.
 struct Affine {
-  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
-  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
+  KeptAffine of_columns;
 
-  __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i, const OfRow& row) {
-    if constexpr (HAS_CHANNELS || PEELED) {
+  __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i,
+                                                           const ColumnPlaces& places, const OfRow& row) {
+    if constexpr (HAS_CHANNELS || (PEELED && !PARTS_ARE_RUNS)) {
       return normalized_alike(x, row.mean, row.remainder, row.rstd, row.weight[0], row.bias[0]);
     }
     Compute weight[VECTOR], bias[VECTOR];
-    weights.get(i, weight);
-    biases.get(i, bias);
-    add_weight_offset(weight);
+    of_columns.get(i, places, weight, bias);
     return normalized(x, row.mean, row.remainder, row.rstd, weight, bias);
   }
 };
@@ -157,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   // Of two turns: the next one's are written while these are read.
   __shared__ OfWarps of_warps[2];
   __shared__ OfRow of_row[2];
-  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, residual; then what is kept of columns
   using Values = Vector<X_TYPE, VECTOR>;
 
   const RowParts parts = row_parts_of(arguments);
@@ -168,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const Places places(part, arguments.segment_columns, arguments.segment_room, arguments.segment_stride);
+  const OwnColumns own_columns = own_columns_of(arguments, part);
+  const Places places(arguments, part, own_columns);
   const long long first = places.first;
   const auto sum_of_row = [&](long long row) {
     return arguments.residual_out + row * arguments.residual_out_stride + first;
@@ -191,10 +190,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
   const auto fill = [&](X_TYPE* slot, const Sources& of, int i) {
     if (i < of.vectors) {
-      const Spot spot = places(i, of.phase);
-      spot.copy(slot, of.x);
-      keep_in_l2<KEPT_IN_L2>(of.x + spot.offset);
-      if constexpr (HAS_RESIDUAL) spot.copy(slot + STAGED, of.residual);
+      places.visit(i, of.phase, [&](const auto& spot) {
+        spot.copy(slot, of.x);
+        keep_in_l2<KEPT_IN_L2>(of.x + spot.offset);
+        if constexpr (HAS_RESIDUAL) spot.copy(slot + STAGED, of.residual);
+      });
     }
     copy_async_commit();
   };
@@ -208,12 +208,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
-#pragma unroll
-    for (int i = 0; i < RESIDENT; ++i) {
-      if (!has(i)) continue;
-      affine.weights.load(arguments.weight + first + i * STEP, i);
-      affine.biases.load(arguments.bias + first + i * STEP, i);
-    }
+    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, staged + (1 + HAS_RESIDUAL) * STAGED);
   }
   __syncthreads();
   if (!works) wait_for_words();
@@ -238,35 +233,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       // Load. With a residual, the sum takes the place of x.
       X_TYPE* const own = slots_of(staged, turn);
       const unsigned phase = phase_of(row, arguments.x_stride);
-      const auto arrived = [&](int i) {
+      const auto arrived = [&](int i, const auto& spot) {
         Values values = load<X_TYPE, VECTOR>(own + i * STEP);
         if constexpr (HAS_RESIDUAL) {
           values = sum_of(values, load<X_TYPE, VECTOR>(own + STAGED + i * STEP));
           store(own + i * STEP, values);
-          places(i, phase).write(sum_of_row(row), values);
+          spot.write(sum_of_row(row), values);
         }
         return values;
       };
 
       // Reduce: the pivot, then the differences from it.
       Compute pivot[1] = {0}, sums[2] = {0, 0}, count[1] = {0};
-      const auto count_of = [&](int i) {
-        return static_cast<Compute>(sums_up && has(i) ? __popc(places(i, phase).there) : 0);
-      };
-      // Those of the i-th vector.
-      const auto visit = [&](int i, const auto& add) {
-        if (sums_up && has(i)) places(i, phase).visit(add);
+      const auto visit = [&](int i, const auto& use) {
+        if (sums_up && has(i)) places.visit(i, phase, use);
       };
       if constexpr (CENTERED) {
         as_they_arrive<UNDER_WAY, 0, PIVOT_VECTORS>([&](int i) {
-          visit(i, [&](const auto& there) { add_values(arrived(i), pivot, there); });
+          visit(i, [&](const auto& spot) {
+            add_values(arrived(i, spot), pivot, spot.there());
+            if constexpr (PEELED) count[0] += static_cast<Compute>(spot.count());
+          });
         });
         warp_sum<32, 1>(pivot);
-        Compute pivot_count[1] = {0};
+        Compute pivot_count[1] = {count[0]};
         if constexpr (PEELED) {
-#pragma unroll
-          for (int i = 0; i < PIVOT_VECTORS; ++i) pivot_count[0] += count_of(i);
-          count[0] = pivot_count[0];
           warp_sum<32, 1>(pivot_count);
         } else {
           int lanes = 0;
@@ -277,14 +268,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         pivot[0] *= reciprocal_of(max(pivot_count[0], static_cast<Compute>(1)));
 #pragma unroll
         for (int i = 0; i < PIVOT_VECTORS; ++i) {
-          visit(i, [&](const auto& there) {
-            add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums, there);
+          visit(i, [&](const auto& spot) {
+            add_differences(load<X_TYPE, VECTOR>(own + i * STEP), pivot[0], sums, spot.there());
           });
         }
       }
       as_they_arrive<UNDER_WAY, CENTERED ? PIVOT_VECTORS : 0, RESIDENT>([&](int i) {
-        visit(i, [&](const auto& there) { add_differences(arrived(i), pivot[0], sums, there); });
-        if constexpr (PEELED) count[0] += count_of(i);
+        visit(i, [&](const auto& spot) {
+          add_differences(arrived(i, spot), pivot[0], sums, spot.there());
+          if constexpr (PEELED) count[0] += static_cast<Compute>(spot.count());
+        });
       });
       warp_sum<32, 1>(sums);
       if constexpr (PEELED) warp_sum<32, 1>(count);
@@ -331,6 +324,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     const OfRow statistics = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.y_stride);
+    const ColumnPlaces column_places(done_phase);
     X_TYPE* y = arguments.y + done_row * arguments.y_stride + first;
     pin(y);
     const Sources next = sources_of(done_row + AHEAD * groups);
@@ -339,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
       if (i < done_vectors) {
-        places(i, done_phase).write(y, affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics));
+        const Values finished = affine.finish(load<X_TYPE, VECTOR>(slot), i, column_places, statistics);
+        places.visit(i, done_phase, [&](const auto& spot) { spot.write(y, finished); });
       }
       fill(slot, next, i);
     }

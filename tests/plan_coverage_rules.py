@@ -112,6 +112,12 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert not (segment and channels > 1)
     if not segment:
         assert arguments["room"] == arguments["columns"] and not constants["PEELED"]
+    elif constants["PARTS_ARE_RUNS"]:
+        # Each of a row's blocks has so many of its columns, a multiple of a vector, and the last one what is left.
+        assert constants["PEELED"] and constants["WEIGHTS_OF"] == "columns" and not arguments.get("channels")
+        assert segment % width == 0 and stride == segment and per_block == room
+        assert arguments["room"] == blocks * room and (blocks - 1) * segment < arguments["columns"] <= blocks * segment
+        assert room == segment + width and arguments["columns"] < 2**31, "a vector begins anywhere in 16 bytes"
     else:
         assert arguments["columns"] % segment == 0
         assert arguments["room"] == arguments["columns"] // segment * room
@@ -119,7 +125,7 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
         cut = (segment + width - 1 + width - 1) // width if constants["PEELED"] else segment // width
         assert room == cut * width and (constants["PEELED"] or segment % width == stride % width == 0)
         kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
-        assert constants["WEIGHTS_OF"] == "part" or not any(kept), "a thread does not know its columns"
+        assert constants["WEIGHTS_OF"] == "part" or not any(kept), "what is kept of a column is lost"
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"
 
 

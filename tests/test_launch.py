@@ -174,7 +174,7 @@ LAUNCHES = {
     "row_pipeline backward": (backward, (1000, 300_000), ["row_pipeline_backward", "column_sums"]),
     "row_split backward": (
         backward,
-        (1000, 400_001),
+        (1000, 2_000_001),
         ["row_split_gradient_sums", "column_sums", "row_split_backward", "column_sums"],
     ),
 }

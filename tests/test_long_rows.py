@@ -38,7 +38,7 @@ class Family:
 
     ``small`` has two warps a block, four blocks: a vector a thread is a row of 256 vectors. ``layouts`` are how the
     vectors of a row lie over blocks, slots, registers and the rest, and how many rows are on their way or wait; others
-    are names of these. ``columns`` are a row of 663 vectors of float32 and a near one, ``odd`` how many more a row may
+    are names of these. ``columns`` are a row of 663 vectors of float32 and near ones, ``odd`` how many more a row may
     have, ``few`` what makes rows need more than their slots, ``ahead`` what has rows on their way; ``with_residual``
     layouts have dtypes, and each is ``normed`` in these ways, of so many more columns.
     """
@@ -46,7 +46,7 @@ class Family:
     small: Any
     layouts: dict[str, dict[str, Any]]
     in_every_dtype: str
-    columns: tuple[int, int]
+    columns: tuple[int, ...]
     odd: tuple[int, ...]
     few: dict[str, int]
     ahead: dict[str, int]
@@ -114,18 +114,19 @@ PIPELINE = Family(
         "more turns of delay than rows": {"rows_ahead": 7, "lag": 6},
     },
     in_every_dtype="two turns later",
-    columns=(2652, 2648),
-    odd=(0,),
+    columns=(2652, 2648, 2653),
+    odd=(0, 3),
     few={},
     ahead={"rows_ahead": 3},
-    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072),  # down to one of three vectors, so that most warps have none
+    # Down to one of three vectors, so that most warps have none; and of rows that begin anywhere, to one of one column.
+    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072, 49, 83, 769, 2305, 3053),
     with_residual={
         "a turn later": "bfloat16",
         "two turns later": "float32",
         "two groups": "float16",
         "five groups of three blocks": "float64",
     },
-    normed=((0, LAYER_NORM), (0, RMS_NORM)),
+    normed=((0, LAYER_NORM), (0, RMS_NORM), (1, LAYER_NORM)),
     far=("a turn later", "two groups"),
     in_place=("a turn later", "two turns later"),
     in_any_order=("two turns later", "five groups of three blocks"),
@@ -174,11 +175,18 @@ def test_layouts(family: Family, layout: str, dtype: str) -> None:
     check(case, family.geometry(dtype, columns, **family.layouts[layout]))
 
 
-@pytest.mark.parametrize(("layout", "dtype"), GRID.layouts_and_dtypes)
-def test_rows_that_begin_anywhere(layout: str, dtype: str) -> None:
+@each("layout, dtype", lambda family: family.layouts_and_dtypes)
+def test_rows_that_begin_anywhere(family: Family, layout: str, dtype: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + 1
     case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
-    check(case, GRID.geometry(dtype, columns, **GRID.layouts[layout]))
+    check(case, family.geometry(dtype, columns, **family.layouts[layout]))
+
+
+@both
+def test_numbers_far_from_the_pivot_in_rows_that_begin_anywhere(family: Family) -> None:
+    for kind in FAR:
+        case = Case(far_data(kind, (3, 2653)), *affine(2653, "float32"))
+        check(case, family.geometry("float32", 2653, **family.few))
 
 
 @each("columns", lambda family: family.last_blocks)

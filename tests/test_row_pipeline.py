@@ -74,14 +74,39 @@ def test_it_takes_long_contiguous_rows_since_sm_80(make: Callable[..., Problem])
     plain = make(100, 700_000)
     assert takes(plain) and takes(make(100, 300_000, "float16"), A100) and takes(make(100, 100_000), RTX)
     assert not takes(make(100, 300_000, "float16"), GPUS["sm_75"])
-    assert not takes(make(1, 700_000)), "there is no next row to be on its way"
+    assert takes(make(1, 700_000))
     assert not takes(make(100, 8_000)) and not takes(make(100, 10_000_000))
     assert not takes(make(100, 700_000, "float64"))
-    # Rows that begin anywhere, and those that are not contiguous.
-    assert not takes(make(100, 700_001)) and not takes(replace(plain, x=Matrix("float32", (700_000,), (1,), 4)))
+    # Rows may begin anywhere, if they do so alike in all tensors; but contiguous they are.
+    assert takes(make(100, 700_001)) and not takes(make(100, 8_001))
+    assert not takes(replace(plain, x=Matrix("float32", (700_000,), (1,), 4)))
     assert takes(replace(plain, x=Matrix("float32", (700_004,), (1,))))
     assert not takes(replace(plain, x=Matrix("float32", (700_001,), (1,))))
     assert not takes(replace(plain, x=Matrix("float32", (1,), (100,))))
+
+
+@pytest.mark.parametrize("make", [plain_forward, plain_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_that_begin_anywhere_share_a_pipeline_if_there_are_some(make: Callable[..., Problem], dtype: str) -> None:
+    """Few are better read twice, and shorter ones left to clusters."""
+    mebi = 2**20 // DTYPES[dtype].itemsize
+    assert [plan(make(rows, mebi // 2 + 1, dtype), H200).strategy for rows in (2, 64)] == ["row_split", "row_pipeline"]
+    assert plan(make(64, 2 * mebi + 1, dtype), H200).strategy == "row_pipeline"
+    assert plan(make(1024, mebi // 8 + 1, dtype), H200).strategy == "row_cluster"
+    assert plan(make(64, mebi // 2 + 1, dtype), replace(A100, arch="sm_75")).strategy == "row_split"
+
+
+@pytest.mark.parametrize("make", [plain_forward, plain_backward], ids=["forward", "backward"])
+def test_few_turns_are_taken_by_a_power_of_two_of_groups(make: Callable[..., Problem]) -> None:
+    """Else batches of 1 to 32 rows would have 20 kernels to compile. No more than a quarter of the groups' turns are
+    idle, and all of the few rows are asked for at once, if there is room for them."""
+    for columns, rows in itertools.product((300_000, 500_000, 1_000_000, 300_001), range(1, 33)):
+        way = row_pipeline.geometry(make(rows, columns), H200)
+        assert way is not None
+        turns = -(-rows // way.groups)
+        if turns <= 4:
+            assert way.groups & (way.groups - 1) == 0 and rows * 4 >= 3 * turns * way.groups
+            assert way.lag <= 4 and (way.rows_ahead - way.lag >= turns or way.rows_ahead < 2 * way.lag)
 
 
 def test_weights_and_sums_leave_no_room_for_others() -> None:
@@ -102,7 +127,9 @@ def test_clusters_have_rows_that_are_shorter_or_few() -> None:
         assert plan(make(2000, 50_000), H200).strategy == "row_cluster"
         assert plan(make(64, 200_000), H200).strategy == plan(make(64, 700_000), H200).strategy == "row_pipeline"
         assert plan(make(2000, 50_000), A100).strategy == plan(make(8, 100_000), RTX).strategy == "row_pipeline"
-    assert plan(plain_forward(8, 200_000), H200).strategy == "row_cluster"
+    # A few waves of clusters, of which seven run at once; but not one that is mostly idle.
+    few = {rows: plan(plain_forward(rows, 200_000), H200).strategy for rows in (7, 8, 12, 21, 22)}
+    assert few == dict.fromkeys((7, 12, 21), "row_cluster") | dict.fromkeys((8, 22), "row_pipeline")
     # Of as many bytes as clusters take best, forward; backward too, where memory is slower.
     forward, backward = plain_forward(512, 131_072), plain_backward(512, 131_072)
     ways = [plan(problem, device).strategy for problem in (forward, backward) for device in (H200, H100)]

@@ -11,6 +11,7 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, channel_numbers, dtype_constants, row_strides
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants, Value
+from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_memory import (
     are_rows,
     are_segmented,
@@ -30,14 +31,30 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "is_sho
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes.
 
-# Shorter rows are left to clusters. 400 rows of 300,000 float32 numbers take 1.10, otherwise 1.72 (backward 1.09 and
-# 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14, by RMS
-# norm 1.10 and 1.08. Where weights are by channel, 256 rows of 262,144 float32 numbers take 1.10 and 1.09.
+# Rows of more bytes are not left to clusters. 400 rows of 300,000 float32 numbers take 1.10, otherwise 1.72 (backward
+# 1.09 and 1.96), 256 of 524,288 float16 1.12 and 1.30 (1.22 and 1.79). But 512 of 262,144 bfloat16 take 1.12 and 1.14,
+# by RMS norm 1.10 and 1.08. Where weights are by channel, 256 rows of 262,144 float32 numbers take 1.10 and 1.09.
 # Backward, where memory is fast, rows just as long are better off so, too: 512 and 8192 of 262,144 bfloat16 numbers
 # take 1.06 and 1.01, otherwise 1.14 and 1.04, 128 of 131,072 float32 1.22 and 1.23; and of a channel, 64 to 256 of
 # 262,144 float32 0.96 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
+# Forward, clusters are faster for so few waves of them: 12 of 800 KB take 0.88 of the time, 16 0.93 to 0.96. But not
+# where most of a second one would be idle: 8 take 1.09.
+_MOST_WAVES, _MOST_OF_SECOND_WAVE = 3, 1.3
+# Backward, shorter rows of 16-bit numbers are not left to clusters whose threads have many vectors each, if there are
+# few of them: 1 to 32 of 100 to 420 KB take 0.54 to 0.99 of the time, but 16 and 32 of 300 KB 1.02 and 1.03. Of 256 KB,
+# where threads have 4 vectors, 5 to 24 take 1.10 to 1.33.
+_LEAST_BYTES_OF_FEW_BACKWARD, _MOST_ROWS_OF_FEW_BACKWARD, _MOST_VECTORS_OF_FEW = 90 << 10, 32, 4
+# Those that begin anywhere, where blocks keep something of every column: 8 to 64 of 200 KB and more take 0.39 to 1.00
+# of the time, of 16-bit numbers 6 to 16 of 100 KB 0.71 to 0.99; but 1024 of 200 KB 1.04, of float32 32,768 1.06.
+_LEAST_BYTES_BACKWARD_PEELED, _LEAST_BYTES_OF_MANY_PEELED, _LEAST_MANY_PEELED = 190 << 10, 256 << 10, 512
+_MOST_ROWS_OF_FEW_PEELED = 16
+# And forward these, by the bytes of each and of all: 64 rows of 300 KB of 16-bit numbers take 0.82 of the time, but 200
+# of 280 KB 1.11; of float32 64 of 540 KB take 0.69, but 16 1.02 to 1.07, and 64 and 32 of 420 KB 0.98 and 1.05. 8 of 1
+# MB take 0.92.
+_LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_WIDE = (288 << 10, 16 << 20), (512 << 10, 16 << 20)
+_LEAST_FORWARD_PEELED_LONG = (700 << 10, 8 << 20)
 # Groups of several channels do from these bytes on, where memory is fast: forward; backward; and backward under an
 # activation. 64 of 640 KB of float16 take 1.11, otherwise 1.19, 32 of 960 KB 1.15 and 1.38, of 2 MB 1.12 and 1.56,
 # under silu 1.28 and 1.64; but 64 of 576 KB 1.12 and 1.09. Backward 32 of 1 MB take 1.20 and 1.47, of 2 MB 1.16 and
@@ -48,15 +65,13 @@ _LEAST_BYTES_OF_GROUPS_BY_SLOWER_MEMORY = (1 << 20) + 1
 # Few groups, from these on: 8 and 16 of 2 MB of float16 take 1.27 and 1.15, otherwise 1.57 and 1.46, 16 of 1 MB 1.28
 # and 1.28, backward 1.38 and 1.60.
 _LEAST_BYTES_OF_FEW_GROUPS = 1 << 20
-# Rows that begin anywhere, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward 1.26
-# and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36 and
-# 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and 1.64.
+# Where they keep nothing, on an H100: 64 rows of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward
+# 1.26 and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36
+# and 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and
+# 1.64.
 _MOST_BYTES_OF_PEELED, _MOST_BYTES_OF_WIDE, _LEAST_BYTES_IN_ALL = 384 << 10, 512 << 10, 16 << 20
-# Fewer rows than these are left to clusters too: 64 of 200,000 float32 numbers take 1.26 and 1.44, 16 of them 1.76 and
-# 1.66.
-_LEAST_ROWS_WITH_CLUSTERS = 32
-# One or two rows take 14.9 and 17.2 us by row_grid, and 14.8 and 17.9 so; 4 25.0, and 23.6.
-_LEAST_ROWS = 4
+# Fewer channels than these are left to clusters too. Not measured since blocks clear their own words.
+_LEAST_CHANNELS_WITH_CLUSTERS = 32
 # Vectors of a row for each multiprocessor, at least. Batch norm of 8 x 64 x 35^2 float16 numbers, which begin anywhere,
 # takes 10.9 us with 9, otherwise 17.8 or, in two passes, 12.7.
 _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
@@ -65,13 +80,17 @@ _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
 _LEAST_OF_SEGMENT = 16
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
-# Where threads keep something of every column, as many rows are to lie in shared memory: forward, 200 rows of 655,360
-# float16 numbers take 1.15 with 7 and 1.19 with 5; backward 1.13 with 5, which are longer parts, and 1.37 with 8.
-_ENOUGH_FORWARD, _ENOUGH_BACKWARD = 6, 5
+# Forward, where blocks keep something of every column, as many rows are to lie in shared memory: 200 rows of 655,360
+# float16 numbers take 1.15 with 7 and 1.19 with 5. Of rows that begin anywhere, whose turns take longer, fewer.
+_ENOUGH, _ENOUGH_PEELED = 6, 4
 _LEAST_ROWS_AHEAD, _MOST_ROWS_AHEAD = 3, 8
 # 100 rows of 1,000,000 float16 numbers take 1.14 with 4 turns, as with 3. Of float32 they take as long with 5, but 1.13
 # with 4 and 1.33 with 2.
 _MOST_LAG = 5
+# A batch may have any number of rows, and every number of groups, or of rows ahead, has a kernel of its own to compile.
+# So where blocks keep something of every column, a few turns are one of these, by a power of two of groups of which no
+# more than a quarter are idle.
+_FEW_TURNS = (2, 4)
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
 # What a kernel declares of shared memory itself.
@@ -91,6 +110,9 @@ _FORWARD = _Block(384, 1, 48)
 # Backward, 100 rows of 1,000,000 float16 numbers take 1.20 with 256 threads, 1.29 with 384; 400 of 300,000 float32 1.13
 # and 1.09.
 _BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
+# Rows that begin anywhere keep what they keep in shared memory: 256 threads of two blocks take 0.97 to 1.09 of the time
+# where both have room for as many rows ahead, 384 of one 0.95 to 1.18.
+_PEELED = _Block(512, 1, 0)
 # Where they keep nothing, and read nothing besides: those that were best or nearly so of 256 to 512 threads, one or two
 # blocks, in 31 problems; of equals the first. Rows of 1,000,000 with a residual would take 1.43 with two, not 1.11.
 _FORWARD_BARE = (_Block(384, 1, 0), _Block(256, 2, 0))
@@ -117,6 +139,11 @@ _CUT_SEGMENTS, _FEW_AHEAD = 1.05, {1: 1.06, 2: 1.03}
 _CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 5.0), 4: (2.5, 1.0)}, 0.96, {True: (9.5, 11.0), False: (8.0, 10.0)}
 # How much longer turns take under an activation, of groups, by the bytes of a number, forward and backward.
 _ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
+# Backward, where blocks keep something of every column, fitted to 283 times of 93 layer norms of 1 to 200 rows. The way
+# that comes out first takes 1.007 of the best on average, and at most 1.10. What a turn takes however short it is, how
+# much longer it takes where no more than three rows lie in shared memory, and what it takes to add up the sums of
+# groups of blocks: a launch, and to move their bytes, not all of which come from memory.
+_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _WRITTEN_AND_READ = 1.0, {3: 1.2, 4: 1.08}, 2.0, 1.6
 
 
 @dataclass(frozen=True)
@@ -133,14 +160,26 @@ class RowPipeline:
     blocks_per_multiprocessor: int = 1
     peeled: bool = False  # runs begin anywhere
 
+    def parts_are_runs(self, problem: Problem) -> bool:
+        """Whether a block has the same columns of every row, wherever it begins: it keeps something of each."""
+        return self.peeled and not _keeps_nothing(problem)
+
+    def segment_columns(self, problem: Problem) -> int:
+        """Columns of a run of memory; the last may have fewer, if it is a block's part."""
+        columns = problem.column_sizes[-1]
+        if not self.parts_are_runs(problem):
+            return columns
+        return -(-columns // (self.blocks_per_row * self.width)) * self.width
+
     def segment_room(self, problem: Problem) -> int:
         """Columns of the vectors that a run of memory may need, however it begins."""
-        columns = problem.column_sizes[-1]
+        columns = self.segment_columns(problem)
         return (columns + 2 * self.width - 2) // self.width * self.width if self.peeled else columns
 
     def room(self, problem: Problem) -> int:
         """The same of a row: what its blocks have parts of."""
-        return problem.columns // problem.column_sizes[-1] * self.segment_room(problem)
+        runs = problem.columns // problem.column_sizes[-1]
+        return (self.blocks_per_row if self.parts_are_runs(problem) else runs) * self.segment_room(problem)
 
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes, of those there is room for; the last may have fewer.
@@ -167,9 +206,22 @@ class RowPipeline:
         """How many rows a group has, at most."""
         return -(-problem.rows // self.groups)
 
+    def row_bytes(self, problem: Problem) -> int:
+        """Shared memory for a block's part of a row, in all matrices that are read."""
+        return self.threads * self.resident * len(problem.matrices_read) * 16
+
+    def kept_bytes(self, problem: Problem) -> int:
+        """Shared memory for what is kept of columns; none where that is in registers."""
+        if not self.parts_are_runs(problem):
+            return 0
+        numbers = len(problem.parameters) * DTYPES[_kept_dtype(problem)].itemsize
+        if isinstance(problem, BackwardProblem):
+            numbers += len(problem.sums) * compute_itemsize(problem)
+        return self.width * (self.resident * self.threads + 1) * numbers
+
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory: the matrices that are read."""
-        return self.threads * self.rows_ahead * self.resident * len(problem.matrices_read) * 16
+        """Dynamic shared memory."""
+        return self.rows_ahead * self.row_bytes(problem) + self.kept_bytes(problem)
 
     def constants(self, problem: Problem) -> Constants:
         added: Constants
@@ -182,6 +234,8 @@ class RowPipeline:
             **added,
             "SEGMENTED": int(self.peeled or len(problem.column_sizes) > 1),
             "PEELED": int(self.peeled),
+            "PARTS_ARE_RUNS": int(self.parts_are_runs(problem)),
+            "KEPT_TYPE": DTYPES[_kept_dtype(problem)].cuda,
             "VECTOR": self.width,
             "RESIDENT": self.resident,
             "AHEAD": self.rows_ahead,
@@ -204,21 +258,42 @@ class RowPipeline:
         return "row_pipeline"
 
 
-def is_faster_than_clusters(problem: Problem, device: Device, blocks: int) -> bool:
-    """Whether rows are better not left to clusters of so many blocks, where a pipeline is possible."""
-    row_bytes = problem.columns * problem.itemsize
+def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock) -> bool:
+    """Whether rows are better not left to clusters, where a pipeline is possible."""
+    row_bytes, forward = problem.columns * problem.itemsize, isinstance(problem, ForwardProblem)
     if _are_peeled(problem):
-        wide = isinstance(problem, ForwardProblem) and problem.itemsize > 2
-        most = _MOST_BYTES_OF_WIDE if wide else _MOST_BYTES_OF_PEELED
-        return blocks == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
-    few = problem.rows < _LEAST_ROWS_WITH_CLUSTERS
+        if not _keeps_nothing(problem):
+            return _is_faster_if_peeled(problem)
+        most = _MOST_BYTES_OF_WIDE if forward and problem.itemsize > 2 else _MOST_BYTES_OF_PEELED
+        return clusters.blocks_per_row == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
+    as_long_will_do = not forward and device.has_fast_memory
+    if problem.channels is None:
+        if forward:
+            waves = problem.rows / max(1, device.groups(clusters.blocks_per_row))
+            is_long = row_bytes > _MOST_BYTES_OF_CLUSTERS
+            return is_long and (waves > _MOST_WAVES or 1 < waves < _MOST_OF_SECOND_WAVE)
+        if row_bytes > _MOST_BYTES_OF_CLUSTERS or (as_long_will_do and row_bytes == _MOST_BYTES_OF_CLUSTERS):
+            return True
+        few = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and clusters.vectors > _MOST_VECTORS_OF_FEW
+        return few and problem.itemsize == 2 and row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
+    few = problem.rows < _LEAST_CHANNELS_WITH_CLUSTERS
     if _are_groups(problem):
         least = _LEAST_BYTES_OF_FEW_GROUPS if few else 0
         return row_bytes >= least and not is_short_group(problem, device)
-    most = _MOST_BYTES_OF_CLUSTERS if problem.channels is None else _MOST_BYTES_BY_CHANNEL
-    as_long_will_do = isinstance(problem, BackwardProblem) and device.has_fast_memory
-    long = row_bytes >= most if as_long_will_do else row_bytes > most
-    return long and not few
+    return not few and (row_bytes > _MOST_BYTES_BY_CHANNEL or (as_long_will_do and row_bytes == _MOST_BYTES_BY_CHANNEL))
+
+
+def _is_faster_if_peeled(problem: Problem) -> bool:
+    """The same of rows that begin anywhere, where blocks keep something of every column."""
+    row_bytes = problem.columns * problem.itemsize
+    if isinstance(problem, ForwardProblem):
+        shorter = _LEAST_FORWARD_PEELED if problem.itemsize == 2 else _LEAST_FORWARD_PEELED_WIDE
+        limits = shorter, _LEAST_FORWARD_PEELED_LONG
+        return any(row_bytes >= each and problem.rows * row_bytes >= in_all for each, in_all in limits)
+    if problem.itemsize == 2 and problem.rows <= _MOST_ROWS_OF_FEW_PEELED:
+        return row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
+    many = problem.rows >= _LEAST_MANY_PEELED
+    return row_bytes >= (_LEAST_BYTES_OF_MANY_PEELED if many else _LEAST_BYTES_BACKWARD_PEELED)
 
 
 def is_short_group(problem: Problem, device: Device) -> bool:
@@ -239,21 +314,26 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     They need cp.async (sm_80), and rows that are contiguous and of whole vectors of 16 bytes; where threads keep
     nothing of the columns, rows may be in equal segments and begin anywhere. Of float64 ptxas would spill.
 
-    Where threads keep something of every column, this is the way with the longest parts of those that have enough rows
-    ahead, since a turn takes some time however short they are; else the one with the most rows ahead.
+    Forward, where blocks keep something of every column, this is the way with the longest parts of those that have
+    enough rows ahead, since a turn takes some time however short they are: of 83 norms of 1 to 64 rows it takes no more
+    than 1.03 of the best of all ways. Else it is the one that is expected to take the least time.
     """
     problem = _less_channels(problem)
     itemsize = problem.itemsize
-    if device.capability < 80 or itemsize > 4 or problem.rows < _LEAST_ROWS:
+    if device.capability < 80 or itemsize > 4 or problem.rows == 0:
+        return None
+    # One row of 1,048,576 float32 numbers takes 12.1 us so, and 11.0 by row_grid, of 2,097,152 14.7 and 13.4; with
+    # weights of columns, of 1,000,000 13.6 and 14.0.
+    if problem.rows == 1 and isinstance(problem, ForwardProblem) and _keeps_nothing(problem):
         return None
     if not (are_rows(problem) or (_keeps_nothing(problem) and are_segmented(problem))):
         return None
     peeled = _are_peeled(problem)
-    if peeled and not (_keeps_nothing(problem) and lie_alike(problem)):
+    if peeled and not lie_alike(problem):
         return None
     if peeled and problem.column_sizes[-1] * itemsize < 16 * _LEAST_OF_SEGMENT:
         return None
-    least = _LEAST_VECTORS_OF_PEELED if peeled else _LEAST_VECTORS
+    least = _LEAST_VECTORS_OF_PEELED if peeled and _keeps_nothing(problem) else _LEAST_VECTORS
     if problem.columns * itemsize // 16 < least * device.multiprocessors:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
@@ -261,15 +341,15 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     if peeled and _are_groups(problem):
         return None
 
-    if _keeps_nothing(problem):
-        return min(_geometries(problem, device), key=lambda way: cost(way, problem, device), default=None)
+    ways = _geometries(problem, device)
+    if _keeps_nothing(problem) or isinstance(problem, BackwardProblem):
+        return min(ways, key=lambda way: cost(way, problem, device), default=None)
 
     def enough(way: RowPipeline) -> float:
-        wanted = _ENOUGH_FORWARD if isinstance(problem, ForwardProblem) else _ENOUGH_BACKWARD
-        wanted = min(wanted, way.turns(problem) + 2)
+        wanted = min(_ENOUGH_PEELED if peeled else _ENOUGH, way.turns(problem) + 2)
         return min(1.0, way.rows_ahead / wanted)
 
-    return max(_geometries(problem, device), key=lambda way: (enough(way), way.groups), default=None)
+    return max(ways, key=lambda way: (enough(way), way.groups), default=None)
 
 
 def _less_channels(problem: Problem) -> Problem:
@@ -299,11 +379,9 @@ def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
     several = len(problem.column_sizes) > 1
     if not (several or way.peeled):
         return {"segment_columns": 0, "segment_room": 0, "segment_stride": 0}
-    return {
-        "segment_columns": problem.column_sizes[-1],
-        "segment_room": way.segment_room(problem),
-        "segment_stride": problem.x.column_strides[0] if several else 0,
-    }
+    columns = way.segment_columns(problem)
+    apart = problem.x.column_strides[0] if several else columns if way.parts_are_runs(problem) else 0
+    return {"segment_columns": columns, "segment_room": way.segment_room(problem), "segment_stride": apart}
 
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
@@ -313,24 +391,32 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     most_groups = device.multiprocessors // (1 if peeled else 2)
     for groups in range(min(problem.rows, most_groups), 0, -1):
         turns = -(-problem.rows // groups)
-        if -(-problem.rows // turns) < groups:
+        if not _keeps_nothing(problem) and turns <= _FEW_TURNS[-1]:
+            idle = turns * groups - problem.rows
+            if groups & (groups - 1) or idle * 4 > turns * groups:
+                continue
+            turns = next(few for few in _FEW_TURNS if few >= turns)
+        elif -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
         for block in _blocks(problem, device, together):
             if together * block.share < channels:
                 continue
             way = RowPipeline(width, 1, together * block.share, groups, 1, 1, block.threads, block.share, peeled)
-            of_channel = -(-way.room(problem) // (channels * way.columns_per_block(problem)))
+            if way.parts_are_runs(problem):
+                of_channel = -(-problem.columns // way.segment_columns(problem))
+            else:
+                of_channel = -(-way.room(problem) // (channels * way.columns_per_block(problem)))
             way = replace(way, blocks_per_row=channels * of_channel)
             way = replace(way, resident=way.vectors(problem))
             if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
                 continue
             if (block.threads + _OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
                 continue
-            room = device.shared_bytes_of(block.share) - _STATIC_SHARED_BYTES
+            room = device.shared_bytes_of(block.share) - _STATIC_SHARED_BYTES - way.kept_bytes(problem)
             most_lag = max(2, min(_MOST_LAG, turns))
             # More rows ahead than a group has would wait for nothing.
-            ahead = min(_MOST_ROWS_AHEAD, room // way.shared_bytes(problem), turns + most_lag)
+            ahead = min(_MOST_ROWS_AHEAD, room // way.row_bytes(problem), turns + most_lag)
             if ahead >= _LEAST_ROWS_AHEAD:
                 yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
 
@@ -348,20 +434,26 @@ def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[
         for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
+    elif _are_peeled(problem):
+        yield _PEELED
     else:
         yield _FORWARD if forward else _BACKWARD[problem.itemsize]
 
 
 def _keeps_nothing(problem: Problem) -> bool:
-    """Whether threads have nothing to keep of every column, and read nothing besides."""
-    return _registers(problem) == 0 and len(problem.matrices) == (2 if isinstance(problem, ForwardProblem) else 3)
+    """Whether blocks have nothing to keep of every column, and read nothing besides."""
+    return _kept_bytes(problem) == 0 and len(problem.matrices) == (2 if isinstance(problem, ForwardProblem) else 3)
 
 
 def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
-    """The expected time in microseconds, where threads keep nothing of every column."""
+    """The expected time in microseconds; where blocks keep something of every column, but for what all ways take."""
     problem = _less_channels(problem)
     forward, part = isinstance(problem, ForwardProblem), way.columns_per_block(problem)
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
+    if not _keeps_nothing(problem):
+        turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
+        turn *= _FEW_AHEAD_WITH_COLUMNS.get(way.rows_ahead, 1.0)
+        return way.turns(problem) * turn + _cost_of_sums(way, problem, device)
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     segment = way.segment_room(problem)
     if len(problem.column_sizes) > 1 and part % segment and segment % part:
@@ -377,14 +469,33 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     return before + (0.97 if forward else 0.93) * turns
 
 
-def _registers(problem: Problem) -> int:
-    """Those that a thread keeps for each of its vectors, at least a part of one: weights as in memory, and sums."""
+def _cost_of_sums(way: RowPipeline, problem: Problem, device: Device) -> float:
+    """The expected microseconds until the sums that groups of blocks have of every column are one."""
+    if isinstance(problem, ForwardProblem) or not problem.sums or way.groups == 1:
+        return 0.0
+    sums_bytes = way.groups * problem.columns * len(problem.sums) * compute_itemsize(problem)
+    return _LAUNCH + _WRITTEN_AND_READ * sums_bytes / (device.memory_rate * device.multiprocessors)
+
+
+def _kept_bytes(problem: Problem) -> int:
+    """What blocks keep of every column: weights as in memory, and sums."""
     if problem.channels is not None:
         return 0
-    width, kept = vector_width(problem), sum(DTYPES[item.dtype].itemsize for item in problem.parameters)
+    kept = sum(DTYPES[item.dtype].itemsize for item in problem.parameters)
     if isinstance(problem, BackwardProblem):
         kept += compute_itemsize(problem) * len(problem.sums)
-    return -(-kept * width // 4)
+    return kept
+
+
+def _kept_dtype(problem: Problem) -> str:
+    """Of weights and biases that lie side by side: their own, if they have the same."""
+    dtypes = {item.dtype for item in problem.parameters}
+    return dtypes.pop() if len(dtypes) == 1 else DTYPES[problem.x.dtype].compute
+
+
+def _registers(problem: Problem) -> int:
+    """Those in which a thread keeps that of each of its vectors, or of a part of one."""
+    return 0 if _are_peeled(problem) else -(-_kept_bytes(problem) * vector_width(problem) // 4)
 
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:

@@ -12,7 +12,7 @@ from cunorm.plan.row_memory import are_rows, compute_itemsize, lie_alike, vector
 from cunorm.plan.split_merge import launch_merge
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Matrix, Problem
 
-__all__ = ["is_better_backward", "is_better_forward", "plan"]
+__all__ = ["is_better", "plan"]
 
 # row_split_statistics relies on it: what cancels in a chunk's squared deviation is bounded by its number of tiles.
 _TILES_PER_CHUNK = 64
@@ -31,10 +31,21 @@ _MOST_MERGING_BLOCKS, _MOST_ADDING_BLOCKS, _MERGED_ROWS = 8, 4, (8, 32)
 _FEW_REGISTERS = 80
 # Shorter rows that begin anywhere are too few vectors to be peeled.
 _LEAST_VECTORS_OF_PEELED = 64
-# Few rows are better read twice where they are a few megabytes in all: the second time they come from the cache.
-_LEAST_BYTES_FORWARD, _MOST_BYTES_FORWARD = 1 << 20, 8 << 20
-# Backward, of rows of at least so many bytes and at most so many, by how many rows there may be.
-_BYTES_BACKWARD = {4: (256 << 10, 1700 << 10), 8: (400_000, 1 << 20)}
+# Few rows had better be read twice than be held by clusters, or by all blocks together; the numbers are of an H200, of
+# the time that the better of those takes. Forward that is so of rows that begin anywhere, by the bytes of a number: how
+# many there may be, and of how many bytes each and all. 1 to 16 of 40 KB to 1 MB of 16-bit numbers take 0.61 to 1.07, 1
+# to 6 of 200 KB to 1 MB of float32 0.83 to 1.14, but RMS norm of 2 of 200 and 560 KB 1.22 and 1.15. Under an activation
+# they take 0.80 to 0.95 of the time, with a residual 0.86 to 0.95.
+_MOST_ROWS_FORWARD = {2: 16, 4: 6}
+_BYTES_FORWARD, _MOST_BYTES_FORWARD = {2: (40 << 10, 4 << 20), 4: (190 << 10, 2 << 20)}, {2: 12 << 20, 4: 6 << 20}
+# Backward of such rows, and of others: 1 to 6 of 40 to 700 KB of 16-bit numbers that begin anywhere take 0.72 to 1.07,
+# 1 to 4 of 40 KB to 1 MB of float32 0.69 to 1.00 (under an activation 2 0.82 to 0.94); 3 and 4 others of 140 to 700 KB
+# 0.91 to 0.97, of 540 KB to 1 MB of float32 0.88 to 1.00.
+_ROWS_BACKWARD = {True: {2: (1, 6), 4: (1, 4)}, False: {2: (3, 4), 4: (3, 4)}}
+_BYTES_BACKWARD = {
+    True: {2: (40 << 10, 800 << 10), 4: (40 << 10, 1 << 20)},
+    False: {2: (128 << 10, 1 << 20), 4: (512 << 10, 1 << 20)},
+}
 
 
 @dataclass(frozen=True)
@@ -71,41 +82,22 @@ def _row_split(problem: Problem, peels: bool) -> _RowSplit:
     return _RowSplit(width, row_lanes, unroll, threads)
 
 
-def _are_plain(problem: Problem, device: Device) -> bool:
-    """Whether they are like those that were timed: on an H100, without more to move or to compute."""
-    activated, plain = problem.norm.activation is not None, 2 if isinstance(problem, ForwardProblem) else 3
-    measured = device.capability == 90 and problem.itemsize <= 4 and problem.channels is None
-    return measured and not activated and len(problem.matrices) == plain and are_rows(problem)
-
-
-def is_better_forward(problem: ForwardProblem, device: Device) -> bool:
-    """Whether few rows had better be read twice than be held by all blocks together.
-
-    When a launch of its own cleared the words of these, for 3 us, on an H100 2 rows of 400,000, 524,288 and 1,000,000
-    float32 numbers took 0.85, 0.83 and 0.91 of the time so, 4 of 400,000 and 524,288 0.94 and 0.97, of 400,001 0.83;
-    2 and 4 of 1,000,000 float16 numbers 0.81 and 0.96. But 8 of 400,000 float32 numbers 1.02, and a row of 1,000,000
-    1.03.
-    """
-    row_bytes = problem.columns * problem.itemsize
-    few = row_bytes * max(2, problem.rows) <= _MOST_BYTES_FORWARD and (problem.rows > 1 or row_bytes <= 2 << 20)
-    return few and row_bytes > _LEAST_BYTES_FORWARD and _are_plain(problem, device)
-
-
-def is_better_backward(problem: BackwardProblem, device: Device) -> bool:
-    """Whether few rows had better be read twice than be held by a cluster, or by all blocks together.
-
-    On an H100 2, 4 and 8 rows of 262,144 float16 numbers take 0.65, 0.76 and 0.88 of the time so, 4 and 8 of 524,288
-    0.60 and 0.82, 4 of 131,072 0.90, but 8 1.21. Of float32 2 and 4 of 131,072 take 0.63 and 0.70, 4 of 400,000 0.86,
-    but 8 of 262,144 1.03 and 4 of 524,288 1.08.
-    """
-    if problem.dx is None or not problem.sums or not _are_plain(problem, device):
+def is_better(problem: Problem, device: Device) -> bool:
+    """Whether few rows had better be read twice than be held by a cluster, or by all blocks together."""
+    itemsize, row_bytes = problem.itemsize, problem.columns * problem.itemsize
+    # Others were not timed.
+    if device.capability != 90 or itemsize > 4 or problem.channels is not None or not are_rows(problem):
         return False
-    row_bytes = problem.columns * problem.itemsize
-    found = next((limits for rows, limits in _BYTES_BACKWARD.items() if problem.rows <= rows), None)
-    if found is None:
+    peeled = vector_width(problem) * itemsize < 16
+    if isinstance(problem, ForwardProblem):
+        few = peeled and problem.rows <= _MOST_ROWS_FORWARD[itemsize] and (itemsize == 2 or problem.norm.centered)
+        least, most = _BYTES_FORWARD[itemsize]
+        return few and least <= row_bytes <= most and problem.rows * row_bytes <= _MOST_BYTES_FORWARD[itemsize]
+    plain = problem.norm.activation is None and problem.dresidual_out is None
+    if problem.dx is None or not problem.sums or not (peeled or plain):
         return False
-    least, most = found
-    return least <= row_bytes <= (most * 3 // 4 if problem.itemsize > 2 and problem.rows > 4 else most)
+    (least_rows, most_rows), (least, most) = _ROWS_BACKWARD[peeled][itemsize], _BYTES_BACKWARD[peeled][itemsize]
+    return least_rows <= problem.rows <= most_rows and least <= row_bytes <= most
 
 
 def _lie_across(problem: Problem) -> bool:

@@ -38,19 +38,17 @@ RowWay = RowBlock | RowPipeline | RowGrid | Apart
 
 def way_of(problem: Problem, device: Device) -> RowWay | None:
     """The built-in choice; None where rows are to be read twice."""
+    if row_split.is_better(problem, device):
+        return None
     return _forward_way(problem, device) if isinstance(problem, ForwardProblem) else _backward_way(problem, device)
 
 
 def _forward_way(problem: ForwardProblem, device: Device) -> RowWay | None:
-    if row_split.is_better_forward(problem, device):
-        return None
     geometry = row_geometry.forward_geometry(problem, device)
     return _pipeline(problem, device, geometry) or geometry or row_grid.forward_geometry(problem, device)
 
 
 def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
-    if row_split.is_better_backward(problem, device):
-        return None
     geometry = row_geometry.backward_geometry(problem, device)
     pipeline = _pipeline(problem, device, geometry)
     if pipeline is not None:
@@ -64,10 +62,9 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
 
 def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> RowPipeline | None:
     """How rows are shared by all blocks, where that is faster than the built-in geometry, or there is none."""
-    blocks = 0 if geometry is None else geometry.blocks_per_row
-    if blocks == 1 or (blocks > 1 and not row_pipeline.is_faster_than_clusters(problem, device, blocks)):
-        return None
-    if blocks == 0 and row_pipeline.is_short_group(problem, device):
+    if geometry is None:
+        return None if row_pipeline.is_short_group(problem, device) else row_pipeline.geometry(problem, device)
+    if geometry.blocks_per_row == 1 or not row_pipeline.is_faster_than_clusters(problem, device, geometry):
         return None
     return row_pipeline.geometry(problem, device)
 
