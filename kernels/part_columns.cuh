@@ -68,7 +68,7 @@ struct KeptAffine {
   __device__ __forceinline__ void fetch(const WEIGHT_TYPE* weight, const BIAS_TYPE* bias, const OwnColumns& own,
                                        void* memory) {
     // Those on their way have registers, wherever they are put.
-    constexpr int AT_ONCE = PARTS_ARE_RUNS ? 4 : RESIDENT;
+    constexpr int AT_ONCE = !PARTS_ARE_RUNS ? RESIDENT : sizeof(WEIGHT_TYPE) + sizeof(BIAS_TYPE) > 8 ? 1 : 4;
     shared = static_cast<OfColumn*>(memory);
 #pragma unroll
     for (int first = 0; first < RESIDENT; first += AT_ONCE) {

@@ -285,10 +285,10 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
     weights = (dtype, None, "float32", "float16", "float64")
     norms = (Norm(), Norm(True, 0.0, "gelu"), Norm(False, 0.0, "silu"), Norm(False), Norm(True, 0.0, "gelu_tanh"))
     options = itertools.cycle(itertools.product(weights, norms))
-    for rows, row_bytes, residual in itertools.product(
-        (8, 1000), (0.6e6, 1.1e6, 1.6e6, 2.2e6, 3e6, 4.2e6), (False, True)
+    for odd, rows, row_bytes, residual in itertools.product(
+        (0, 1), (8, 1000), (0.6e6, 1.1e6, 1.6e6, 2.2e6, 3e6, 4.2e6), (False, True)
     ):
-        columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64
+        columns = int(row_bytes) // DTYPES[dtype].itemsize // 64 * 64 + odd
         (weight, norm), x = next(options), Matrix(dtype, (columns,), (1,))
         added, vector, sums = x if residual else None, weight and Vector(weight), weight or dtype
         bias = vector if norm.activation is not None else None

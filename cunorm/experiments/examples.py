@@ -505,13 +505,13 @@ def _in_a_grid(problem: Problem) -> RowGrid | None:
 
 def _in_a_pipeline(problem: Problem) -> RowPipeline | None:
     """Four blocks of 64 threads that share rows of some vectors each; None for other rows."""
-    width = vector_width(problem)
-    whole = are_rows(problem) and width * problem.itemsize == 16
-    if not whole or not 32 * width < problem.columns <= 2048 * width:
+    width = 16 // problem.itemsize
+    peeled = vector_width(problem) < width
+    if not are_rows(problem) or not 32 * width < problem.columns <= 2048 * width or (peeled and not lie_alike(problem)):
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
-    geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64)
+    geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64, peeled=peeled)
     return replace(geometry, resident=geometry.vectors(problem))
 
 

@@ -488,9 +488,10 @@ def _kept_bytes(problem: Problem) -> int:
 
 
 def _kept_dtype(problem: Problem) -> str:
-    """Of weights and biases that lie side by side: their own, if they have the same."""
-    dtypes = {item.dtype for item in problem.parameters}
-    return dtypes.pop() if len(dtypes) == 1 else DTYPES[problem.x.dtype].compute
+    """Of weights and biases that lie side by side: their own, if they have the same, and it is not a wider one."""
+    dtypes, compute = {item.dtype for item in problem.parameters}, DTYPES[problem.x.dtype].compute
+    dtype = dtypes.pop() if len(dtypes) == 1 else compute
+    return dtype if DTYPES[dtype].itemsize <= DTYPES[compute].itemsize else compute
 
 
 def _registers(problem: Problem) -> int:
