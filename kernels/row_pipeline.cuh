@@ -149,7 +149,7 @@ struct Places {
         const int place = static_cast<int>(column - segment * room);
         offsets[i] = static_cast<int>(segment * stride) + place;
         if constexpr (PEELED) left[i] = run - place;
-        if constexpr (PARTS_ARE_RUNS) {
+        if constexpr (LONG_RUNS) {
           whole |= static_cast<unsigned>(__all_sync(0xffffffffu, place >= VECTOR && left[i] >= VECTOR)) << i;
         }
       }
@@ -165,7 +165,7 @@ struct Places {
       use(Spot{SEGMENTED ? offsets[i] : i * STEP});
     } else {
       const int shift = static_cast<int>(PARTS_ARE_RUNS ? phase : (phase + static_cast<unsigned>(offsets[i])) % VECTOR);
-      if (PARTS_ARE_RUNS && (whole >> i & 1)) return use(Spot{offsets[i] - shift});
+      if (LONG_RUNS && (whole >> i & 1)) return use(Spot{offsets[i] - shift});
       const int missing = min(VECTOR, max(0, VECTOR - shift - left[i]));  // at the end
       use(CutSpot{offsets[i] - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << (left[i] == run ? shift : 0))});
     }

@@ -73,12 +73,13 @@ PROBLEMS = [
     ((900, 4097), (-1,), "bfloat16"),
     ((200, 65), (-1,), "float32"),  # several edges a thread
     ((300, 1023), (-1,), "float32"),
-    ((2, 600_000), (-1,), "float32"),  # a row for all blocks
-    ((3, 700_001), (-1,), "float32"),
+    ((2, 3_000_000), (-1,), "float32"),  # a row for all blocks
     ((4, 200_001), (-1,), "float32"),  # in chunks that the last launch merges
     ((2, 262_144), (-1,), "bfloat16"),
     ((5, 600_000), (-1,), "float32"),  # rows that all blocks share, in a pipeline
     ((37, 400_000), (-1,), "bfloat16"),  # several groups of blocks
+    ((12, 700_001), (-1,), "float32"),  # that begin anywhere
+    ((37, 200_003), (-1,), "bfloat16"),
     ((3, 1000), (-1,), "float64"),
     ((2, 17000), (-1,), "float64"),
     ((300, 70), (0,), "float32"),

@@ -44,7 +44,7 @@ _MOST_BYTES_BY_CHANNEL = 1 << 20
 _MOST_WAVES, _MOST_OF_SECOND_WAVE = 3, 1.3
 # Backward, shorter rows of 16-bit numbers are not left to clusters whose threads have many vectors each, if there are
 # few of them: 1 to 32 of 100 to 420 KB take 0.54 to 0.99 of the time, but 16 and 32 of 300 KB 1.02 and 1.03. Of 256 KB,
-# where threads have 4 vectors, 5 to 24 take 1.10 to 1.33.
+# where threads have 4 vectors, 5 to 24 take 1.10 to 1.33, but 1 and 2 0.89 and 0.80.
 _LEAST_BYTES_OF_FEW_BACKWARD, _MOST_ROWS_OF_FEW_BACKWARD, _MOST_VECTORS_OF_FEW = 90 << 10, 32, 4
 # Those that begin anywhere, where blocks keep something of every column: 8 to 64 of 200 KB and more take 0.39 to 1.00
 # of the time, of 16-bit numbers 6 to 16 of 100 KB 0.71 to 0.99; but 1024 of 200 KB 1.04, of float32 32,768 1.06.
@@ -78,6 +78,10 @@ _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
 # And of a segment that begins anywhere: where there is less between what others write, batch norm of 256 x 2048 x 7^2
 # float32 numbers takes 205 us backward, by slabs 163.
 _LEAST_OF_SEGMENT = 16
+# Vectors of a run that begins anywhere, from which on most warps have none that is cut, and need not mask them: channels
+# of 99^3 and 1001^2 numbers take 0.93 to 0.99 of the time so, batch norm of 255^2 0.97 to 0.99, but of 65^2 and 129^2
+# 0.99 to 1.01.
+_LEAST_OF_LONG_RUNS = 4096
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
 # Forward, where blocks keep something of every column, as many rows are to lie in shared memory: 200 rows of 655,360
@@ -164,6 +168,11 @@ class RowPipeline:
         """Whether a block has the same columns of every row, wherever it begins: it keeps something of each."""
         return self.peeled and not _keeps_nothing(problem)
 
+    def has_long_runs(self, problem: Problem) -> bool:
+        """Whether most vectors of runs that begin anywhere are whole. Parts have to be masked only at their ends too."""
+        long = problem.column_sizes[-1] >= _LEAST_OF_LONG_RUNS * self.width
+        return self.parts_are_runs(problem) or (self.peeled and long)
+
     def segment_columns(self, problem: Problem) -> int:
         """Columns of a run of memory; the last may have fewer, if it is a block's part."""
         columns = problem.column_sizes[-1]
@@ -235,6 +244,7 @@ class RowPipeline:
             "SEGMENTED": int(self.peeled or len(problem.column_sizes) > 1),
             "PEELED": int(self.peeled),
             "PARTS_ARE_RUNS": int(self.parts_are_runs(problem)),
+            "LONG_RUNS": int(self.has_long_runs(problem)),
             "KEPT_TYPE": DTYPES[_kept_dtype(problem)].cuda,
             "VECTOR": self.width,
             "RESIDENT": self.resident,
@@ -274,7 +284,8 @@ def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock
             return is_long and (waves > _MOST_WAVES or 1 < waves < _MOST_OF_SECOND_WAVE)
         if row_bytes > _MOST_BYTES_OF_CLUSTERS or (as_long_will_do and row_bytes == _MOST_BYTES_OF_CLUSTERS):
             return True
-        few = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and clusters.vectors > _MOST_VECTORS_OF_FEW
+        some = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and clusters.vectors > _MOST_VECTORS_OF_FEW
+        few = problem.rows <= 2 or some
         return few and problem.itemsize == 2 and row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
     few = problem.rows < _LEAST_CHANNELS_WITH_CLUSTERS
     if _are_groups(problem):

@@ -38,14 +38,12 @@ _LEAST_VECTORS_OF_PEELED = 64
 # they take 0.80 to 0.95 of the time, with a residual 0.86 to 0.95.
 _MOST_ROWS_FORWARD = {2: 16, 4: 6}
 _BYTES_FORWARD, _MOST_BYTES_FORWARD = {2: (40 << 10, 4 << 20), 4: (190 << 10, 2 << 20)}, {2: 12 << 20, 4: 6 << 20}
-# Backward of such rows, and of others: 1 to 6 of 40 to 700 KB of 16-bit numbers that begin anywhere take 0.72 to 1.07,
-# 1 to 4 of 40 KB to 1 MB of float32 0.69 to 1.00 (under an activation 2 0.82 to 0.94); 3 and 4 others of 140 to 700 KB
-# 0.91 to 0.97, of 540 KB to 1 MB of float32 0.88 to 1.00.
-_ROWS_BACKWARD = {True: {2: (1, 6), 4: (1, 4)}, False: {2: (3, 4), 4: (3, 4)}}
-_BYTES_BACKWARD = {
-    True: {2: (40 << 10, 800 << 10), 4: (40 << 10, 1 << 20)},
-    False: {2: (128 << 10, 1 << 20), 4: (512 << 10, 1 << 20)},
-}
+# Backward of such rows, and of others, by the bytes of a number: at least and at most so many rows, of so many bytes. 1
+# to 6 of 40 to 700 KB of 16-bit numbers that begin anywhere take 0.72 to 1.07, 8 of 300 to 800 KB 0.87 to 0.99, 1 to 4
+# of 40 KB to 1 MB of float32 0.69 to 1.00 (under an activation 2 0.82 to 0.94); 3 and 4 others of 140 to 700 KB 0.91 to
+# 0.97, of 540 KB to 1 MB of float32 0.88 to 1.00.
+_BACKWARD_PEELED = {2: [(1, 6, 40 << 10, 800 << 10), (7, 8, 256 << 10, 800 << 10)], 4: [(1, 4, 40 << 10, 1 << 20)]}
+_BACKWARD = {2: [(3, 4, 128 << 10, 1 << 20)], 4: [(3, 4, 512 << 10, 1 << 20)]}
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,10 @@ def is_better(problem: Problem, device: Device) -> bool:
     plain = problem.norm.activation is None and problem.dresidual_out is None
     if problem.dx is None or not problem.sums or not (peeled or plain):
         return False
-    (least_rows, most_rows), (least, most) = _ROWS_BACKWARD[peeled][itemsize], _BYTES_BACKWARD[peeled][itemsize]
-    return least_rows <= problem.rows <= most_rows and least <= row_bytes <= most
+    return any(
+        few <= problem.rows <= several and least <= row_bytes <= most
+        for few, several, least, most in (_BACKWARD_PEELED if peeled else _BACKWARD)[itemsize]
+    )
 
 
 def _lie_across(problem: Problem) -> bool:
