@@ -78,8 +78,8 @@ _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
 # And of a segment that begins anywhere: where there is less between what others write, batch norm of 256 x 2048 x 7^2
 # float32 numbers takes 205 us backward, by slabs 163.
 _LEAST_OF_SEGMENT = 16
-# Vectors of a run that begins anywhere, from which on most warps have none that is cut, and need not mask them: channels
-# of 99^3 and 1001^2 numbers take 0.93 to 0.99 of the time so, batch norm of 255^2 0.97 to 0.99, but of 65^2 and 129^2
+# Vectors of a run that begins anywhere, from which on most warps have none that is cut, and need not mask its numbers.
+# Channels of 99^3 and 1001^2 take 0.93 to 0.99 of the time so, batch norm of 255^2 0.97 to 0.99, but of 65^2 and 129^2
 # 0.99 to 1.01.
 _LEAST_OF_LONG_RUNS = 4096
 # Warps of a block that have no slots.
@@ -169,7 +169,7 @@ class RowPipeline:
         return self.peeled and not _keeps_nothing(problem)
 
     def has_long_runs(self, problem: Problem) -> bool:
-        """Whether most vectors of runs that begin anywhere are whole. Parts have to be masked only at their ends too."""
+        """Whether runs begin anywhere, but most warps have none of the vectors that are cut."""
         long = problem.column_sizes[-1] >= _LEAST_OF_LONG_RUNS * self.width
         return self.parts_are_runs(problem) or (self.peeled and long)
 
