@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "GELUS",
     "LAYOUTS",
+    "LONG_ODD_NEIGHBOURS",
     "MODELS",
     "MODEL_SUITES",
     "NV_INSTANCE_NORM",
@@ -243,12 +244,17 @@ ODD_NEIGHBOURS = {
 }
 
 
+LONG_ODD_NEIGHBOURS = {131_073: 131_072, 262_145: 262_144, 1_000_001: 1_000_000}
+
+
 def _odd() -> Iterator[Row]:
     """Odd numbers of columns beside their aligned neighbours, and rows that begin at an odd address."""
     dtypes, directions = ["bfloat16", "float32"], ["forward", "backward"]
     columns = sorted({*ODD_NEIGHBOURS, *ODD_NEIGHBOURS.values()})
     yield from _rows("odd", [(32768, size) for size in columns], dtypes, directions)
     yield from _rows("odd", [(32768, 4096)], dtypes, directions, sweep="unaligned", offset=1)
+    shapes = [(2**26 // even, size) for odd, even in LONG_ODD_NEIGHBOURS.items() for size in (even, odd)]
+    yield from _rows("odd", shapes, dtypes, directions, sweep="long")
 
 
 def _acceptance() -> Iterator[Row]:

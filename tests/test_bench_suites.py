@@ -12,6 +12,7 @@ from cunorm.bench.suites import (
     DIRECTIONS,
     GELUS,
     LAYOUTS,
+    LONG_ODD_NEIGHBOURS,
     NV_INSTANCE_NORM,
     ODD_NEIGHBOURS,
     SUITES,
@@ -48,7 +49,10 @@ def test_suites_reproduce_what_they_name() -> None:
     assert {(32768, 256), (32768, 65536), (16384, 131072), (8192, 262144)} <= shapes["quack"]
     assert len(shapes["small"]) == 20
     assert all(neighbour % 8 == 0 for neighbour in ODD_NEIGHBOURS.values())
-    assert {(32768, size) for size in (*ODD_NEIGHBOURS, *ODD_NEIGHBOURS.values())} == shapes["odd"]
+    neighbours = ODD_NEIGHBOURS | LONG_ODD_NEIGHBOURS
+    assert {shape[1] for shape in shapes["odd"]} == {*neighbours, *neighbours.values()}
+    assert all((count, neighbours[size]) in shapes["odd"] for count, size in shapes["odd"] if size in neighbours)
+    assert {(32768, size) for size in ODD_NEIGHBOURS} <= shapes["odd"]
     assert {row.offset for row in suite("odd")} == {0, 1}
     large = [row for row in suite("rows") if row.sweep == "268 MB" and not row.residual]
     assert {256, 5120, 12288, 15872, 16384, 50257, 262144} <= {row.columns for row in large}

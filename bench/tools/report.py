@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cunorm.bench.published import NV_NORMS_GPUS, nv_norms_milliseconds
 from cunorm.bench.results import COMPILED, OURS, Measurement, Results, best_peer, by_row, load, merge, of
-from cunorm.bench.suites import DIRECTIONS, ODD_NEIGHBOURS, STEPS, Row, readable
+from cunorm.bench.suites import DIRECTIONS, LONG_ODD_NEIGHBOURS, ODD_NEIGHBOURS, STEPS, Row, readable
 
 __all__ = ["KINDS", "fill", "not_first", "table"]
 
@@ -94,8 +94,9 @@ def odd(measurements: Sequence[Measurement]) -> str:
     entries = {entry.row: entry for entry in measurements if entry.provider == OURS and entry.seconds}
     plain = {(row.shape, row.dtype, row.direction): entry for row, entry in entries.items() if not row.offset}
     lines: dict[tuple[str, str], dict[str, str]] = {}
+    neighbours = ODD_NEIGHBOURS | LONG_ODD_NEIGHBOURS
     for row, entry in entries.items():
-        columns = row.columns if row.offset else ODD_NEIGHBOURS.get(row.columns)
+        columns = row.columns if row.offset else neighbours.get(row.columns)
         if columns is None:
             continue
         neighbour = plain.get(((*row.shape[:-1], columns), row.dtype, row.direction))
