@@ -39,22 +39,23 @@ __all__ = ["RowPipeline", "cost", "geometry", "is_faster_than_clusters", "is_sho
 # 262,144 float32 0.96 to 1.02 of the time of clusters, under silu 0.86 to 0.91.
 _MOST_BYTES_OF_CLUSTERS = 512 << 10
 _MOST_BYTES_BY_CHANNEL = 1 << 20
-# Forward, clusters are faster for so few waves of them: 12 of 800 KB take 0.88 of the time, 16 0.93 to 0.96. But not
-# where most of a second one would be idle: 8 take 1.09.
-_MOST_WAVES, _MOST_OF_SECOND_WAVE = 3, 1.3
-# Backward, shorter rows of 16-bit numbers are not left to clusters whose threads have many vectors each, if there are
-# few of them: 1 to 32 of 100 to 420 KB take 0.54 to 0.99 of the time, but 16 and 32 of 300 KB 1.02 and 1.03. Of 256 KB,
-# where threads have 4 vectors, 5 to 24 take 1.10 to 1.33, but 1 and 2 0.89 and 0.80.
-_LEAST_BYTES_OF_FEW_BACKWARD, _MOST_ROWS_OF_FEW_BACKWARD, _MOST_VECTORS_OF_FEW = 90 << 10, 32, 4
+# But forward as many clusters as run at once are done before a pipeline is under way: 6 rows of 800 KB take 1.12 to
+# 1.17 of their time, 8 to 64 0.83 to 0.96.
+# Backward, shorter rows of 16-bit numbers are not left to clusters either whose threads have many vectors each: 1 to
+# 200 of 390 KB take 0.58 to 0.88 of the time, and where there are few of them, 1 to 32 of 100 to 300 KB, 0.54 to 1.03.
+# Of 256 KB, where threads have 4 vectors, 5 to 24 took 1.10 to 1.33, but 1 and 2 0.89 and 0.80. Of float32 1 and 2 of
+# 390 KB take 0.92 and 0.87, 4 to 200 0.95 to 1.07.
+_LEAST_BYTES_BACKWARD, _LEAST_BYTES_OF_FEW_BACKWARD = 384 << 10, 90 << 10
+_MOST_ROWS_OF_FEW_BACKWARD, _MOST_VECTORS = 32, 4
 # Those that begin anywhere, where blocks keep something of every column: 8 to 64 of 200 KB and more take 0.39 to 1.00
 # of the time, of 16-bit numbers 6 to 16 of 100 KB 0.71 to 0.99; but 1024 of 200 KB 1.04, of float32 32,768 1.06.
 _LEAST_BYTES_BACKWARD_PEELED, _LEAST_BYTES_OF_MANY_PEELED, _LEAST_MANY_PEELED = 190 << 10, 256 << 10, 512
 _MOST_ROWS_OF_FEW_PEELED = 16
 # And forward these, by the bytes of each and of all: 64 rows of 300 KB of 16-bit numbers take 0.82 of the time, but 200
-# of 280 KB 1.11; of float32 64 of 540 KB take 0.69, but 16 1.02 to 1.07, and 64 and 32 of 420 KB 0.98 and 1.05. 8 of 1
-# MB take 0.92.
-_LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_WIDE = (288 << 10, 16 << 20), (512 << 10, 16 << 20)
-_LEAST_FORWARD_PEELED_LONG = (700 << 10, 8 << 20)
+# of 280 KB 1.11; of float32 12 to 200 of 540 KB take 0.55 to 0.97, but 8 1.06, and 64 and 32 of 420 KB 0.98 and 1.05. 8
+# of 1 MB take 0.92.
+_LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_LONG = (288 << 10, 16 << 20), (700 << 10, 6 << 20)
+_LEAST_FORWARD_PEELED_WIDE = (512 << 10, 6 << 20)
 # Groups of several channels do from these bytes on, where memory is fast: forward; backward; and backward under an
 # activation. 64 of 640 KB of float16 take 1.11, otherwise 1.19, 32 of 960 KB 1.15 and 1.38, of 2 MB 1.12 and 1.56,
 # under silu 1.28 and 1.64; but 64 of 576 KB 1.12 and 1.09. Backward 32 of 1 MB take 1.20 and 1.47, of 2 MB 1.16 and
@@ -84,17 +85,22 @@ _LEAST_OF_SEGMENT = 16
 _LEAST_OF_LONG_RUNS = 4096
 # Warps of a block that have no slots.
 _OTHER_THREADS = 64
-# Forward, where blocks keep something of every column, as many rows are to lie in shared memory: 200 rows of 655,360
-# float16 numbers take 1.15 with 7 and 1.19 with 5. Of rows that begin anywhere, whose turns take longer, fewer.
+# Forward, where blocks keep something of every column, as many rows are to fit into shared memory: 200 rows of 655,360
+# float16 numbers take 1.15 where 7 do and 1.19 where 5 do. Of rows that begin anywhere, whose turns take longer, fewer.
 _ENOUGH, _ENOUGH_PEELED = 6, 4
-_LEAST_ROWS_AHEAD, _MOST_ROWS_AHEAD = 3, 8
-# 100 rows of 1,000,000 float16 numbers take 1.14 with 4 turns, as with 3. Of float32 they take as long with 5, but 1.13
-# with 4 and 1.33 with 2.
-_MOST_LAG = 5
-# A batch may have any number of rows, and every number of groups, or of rows ahead, has a kernel of its own to compile.
-# So where blocks keep something of every column, a few turns are one of these, by a power of two of groups of which no
-# more than a quarter are idle.
-_FEW_TURNS = (2, 4)
+_LEAST_ROWS_AHEAD = 3
+# Rows under way. More would only be in the way of the first ones: with 2 in place of 3 or 4, 4 rows of 400,000 float32
+# numbers take 0.88 of the time backward, 8 forward 0.85, 4 of 1,000,000 0.90, 12 of 300,000 float16 numbers 0.86 and
+# 0.97, hundreds of rows 0.98 to 1.00. With one only rows take 1.2 to 1.4.
+_UNDER_WAY = 2
+# Turns after which a row is finished; and where there are so few turns, forward and backward. 100 rows of 1,000,000
+# float32 numbers take 1.25 of the time with 2, with 4 and 5 1.01 and 1.02, 16 of 400,000 backward 1.19, 1.02 and 1.04.
+# But forward 12 and 32 of 300,000 float16 numbers take 0.95 with 2.
+_LAG, _LAG_OF_FEW, _FEW_TURNS_FORWARD, _FEW_TURNS_BACKWARD = 3, 2, 5, 2
+# A batch may have any number of rows, and every number of groups has a kernel of its own to compile. So where blocks
+# keep something of every column, as many turns or fewer are by a power of two of groups, no more than a quarter of
+# which are idle, or an eighth where there are 8 of them.
+_FEW_TURNS = 4
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
 # What a kernel declares of shared memory itself.
@@ -147,7 +153,7 @@ _ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
 # that comes out first takes 1.007 of the best on average, and at most 1.10. What a turn takes however short it is, how
 # much longer it takes where no more than three rows lie in shared memory, and what it takes to add up the sums of
 # groups of blocks: a launch, and to move their bytes, not all of which come from memory.
-_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _WRITTEN_AND_READ = 1.0, {3: 1.2, 4: 1.08}, 2.0, 1.6
+_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _WRITTEN_AND_READ = 1.0, {3: 1.2, 4: 1.08}, 1.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -279,14 +285,14 @@ def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock
     as_long_will_do = not forward and device.has_fast_memory
     if problem.channels is None:
         if forward:
-            waves = problem.rows / max(1, device.groups(clusters.blocks_per_row))
-            is_long = row_bytes > _MOST_BYTES_OF_CLUSTERS
-            return is_long and (waves > _MOST_WAVES or 1 < waves < _MOST_OF_SECOND_WAVE)
+            return row_bytes > _MOST_BYTES_OF_CLUSTERS and problem.rows > device.groups(clusters.blocks_per_row)
         if row_bytes > _MOST_BYTES_OF_CLUSTERS or (as_long_will_do and row_bytes == _MOST_BYTES_OF_CLUSTERS):
             return True
-        some = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and clusters.vectors > _MOST_VECTORS_OF_FEW
-        few = problem.rows <= 2 or some
-        return few and problem.itemsize == 2 and row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
+        few = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
+        long = row_bytes >= _LEAST_BYTES_BACKWARD
+        if problem.rows <= 2 and (few if problem.itemsize == 2 else long):
+            return True
+        return problem.itemsize == 2 and clusters.vectors > _MOST_VECTORS and (few or long)
     few = problem.rows < _LEAST_CHANNELS_WITH_CLUSTERS
     if _are_groups(problem):
         least = _LEAST_BYTES_OF_FEW_GROUPS if few else 0
@@ -298,8 +304,8 @@ def _is_faster_if_peeled(problem: Problem) -> bool:
     """The same of rows that begin anywhere, where blocks keep something of every column."""
     row_bytes = problem.columns * problem.itemsize
     if isinstance(problem, ForwardProblem):
-        shorter = _LEAST_FORWARD_PEELED if problem.itemsize == 2 else _LEAST_FORWARD_PEELED_WIDE
-        limits = shorter, _LEAST_FORWARD_PEELED_LONG
+        narrow = _LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_LONG
+        limits = narrow if problem.itemsize == 2 else (_LEAST_FORWARD_PEELED_WIDE,)
         return any(row_bytes >= each and problem.rows * row_bytes >= in_all for each, in_all in limits)
     if problem.itemsize == 2 and problem.rows <= _MOST_ROWS_OF_FEW_PEELED:
         return row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
@@ -358,7 +364,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
 
     def enough(way: RowPipeline) -> float:
         wanted = min(_ENOUGH_PEELED if peeled else _ENOUGH, way.turns(problem) + 2)
-        return min(1.0, way.rows_ahead / wanted)
+        return min(1.0, _rows_that_fit(way, problem, device) / wanted)
 
     return max(ways, key=lambda way: (enough(way), way.groups), default=None)
 
@@ -402,11 +408,10 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     most_groups = device.multiprocessors // (1 if peeled else 2)
     for groups in range(min(problem.rows, most_groups), 0, -1):
         turns = -(-problem.rows // groups)
-        if not _keeps_nothing(problem) and turns <= _FEW_TURNS[-1]:
+        if not _keeps_nothing(problem) and turns <= _FEW_TURNS:
             idle = turns * groups - problem.rows
-            if groups & (groups - 1) or idle * 4 > turns * groups:
+            if groups & (groups - 1) or idle * (4 if groups < 8 else 8) > turns * groups:
                 continue
-            turns = next(few for few in _FEW_TURNS if few >= turns)
         elif -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
@@ -424,12 +429,18 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
                 continue
             if (block.threads + _OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
                 continue
-            room = device.shared_bytes_of(block.share) - _STATIC_SHARED_BYTES - way.kept_bytes(problem)
-            most_lag = max(2, min(_MOST_LAG, turns))
-            # More rows ahead than a group has would wait for nothing.
-            ahead = min(_MOST_ROWS_AHEAD, room // way.row_bytes(problem), turns + most_lag)
-            if ahead >= _LEAST_ROWS_AHEAD:
-                yield replace(way, rows_ahead=ahead, lag=min(most_lag, max(2, ahead - 2)))
+            fit = _rows_that_fit(way, problem, device)
+            few_turns = _FEW_TURNS_FORWARD if isinstance(problem, ForwardProblem) else _FEW_TURNS_BACKWARD
+            lag = _LAG_OF_FEW if turns <= few_turns else _LAG
+            if fit >= _LEAST_ROWS_AHEAD:
+                lag = min(lag, max(_LAG_OF_FEW, fit - _UNDER_WAY))
+                yield replace(way, rows_ahead=min(lag + _UNDER_WAY, fit), lag=lag)
+
+
+def _rows_that_fit(way: RowPipeline, problem: Problem, device: Device) -> int:
+    """Of how many rows shared memory holds a block's part."""
+    room = device.shared_bytes_of(way.blocks_per_multiprocessor) - _STATIC_SHARED_BYTES - way.kept_bytes(problem)
+    return room // way.row_bytes(problem)
 
 
 def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[_Block]:
@@ -463,7 +474,7 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     if not _keeps_nothing(problem):
         turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
-        turn *= _FEW_AHEAD_WITH_COLUMNS.get(way.rows_ahead, 1.0)
+        turn *= _FEW_AHEAD_WITH_COLUMNS.get(_rows_that_fit(way, problem, device), 1.0)
         return way.turns(problem) * turn + _cost_of_sums(way, problem, device)
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     segment = way.segment_room(problem)

@@ -31,19 +31,16 @@ _MOST_MERGING_BLOCKS, _MOST_ADDING_BLOCKS, _MERGED_ROWS = 8, 4, (8, 32)
 _FEW_REGISTERS = 80
 # Shorter rows that begin anywhere are too few vectors to be peeled.
 _LEAST_VECTORS_OF_PEELED = 64
-# Few rows had better be read twice than be held by clusters, or by all blocks together; the numbers are of an H200, of
-# the time that the better of those takes. Forward that is so of rows that begin anywhere, by the bytes of a number: how
-# many there may be, and of how many bytes each and all. 1 to 16 of 40 KB to 1 MB of 16-bit numbers take 0.61 to 1.07, 1
-# to 6 of 200 KB to 1 MB of float32 0.83 to 1.14, but RMS norm of 2 of 200 and 560 KB 1.22 and 1.15. Under an activation
-# they take 0.80 to 0.95 of the time, with a residual 0.86 to 0.95.
+# Few rows that begin anywhere had better be read twice than be held by clusters, or by all blocks together; the numbers
+# are of an H200, of the time that the better of those takes. Forward, by the bytes of a number: how many there may be,
+# and of how many bytes each and all. 1 to 16 of 40 KB to 1 MB of 16-bit numbers take 0.61 to 1.08, 1 to 6 of 200 KB to
+# 1 MB of float32 0.83 to 1.14, but RMS norm of 2 of 200 and 560 KB 1.22 and 1.15. Under an activation they take 0.80 to
+# 0.95 of the time, with a residual 0.86 to 0.95.
 _MOST_ROWS_FORWARD = {2: 16, 4: 6}
 _BYTES_FORWARD, _MOST_BYTES_FORWARD = {2: (40 << 10, 4 << 20), 4: (190 << 10, 2 << 20)}, {2: 12 << 20, 4: 6 << 20}
-# Backward of such rows, and of others, by the bytes of a number: at least and at most so many rows, of so many bytes. 1
-# to 6 of 40 to 700 KB of 16-bit numbers that begin anywhere take 0.72 to 1.07, 8 of 300 to 800 KB 0.87 to 0.99, 1 to 4
-# of 40 KB to 1 MB of float32 0.69 to 1.00 (under an activation 2 0.82 to 0.94); 3 and 4 others of 140 to 700 KB 0.91 to
-# 0.97, of 540 KB to 1 MB of float32 0.88 to 1.00.
-_BACKWARD_PEELED = {2: [(1, 6, 40 << 10, 800 << 10), (7, 8, 256 << 10, 800 << 10)], 4: [(1, 4, 40 << 10, 1 << 20)]}
-_BACKWARD = {2: [(3, 4, 128 << 10, 1 << 20)], 4: [(3, 4, 512 << 10, 1 << 20)]}
+# Backward: at most so many rows, of so many bytes. 1 to 6 of 40 to 700 KB of 16-bit numbers take 0.72 to 1.07, 8 of 300
+# to 800 KB 0.87 to 0.99, 1 to 4 of 40 KB to 1 MB of float32 0.69 to 1.03, under an activation 2 0.82 to 0.94.
+_BACKWARD = {2: [(6, 40 << 10, 800 << 10), (8, 256 << 10, 800 << 10)], 4: [(4, 40 << 10, 1 << 20)]}
 
 
 @dataclass(frozen=True)
@@ -86,18 +83,15 @@ def is_better(problem: Problem, device: Device) -> bool:
     # Others were not timed.
     if device.capability != 90 or itemsize > 4 or problem.channels is not None or not are_rows(problem):
         return False
-    peeled = vector_width(problem) * itemsize < 16
+    if vector_width(problem) * itemsize == 16:
+        return False
     if isinstance(problem, ForwardProblem):
-        few = peeled and problem.rows <= _MOST_ROWS_FORWARD[itemsize] and (itemsize == 2 or problem.norm.centered)
+        few = problem.rows <= _MOST_ROWS_FORWARD[itemsize] and (itemsize == 2 or problem.norm.centered)
         least, most = _BYTES_FORWARD[itemsize]
         return few and least <= row_bytes <= most and problem.rows * row_bytes <= _MOST_BYTES_FORWARD[itemsize]
-    plain = problem.norm.activation is None and problem.dresidual_out is None
-    if problem.dx is None or not problem.sums or not (peeled or plain):
+    if problem.dx is None or not problem.sums:
         return False
-    return any(
-        few <= problem.rows <= several and least <= row_bytes <= most
-        for few, several, least, most in (_BACKWARD_PEELED if peeled else _BACKWARD)[itemsize]
-    )
+    return any(problem.rows <= few and least <= row_bytes <= most for few, least, most in _BACKWARD[itemsize])
 
 
 def _lie_across(problem: Problem) -> bool:
