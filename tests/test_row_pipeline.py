@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from plan_cases import GPUS, plain_backward, plain_channel_backward, plain_channel_forward, plain_forward
 
-from cunorm.plan import Device, plan, row_pipeline
+from cunorm.plan import Device, plan, row_pipeline_geometry
 from cunorm.plan.row_memory import has_several_channels
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.rows_of_channels import as_rows
@@ -36,7 +36,7 @@ def long_problems(device: Device) -> Iterator[tuple[Problem, RowPipeline]]:
             problems.append(as_rows(make(shape[0], 6, 3, shape[1] // 48 * 16, dtype)))
         for problem in problems:
             assert problem is not None
-            way = row_pipeline.geometry(problem, device)
+            way = row_pipeline_geometry.geometry(problem, device)
             if way is not None:
                 yield problem, way
 
@@ -69,7 +69,7 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
 @pytest.mark.parametrize("make", [plain_forward, plain_backward], ids=["forward", "backward"])
 def test_it_takes_long_contiguous_rows_since_sm_80(make: Callable[..., Problem]) -> None:
     def takes(problem: Problem, device: Device = H200) -> bool:
-        return row_pipeline.geometry(problem, device) is not None
+        return row_pipeline_geometry.geometry(problem, device) is not None
 
     plain = make(100, 700_000)
     assert takes(plain) and takes(make(100, 300_000, "float16"), A100) and takes(make(100, 100_000), RTX)
@@ -101,7 +101,7 @@ def test_few_turns_are_taken_by_a_power_of_two_of_groups(make: Callable[..., Pro
     """Else batches of 1 to 32 rows would have 20 kernels to compile. No more than a quarter of the groups are idle."""
     ways = set()
     for columns, rows in itertools.product((300_000, 500_000, 1_000_000, 300_001), range(1, 33)):
-        way = row_pipeline.geometry(make(rows, columns), H200)
+        way = row_pipeline_geometry.geometry(make(rows, columns), H200)
         assert way is not None
         turns = -(-rows // way.groups)
         ways.add((columns, way.groups, way.lag))
@@ -116,20 +116,20 @@ def test_two_rows_are_under_way_and_a_few_wait_for_their_statistics() -> None:
         for problem, way in long_problems(device):
             waiting = {2} if way.turns(problem) <= 2 else {2, 3}
             assert way.lag in waiting and way.rows_ahead in (way.lag + 2, 3)
-    few, many = (row_pipeline.geometry(plain_forward(rows, 1_000_000), H200) for rows in (4, 6))
+    few, many = (row_pipeline_geometry.geometry(plain_forward(rows, 1_000_000), H200) for rows in (4, 6))
     assert few is not None and many is not None and (few.lag, many.lag) == (2, 3)
 
 
 def test_weights_and_sums_leave_no_room_for_others() -> None:
     forward, backward = plain_forward(100, 1_000_000, "float16"), plain_backward(100, 1_000_000, "float16")
-    assert row_pipeline.geometry(forward, H200) and row_pipeline.geometry(backward, H200)
+    assert row_pipeline_geometry.geometry(forward, H200) and row_pipeline_geometry.geometry(backward, H200)
     double = Vector("float64")
-    assert row_pipeline.geometry(replace(forward, weight=double, bias=double), H200) is None
-    assert row_pipeline.geometry(replace(backward, weight=double), H200) is None
-    assert row_pipeline.geometry(replace(backward, dx=None), H200) is None
+    assert row_pipeline_geometry.geometry(replace(forward, weight=double, bias=double), H200) is None
+    assert row_pipeline_geometry.geometry(replace(backward, weight=double), H200) is None
+    assert row_pipeline_geometry.geometry(replace(backward, dx=None), H200) is None
     longer = plain_forward(100, 3_500_000, "float16")
-    assert row_pipeline.geometry(longer, H200) is None
-    assert row_pipeline.geometry(replace(longer, weight=None, bias=None), H200) is not None
+    assert row_pipeline_geometry.geometry(longer, H200) is None
+    assert row_pipeline_geometry.geometry(replace(longer, weight=None, bias=None), H200) is not None
 
 
 def test_clusters_have_rows_that_are_shorter_or_few() -> None:
@@ -152,14 +152,14 @@ def test_channels_begin_with_a_vector(together: int, points: int) -> None:
     for make in (plain_channel_forward, plain_channel_backward):
         problem = as_rows(make(20, 16, together, points, "float16"))
         assert problem is not None
-        assert (row_pipeline.geometry(problem, H200) is not None) == (points % 8 == 0)
+        assert (row_pipeline_geometry.geometry(problem, H200) is not None) == (points % 8 == 0)
 
 
 def test_parts_of_a_channel_are_whole_lines_where_it_is() -> None:
     for points in (2**18, 125_000):
         problem = as_rows(plain_channel_forward(20, 16, 8, points, "float16"))
         assert problem is not None
-        way = row_pipeline.geometry(problem, H200)
+        way = row_pipeline_geometry.geometry(problem, H200)
         assert way is not None and way.blocks_per_row % 8 == 0
         assert (way.columns_per_block(problem) % 64 == 0) == (points % 64 == 0)
 

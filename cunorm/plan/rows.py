@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan import row_geometry, row_grid, row_pipeline, row_split, row_weight_gradients
+from cunorm.plan import row_geometry, row_grid, row_pipeline_geometry, row_sharing, row_split, row_weight_gradients
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Plan
@@ -63,10 +63,10 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
 def _pipeline(problem: Problem, device: Device, geometry: RowBlock | None) -> RowPipeline | None:
     """How rows are shared by all blocks, where that is faster than the built-in geometry, or there is none."""
     if geometry is None:
-        return None if row_pipeline.is_short_group(problem, device) else row_pipeline.geometry(problem, device)
-    if geometry.blocks_per_row == 1 or not row_pipeline.is_faster_than_clusters(problem, device, geometry):
+        return None if row_sharing.is_short_group(problem, device) else row_pipeline_geometry.geometry(problem, device)
+    if geometry.blocks_per_row == 1 or not row_sharing.is_faster_than_clusters(problem, device, geometry):
         return None
-    return row_pipeline.geometry(problem, device)
+    return row_pipeline_geometry.geometry(problem, device)
 
 
 def _without_sums(problem: BackwardProblem) -> BackwardProblem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import row_candidates, row_pipeline, row_segments, rows
+from cunorm.plan import row_candidates, row_pipeline_geometry, row_segments, rows
 from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Plan
@@ -51,8 +51,8 @@ def pipeline(problem: ChannelProblem, device: Device) -> tuple[float, RowPipelin
     as_row_problem = as_rows(problem)
     if as_row_problem is None or not (_is_of_a_batch(as_row_problem) or has_several_channels(as_row_problem)):
         return None
-    way = row_pipeline.geometry(as_row_problem, device)
-    return None if way is None else (row_pipeline.cost(way, as_row_problem, device), way)
+    way = row_pipeline_geometry.geometry(as_row_problem, device)
+    return None if way is None else (row_pipeline_geometry.cost(way, as_row_problem, device), way)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
