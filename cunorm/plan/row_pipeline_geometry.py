@@ -95,9 +95,9 @@ _CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 5.0), 4: (2.5, 1.0)}, 0.96, {True: (
 # How much longer turns take under an activation, of groups, by the bytes of a number, forward and backward.
 _ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
 # Backward, where blocks keep something of every column, fitted to 400 times of 130 layer norms of 1 to 200 rows: the
-# way that comes out first takes 1.006 of the best on average, and at most 1.07. What a turn takes however short it is, how
-# much longer it takes where few rows fit into shared memory, and what it takes to add up the sums of groups of blocks:
-# a launch, and to write their bytes, read them and write the results.
+# way that comes out first takes 1.006 of the best on average, and at most 1.07. What a turn takes however short it is,
+# how much longer it takes where few rows fit into shared memory, and what it takes to add up the sums of groups of
+# blocks: a launch, and to write their bytes, read them and write the results.
 _LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _WRITTEN_AND_READ = 1.0, {3: 1.2, 4: 1.08}, 1.0, 3.0
 
 
