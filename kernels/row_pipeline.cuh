@@ -15,6 +15,7 @@ constexpr int EXCHANGES = 2 * LAG;
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
 static_assert(!PARTS_ARE_RUNS || (PEELED && !HAS_CHANNELS));
+static_assert(!LONG_RUNS || PEELED);
 static_assert(!SEGMENTED || HAS_CHANNELS || PARTS_ARE_RUNS || (!HAS_WEIGHT && !HAS_BIAS),
               "only `first` has the column of a weight");
 

@@ -5,8 +5,8 @@
 // RMS norm (not CENTERED) has no mean, neither of x nor of g.
 //
 // Moves x and dy (and dresidual_out) once in and dx once out. How blocks share rows and tell each other what they have
-// of them is in row_pipeline.cuh. A thread keeps the sums of its columns in registers, so that dweight and dbias cost
-// one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
+// of them is in row_pipeline.cuh. Blocks keep the sums of their columns (see part_columns.cuh), so that dweight and
+// dbias cost one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
 //
 // Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and group norm,
 // a row being several: each row leaves the sums of its channels, which column_sums adds over samples. Of batch norm a
