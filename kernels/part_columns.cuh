@@ -3,13 +3,16 @@
 // Where a thread has the same columns of every row, that is in its registers. Where rows begin anywhere, and parts are
 // runs, its vectors are of other columns in each, so it lies in shared memory: what is kept of every VECTOR-th column
 // behind each other. So threads whose vectors are neighbours read and write numbers that are neighbours, whichever
-// columns their vectors begin at.
+// columns their vectors begin at. There are places for columns beside the part, too, of which a vector may have some:
+// nobody puts weights there, and what is read there is masked.
 
 // Where what is kept of a thread's columns lies, in a row that begins `phase` behind a multiple of 16 bytes, in
 // elements.
 struct ColumnPlaces {
-  // A vector may begin up to VECTOR - 1 columns before the part, and end as many behind it.
+  // A vector may begin up to VECTOR - 1 columns before the part, and end as many behind it: of each VECTOR-th column
+  // there is a place more, the first.
   static constexpr int PITCH = RESIDENT * THREADS + 1, COUNT = VECTOR * PITCH;
+  static_assert(COUNT * sizeof(Compute) % 16 == 0, "what lies behind sums is aligned");
   int of_first[PARTS_ARE_RUNS ? VECTOR : 1];  // of the thread's first vector
 
   __device__ __forceinline__ static int of_column(int column) {
@@ -18,6 +21,8 @@ struct ColumnPlaces {
 
   __device__ __forceinline__ explicit ColumnPlaces(unsigned phase) {
     if constexpr (!PARTS_ARE_RUNS) return;
+    // The thread's first vector begins at column threadIdx.x * VECTOR - phase. To add VECTOR keeps a remainder from
+    // being negative, and is a place too far.
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       of_first[j] = of_column(j - static_cast<int>(phase) + VECTOR) - 1 + static_cast<int>(threadIdx.x);
@@ -165,14 +170,14 @@ struct KeptSums {
       for (int column = threadIdx.x; column < own.count; column += THREADS) {
         narrow(shared[ColumnPlaces::of_column(column)].lane[k], target[own.first + column]);
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < RESIDENT; ++i) {
-      Compute values[VECTOR];
+      for (int i = 0; i < RESIDENT; ++i) {
+        Compute values[VECTOR];
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) values[j] = sums[i][j][k];
-      if (column_of(i) < own.count) store_rounded(target + own.first + column_of(i), values);
+        for (int j = 0; j < VECTOR; ++j) values[j] = sums[i][j][k];
+        if (column_of(i) < own.count) store_rounded(target + own.first + column_of(i), values);
+      }
     }
   }
 };

@@ -15,7 +15,7 @@ constexpr int EXCHANGES = 2 * LAG;
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
 static_assert(!PARTS_ARE_RUNS || (PEELED && !HAS_CHANNELS));
-static_assert(!LONG_RUNS || PEELED);
+static_assert(!LONG_RUNS || (PEELED && RESIDENT <= 32), "a bit for each of a thread's vectors");
 static_assert(!SEGMENTED || HAS_CHANNELS || PARTS_ARE_RUNS || (!HAS_WEIGHT && !HAS_BIAS),
               "only `first` has the column of a weight");
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ SharedPart row_part_of_block(const KernelArguments& a
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }
 
-// Where a row has one of a thread's vectors, from Places::first on, if all of its numbers are the row's.
+// Where a row has one of a thread's vectors, from Places::first on, if all of its numbers are the row's, or the part's.
 struct Spot {
   int offset;
 

@@ -43,7 +43,7 @@ struct Arguments {
   long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
-  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
+  long long room;               // what blocks have parts of: the columns or, PEELED, the room of all segments, or parts
   long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
@@ -349,8 +349,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   }
 
   // Write the group's row of sums.
-  if (!SUMS_COLUMNS || !works) return;
+  if (!works) return;
   const long long group_row = part.group * arguments.columns;
-  if constexpr (WANTS_DWEIGHT) column_sums.write(0, arguments.dweight + group_row, own_columns);
-  if constexpr (WANTS_DBIAS) column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns);
+  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) column_sums.write(0, arguments.dweight + group_row, own_columns);
+  if constexpr (SUMS_COLUMNS && WANTS_DBIAS) {
+    column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns);
+  }
 }

@@ -42,7 +42,7 @@ struct Arguments {
   long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
-  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
+  long long room;               // what blocks have parts of: the columns or, PEELED, the room of all segments, or parts
   long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next

@@ -336,6 +336,8 @@ LARGER = [
     Shape("group_norm", (3, 512, 33, 33), "NCHW", 32),
     Shape("instance_norm", (2, 3, 1000, 1001), "NCHW"),
     Shape("group_norm", (4, 64, 64, 320), "NHWC", 32),
+    Shape("instance_norm", (2, 3, 99, 99, 99), "NCDHW"),
+    Shape("batch_norm", (2, 32, 257, 257), "NCHW"),
     Shape("batch_norm", (16, 40, 112, 112), "NCHW"),
     Shape("batch_norm", (16, 40, 28, 28), "NCHW"),
     Shape("batch_norm", (16, 28, 28, 40), "NHWC"),

@@ -19,7 +19,7 @@ H200, A100, RTX, RTX_6000 = (GPUS[arch] for arch in ("sm_90", "sm_80", "sm_89", 
 H100 = replace(H200, memory_rate=21.8e3)
 SHAPES = [
     (4, 1_000_000), (37, 400_000), (300, 200_000), (64, 1_600_000), (100, 700_000), (1000, 300_000), (2000, 131_072),
-    (13, 2_000_000),
+    (13, 2_000_000), (37, 400_001), (300, 140_003), (64, 700_005), (5, 1_000_001),
 ]  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def long_problems(device: Device) -> Iterator[tuple[Problem, RowPipeline]]:
             replace(backward, dresidual_out=backward.x) if more else backward,
         ]
         for make in (plain_channel_forward, plain_channel_backward):
-            problems.append(as_rows(make(shape[0], 3, 1, shape[1], dtype)))
+            problems.append(as_rows(make(shape[0], 3, 1, shape[1] // 8 * 8, dtype)))
             problems.append(as_rows(make(shape[0], 6, 3, shape[1] // 48 * 16, dtype)))
         for problem in problems:
             assert problem is not None
@@ -46,6 +46,7 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
     kinds = set()
     for problem, way in long_problems(device):
         by = "columns" if problem.channels is None else problem.channels.channels_per_row
+        by = "columns of rows that begin anywhere" if way.parts_are_runs(problem) else by
         kinds.add((type(problem), by, way.blocks_per_multiprocessor))
         share, blocks = way.blocks_per_multiprocessor, way.blocks_per_row
         assert way.groups * blocks <= device.multiprocessors * share
@@ -58,11 +59,15 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
         channels = problem.channels.channels_per_row if problem.channels is not None and several else 1
         of_channel, columns = blocks // channels, problem.columns // channels
         assert blocks == channels * of_channel
-        assert part % way.width == 0 and (of_channel - 1) * part < columns <= of_channel * part
+        if way.parts_are_runs(problem):
+            own = way.segment_columns(problem)
+            assert own % way.width == 0 and (blocks - 1) * own < columns <= blocks * own and part == own + way.width
+        else:
+            assert part % way.width == 0 and (of_channel - 1) * part < columns <= of_channel * part
         assert way.resident == way.vectors(problem) and way.width * DTYPES[problem.x.dtype].itemsize == 16
         assert 1 <= way.lag < way.rows_ahead
     assert {(type_, by) for type_, by, _ in kinds} == set(
-        itertools.product((ForwardProblem, BackwardProblem), ("columns", 1, 3))
+        itertools.product((ForwardProblem, BackwardProblem), ("columns", "columns of rows that begin anywhere", 1, 3))
     )
 
 

@@ -20,6 +20,7 @@ from cases import (
     data,
 )
 from test_long_rows import DEVICE, PIPELINE, affine
+from test_long_rows import check as check_forward
 
 from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_pipeline import RowPipeline
@@ -103,6 +104,21 @@ def test_only_what_is_wanted(mask: tuple[bool, ...], layout: str, columns: int) 
 def test_weight_of_another_dtype(dtype: str, weight: str, odd: int) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + odd
     check(Case(data(0, (2, columns), dtype), *affine(columns, dtype, weight)), PIPELINE.geometry(dtype, columns))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("weight", "bias"), [(None, None), ("float16", None), (None, "float32"), ("float16", "float32")]
+)
+def test_what_is_kept_of_columns_of_any_kind(weight: str | None, bias: str | None, residual: bool) -> None:
+    """Of rows that begin anywhere it lies side by side in shared memory; without weights sums alone do."""
+    shape = 3, 2653
+    x, added = data(0, shape, "float16"), data(5, shape, "float16") if residual else None
+    vectors = [dtype and data(seed, shape[1:], dtype, shift=1.0) for seed, dtype in ((1, weight), (2, bias))]
+    case = Case(x, *vectors, norm=Norm(activation="silu" if bias else None), residual=added)
+    geometry = PIPELINE.geometry("float16", 2653)
+    check_forward(case, geometry)
+    check(case, geometry, data(8, shape, "float16") if residual else None)
 
 
 def test_without_a_weight() -> None:

@@ -22,7 +22,7 @@ from cases import (
     relative_error,
 )
 from emulator_cases import NEEDS_COMPILER
-from plan_cases import plain_backward, plain_forward
+from plan_cases import GPUS, plain_backward, plain_forward
 from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, RowBlock, plan, plan_with
@@ -224,3 +224,14 @@ def test_which_rows_are_shifted(problem: Any, shifted: bool) -> None:
     assert are_shifted(problem) == shifted
     kernels = [dict(item.constants) for item in plan(problem, SMALL_DEVICE).launches]
     assert any(constants.get("SHIFTED") for constants in kernels) == shifted
+
+
+@pytest.mark.parametrize("make", [plain_forward, plain_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("late", [2, 4])
+def test_few_long_rows_of_views_have_whole_vectors(make: Any, late: int) -> None:
+    """They begin alike in all tensors or go by clusters: nothing else would read 16 bytes of them at a time."""
+    for rows, columns in ((1, 30_000), (4, 32_768), (2, 65_536)):
+        aligned = make(rows, columns, "bfloat16")
+        problem = replace(aligned, x=replace(aligned.x, offset=late))
+        constants = dict(plan(problem, GPUS["sm_90"]).launches[0].constants)
+        assert constants["SHIFTED"] and constants["VECTOR"] == 8

@@ -134,6 +134,11 @@ PEELED: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
         {"dtype": "float32", "activation": "gelu_tanh", "running_dtype": "float64"},
         {"blocks_per_row": 2},
     ),
+    "vectors that are never cut": (
+        Shape("batch_norm", (2, 2, 129, 129), "NCHW"),
+        {"dtype": "float32", "activation": "relu", "running_dtype": "float32"},
+        {"blocks_per_row": 11},
+    ),
     "eleven vectors a thread": (
         Shape("batch_norm", (9, 4, 13, 77), "NCHW"),
         {"dtype": "float32", "activation": "silu", "affine": "weight"},

@@ -37,7 +37,7 @@ __all__ = [
 # Channels of 99^3 and 1001^2 take 0.93 to 0.99 of the time so, batch norm of 255^2 0.97 to 0.99, but of 65^2 and 129^2
 # 0.99 to 1.01.
 _LEAST_OF_LONG_RUNS = 4096
-# Warps of a block that have no slots.
+# Threads of a block that have no slots: two warps.
 OTHER_THREADS = 64
 
 
@@ -114,10 +114,10 @@ class RowPipeline:
         """Shared memory for what is kept of columns; none where that is in registers."""
         if not self.parts_are_runs(problem):
             return 0
-        numbers = len(problem.parameters) * DTYPES[_kept_dtype(problem)].itemsize
+        of_column = len(problem.parameters) * DTYPES[_kept_dtype(problem)].itemsize
         if isinstance(problem, BackwardProblem):
-            numbers += len(problem.sums) * compute_itemsize(problem)
-        return self.width * (self.resident * self.threads + 1) * numbers
+            of_column += len(problem.sums) * compute_itemsize(problem)
+        return self.width * (self.resident * self.threads + 1) * of_column
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory."""
@@ -192,7 +192,7 @@ def keeps_nothing(problem: Problem) -> bool:
 
 
 def kept_bytes_of_column(problem: Problem) -> int:
-    """Those of what blocks keep of every column: weights as in memory, and sums."""
+    """Those of what blocks keep of every column, where that is in registers: weights as in memory, and sums."""
     if problem.channels is not None:
         return 0
     kept = sum(DTYPES[item.dtype].itemsize for item in problem.parameters)

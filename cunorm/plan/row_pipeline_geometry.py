@@ -27,6 +27,9 @@ __all__ = ["cost", "geometry"]
 # Vectors of a row for each multiprocessor, at least. Batch norm of 8 x 64 x 35^2 float16 numbers, which begin anywhere,
 # takes 10.9 us with 9, otherwise 17.8 or, in two passes, 12.7.
 _LEAST_VECTORS, _LEAST_VECTORS_OF_PEELED = 16, 4
+# Where blocks keep nothing, fewer than 4 rows are better off otherwise, unless they are long: 2 and 3 channels of
+# 1001^2, 1024^2 and 2048^2 numbers take 0.71 to 0.97 of the time, but one forward 1.10. Shorter ones were not timed.
+_LEAST_ROWS, _LEAST_BYTES_OF_FEWER = 4, 2_000_000
 # And of a segment that begins anywhere: where there is less between what others write, batch norm of 256 x 2048 x 7^2
 # float32 numbers takes 205 us backward, by slabs 163.
 _LEAST_OF_SEGMENT = 16
@@ -41,11 +44,11 @@ _UNDER_WAY = 2
 # Turns after which a row is finished; and where there are so few turns, forward and backward. 100 rows of 1,000,000
 # float32 numbers take 1.25 of the time with 2, with 4 and 5 1.01 and 1.02, 16 of 400,000 backward 1.19, 1.02 and 1.04.
 # But forward 12 and 32 of 300,000 float16 numbers take 0.95 with 2.
-_LAG, _LAG_OF_FEW, _FEW_TURNS_FORWARD, _FEW_TURNS_BACKWARD = 3, 2, 5, 2
+_LAG, _LAG_OF_FEW, _TURNS_OF_FEW_FORWARD, _TURNS_OF_FEW_BACKWARD = 3, 2, 5, 2
 # A batch may have any number of rows, and every number of groups has a kernel of its own to compile. So where blocks
 # keep something of every column, as many turns or fewer are by a power of two of groups, no more than a quarter of
-# which are idle, or an eighth where there are 8 of them.
-_FEW_TURNS = 4
+# which are idle, or an eighth where there are 8 or more.
+_TURNS_BY_POWERS = 4
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
 # What a kernel declares of shared memory itself.
@@ -97,8 +100,8 @@ _ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
 # Backward, where blocks keep something of every column, fitted to 400 times of 130 layer norms of 1 to 200 rows: the
 # way that comes out first takes 1.006 of the best on average, and at most 1.07. What a turn takes however short it is,
 # how much longer it takes where few rows fit into shared memory, and what it takes to add up the sums of groups of
-# blocks: a launch, and to write their bytes, read them and write the results.
-_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _WRITTEN_AND_READ = 1.0, {3: 1.2, 4: 1.08}, 1.0, 3.0
+# blocks: a launch, and so many times what moving their bytes would take.
+_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _TIMES_MOVED = 1.0, {3: 1.2, 4: 1.08}, 1.0, 3.0
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
@@ -115,9 +118,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     itemsize = problem.itemsize
     if device.capability < 80 or itemsize > 4 or problem.rows == 0:
         return None
-    # One row of 1,048,576 float32 numbers takes 12.1 us so, and 11.0 by row_grid, of 2,097,152 14.7 and 13.4; with
-    # weights of columns, of 1,000,000 13.6 and 14.0.
-    if problem.rows == 1 and isinstance(problem, ForwardProblem) and keeps_nothing(problem):
+    if keeps_nothing(problem) and problem.rows < _least_rows(problem):
         return None
     if not (are_rows(problem) or (keeps_nothing(problem) and are_segmented(problem))):
         return None
@@ -145,6 +146,13 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     return max(ways, key=lambda way: (enough(way), way.groups), default=None)
 
 
+def _least_rows(problem: Problem) -> int:
+    """Of as many rows a pipeline may be better, where blocks keep nothing of the columns."""
+    if problem.columns * problem.itemsize < _LEAST_BYTES_OF_FEWER:
+        return _LEAST_ROWS
+    return 2 if isinstance(problem, ForwardProblem) else 1
+
+
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     width, peeled, channels = 16 // problem.itemsize, are_peeled(problem), channels_per_row(problem)
     # Rows that a block has in whole are better left to slabs (forward 16 x 1024 x 32^2 float32 numbers take 53.8 us so
@@ -152,7 +160,7 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     most_groups = device.multiprocessors // (1 if peeled else 2)
     for groups in range(min(problem.rows, most_groups), 0, -1):
         turns = -(-problem.rows // groups)
-        if not keeps_nothing(problem) and turns <= _FEW_TURNS:
+        if not keeps_nothing(problem) and turns <= _TURNS_BY_POWERS:
             idle = turns * groups - problem.rows
             if groups & (groups - 1) or idle * (4 if groups < 8 else 8) > turns * groups:
                 continue
@@ -174,7 +182,7 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
             if (block.threads + OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
                 continue
             fit = _rows_that_fit(way, problem, device)
-            few_turns = _FEW_TURNS_FORWARD if isinstance(problem, ForwardProblem) else _FEW_TURNS_BACKWARD
+            few_turns = _TURNS_OF_FEW_FORWARD if isinstance(problem, ForwardProblem) else _TURNS_OF_FEW_BACKWARD
             lag = _LAG_OF_FEW if turns <= few_turns else _LAG
             if fit >= _LEAST_ROWS_AHEAD:
                 lag = min(lag, max(_LAG_OF_FEW, fit - _UNDER_WAY))
@@ -240,4 +248,4 @@ def _cost_of_sums(way: RowPipeline, problem: Problem, device: Device) -> float:
     if isinstance(problem, ForwardProblem) or not problem.sums or way.groups == 1:
         return 0.0
     sums_bytes = way.groups * problem.columns * len(problem.sums) * compute_itemsize(problem)
-    return _LAUNCH + _WRITTEN_AND_READ * sums_bytes / (device.memory_rate * device.multiprocessors)
+    return _LAUNCH + _TIMES_MOVED * sums_bytes / (device.memory_rate * device.multiprocessors)

@@ -51,8 +51,9 @@ _LEAST_BYTES_OF_FEW_GROUPS = 1 << 20
 # and 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and
 # 1.64.
 _MOST_BYTES_OF_PEELED, _MOST_BYTES_OF_WIDE, _LEAST_BYTES_IN_ALL = 384 << 10, 512 << 10, 16 << 20
-# Fewer channels than these are left to clusters too. Not measured since blocks clear their own words.
-_LEAST_CHANNELS_WITH_CLUSTERS = 32
+# Where weights are by channel, fewer rows than these are left to clusters too. Not measured since blocks clear their
+# own words.
+_LEAST_ROWS_BY_CHANNEL = 32
 
 
 def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock) -> bool:
@@ -65,20 +66,24 @@ def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock
         return clusters.blocks_per_row == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     as_long_will_do = not forward and device.has_fast_memory
     if problem.channels is None:
-        if forward:
-            return row_bytes > _MOST_BYTES_OF_CLUSTERS and problem.rows > device.groups(clusters.blocks_per_row)
         if row_bytes > _MOST_BYTES_OF_CLUSTERS or (as_long_will_do and row_bytes == _MOST_BYTES_OF_CLUSTERS):
-            return True
-        few = problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD and row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
-        long = row_bytes >= _LEAST_BYTES_BACKWARD
-        if problem.rows <= 2 and (few if problem.itemsize == 2 else long):
-            return True
-        return problem.itemsize == 2 and clusters.vectors > _MOST_VECTORS and (few or long)
-    few = problem.rows < _LEAST_CHANNELS_WITH_CLUSTERS
+            return not forward or problem.rows > device.groups(clusters.blocks_per_row)
+        return not forward and _is_faster_backward(problem, clusters)
+    few = problem.rows < _LEAST_ROWS_BY_CHANNEL
     if are_groups(problem):
         least = _LEAST_BYTES_OF_FEW_GROUPS if few else 0
         return row_bytes >= least and not is_short_group(problem, device)
     return not few and (row_bytes > _MOST_BYTES_BY_CHANNEL or (as_long_will_do and row_bytes == _MOST_BYTES_BY_CHANNEL))
+
+
+def _is_faster_backward(problem: Problem, clusters: RowBlock) -> bool:
+    """The same of rows of whole vectors that clusters hold well, backward."""
+    row_bytes = problem.columns * problem.itemsize
+    is_long = row_bytes >= _LEAST_BYTES_BACKWARD
+    if problem.itemsize > 2:
+        return is_long and problem.rows <= 2
+    is_long = is_long or (row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD and problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD)
+    return is_long and (problem.rows <= 2 or clusters.vectors > _MOST_VECTORS)
 
 
 def _is_faster_if_peeled(problem: Problem) -> bool:

@@ -83,7 +83,8 @@ def is_better(problem: Problem, device: Device) -> bool:
     # Others were not timed.
     if device.capability != 90 or itemsize > 4 or problem.channels is not None or not are_rows(problem):
         return False
-    if vector_width(problem) * itemsize == 16:
+    # Whole vectors had better not be; and what lies otherwise in each tensor would be read number by number.
+    if vector_width(problem) * itemsize == 16 or not lie_alike(problem):
         return False
     if isinstance(problem, ForwardProblem):
         few = problem.rows <= _MOST_ROWS_FORWARD[itemsize] and (itemsize == 2 or problem.norm.centered)
