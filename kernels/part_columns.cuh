@@ -12,7 +12,7 @@ struct ColumnPlaces {
   // A vector may begin up to VECTOR - 1 columns before the part, and end as many behind it: of each VECTOR-th column
   // there is a place more, the first.
   static constexpr int PITCH = RESIDENT * THREADS + 1, COUNT = VECTOR * PITCH;
-  static_assert(COUNT * sizeof(Compute) % 16 == 0, "what lies behind sums is aligned");
+  static_assert(!PARTS_ARE_RUNS || COUNT * sizeof(Compute) % 16 == 0, "what lies behind sums is aligned");
   int of_first[PARTS_ARE_RUNS ? VECTOR : 1];  // of the thread's first vector
 
   __device__ __forceinline__ static int of_column(int column) {
