@@ -242,8 +242,7 @@ ODD_NEIGHBOURS = {
     15873: 15872,
     50257: 50256,
 }
-
-
+# The same of long rows, of which fewer are taken.
 LONG_ODD_NEIGHBOURS = {131_073: 131_072, 262_145: 262_144, 1_000_001: 1_000_000}
 
 

@@ -186,9 +186,8 @@ def are_peeled(problem: Problem) -> bool:
 
 def keeps_nothing(problem: Problem) -> bool:
     """Whether blocks have nothing to keep of every column, and read nothing besides."""
-    return kept_bytes_of_column(problem) == 0 and len(problem.matrices) == (
-        2 if isinstance(problem, ForwardProblem) else 3
-    )
+    plain = 2 if isinstance(problem, ForwardProblem) else 3
+    return kept_bytes_of_column(problem) == 0 and len(problem.matrices) == plain
 
 
 def kept_bytes_of_column(problem: Problem) -> int:
