@@ -39,6 +39,7 @@ def way_of(chosen: Plan) -> tuple[int, int, int] | None:
         (33, 513, SILU, True, "bfloat16", (16, 4, 8)),
         (230, 777, LAYER_NORM, False, "bfloat16", (16, 7, 16)),
         (40, 1023, GELU_RMS, False, "bfloat16", (16, 8, 8)),
+        (60, 641, SILU, False, "bfloat16", (16, 5, 16)),
         (12, 1023, SILU, True, "bfloat16", (32, 4, 4)),
         (2, 1537, SILU, False, "float32", (64, 3, 1)),
         (20, 2049, SILU, False, "bfloat16", (32, 8, 8)),

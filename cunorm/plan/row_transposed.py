@@ -74,15 +74,27 @@ def transposed_row(problem: ForwardProblem, device: Device) -> RowBlock | None:
     while vectors_per_row > wanted * threads and threads < 64:
         threads *= 2
     vectors = -(-vectors_per_row // threads)
-    long = threads >= (32 if activation in ("silu", *GELUS) else 16) and not takes_turns
+    five = vectors == 5 and threads >= 16 and _does_with_64_registers(problem, device)
+    long = (five or threads >= (32 if activation in ("silu", *GELUS) else 16)) and not takes_turns
     block_threads = 256 if long else 128
     rows = rows_per_block(problem, device, block_threads // threads, threads)
     geometry = RowBlock(_WIDTH, vectors, threads, rows, 1, "direct", True, "transposed")
-    registers = 64 if vectors <= 4 or (vectors <= 6 and activation is None and (long or takes_turns)) else 80
+    light = vectors <= 6 and activation is None and (long or takes_turns)
+    registers = 64 if vectors <= 4 or light or five else 80
     registers += 16 * (device.capability != 90)  # which nothing was timed for, but ptxas needs more
     share = min(blocks_with(geometry, registers), device.threads_per_multiprocessor // geometry.threads)
     geometry = replace(geometry, min_blocks=share, blocks_per_multiprocessor=share if takes_turns else 0)
     return geometry if fits(geometry, problem, device) else None
+
+
+def _does_with_64_registers(problem: ForwardProblem, device: Device) -> bool:
+    """Whether threads of five vectors do with as many, so that there are more of them on a multiprocessor.
+
+    Under silu 134 MB of 641 and 1281 columns take 1.19 and 1.21 so, with 80 1.23 and 1.28. More vectors would spill 8
+    to 20 bytes: 769 and 1025 take 1.14 and 1.09 all the same, without 1.17 and 1.13. Others were not timed.
+    """
+    plain = problem.residual is None and len(problem.parameters) == 2 and not are_wide(problem)
+    return plain and problem.norm.activation == "silu" and device.capability == 90
 
 
 def _are_few(vectors_per_row: int, of_all_threads: float) -> bool:
