@@ -84,8 +84,8 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     1.10.
 
     On an H200, whose memory does not wait for so many instructions, 769 and 1025 take 1.12 and 1.06, in turns 1.14 and
-    1.11, but 513, 1537, 4097 and 5121 1.22, 1.14, 1.14 and 1.25, in turns 1.13, 1.10, 1.08 and 1.05, if there are many:
-    1024 rows of 4097 take 1.03 and 1.18. With float32 weights 513 take 1.20, in turns 1.25, but 3001 1.26 and 1.15.
+    1.11, but 513, 1537 and 5121 1.22, 1.14 and 1.25, in turns 1.13, 1.10 and 1.05, if there are many: 1024 rows of 4097
+    take 1.03 and 1.18. With float32 weights 513 take 1.20, in turns 1.25, but 3001 1.26 and 1.15.
     """
     vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
     if full := _of_full_threads(problem, device, width):

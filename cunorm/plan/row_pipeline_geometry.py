@@ -107,43 +107,43 @@ _LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _TIMES_MOVED = 1.0, {3: 1.2, 4: 1
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    They need cp.async (sm_80), and rows that are contiguous or, where blocks keep nothing of the columns, in equal
-    segments; which may begin anywhere, if they do so alike in all tensors. Of float64 ptxas would spill.
-
     Forward, where blocks keep something of every column, this is the way with the longest parts of those for whose rows
     there is enough room, since a turn takes some time however short they are: 130 norms of 1 to 200 rows take 1.005 of
     the best of all ways on average, and at most 1.08. Else it is the one that is expected to take the least time.
     """
     problem = less_channels(problem)
-    itemsize = problem.itemsize
-    if device.capability < 80 or itemsize > 4 or problem.rows == 0:
+    if not _is_for(problem, device):
         return None
-    if keeps_nothing(problem) and problem.rows < _least_rows(problem):
-        return None
-    if not (are_rows(problem) or (keeps_nothing(problem) and are_segmented(problem))):
-        return None
-    peeled = are_peeled(problem)
-    if peeled and not lie_alike(problem):
-        return None
-    if peeled and problem.column_sizes[-1] * itemsize < 16 * _LEAST_OF_SEGMENT:
-        return None
-    least = _LEAST_VECTORS_OF_PEELED if peeled and keeps_nothing(problem) else _LEAST_VECTORS
-    if problem.columns * itemsize // 16 < least * device.multiprocessors:
-        return None
-    if isinstance(problem, BackwardProblem) and problem.dx is None:
-        return None
-    if peeled and are_groups(problem):
-        return None
-
     ways = _geometries(problem, device)
     if keeps_nothing(problem) or isinstance(problem, BackwardProblem):
         return min(ways, key=lambda way: cost(way, problem, device), default=None)
+    most_wanted = _ENOUGH_PEELED if are_peeled(problem) else _ENOUGH
 
     def enough(way: RowPipeline) -> float:
-        wanted = min(_ENOUGH_PEELED if peeled else _ENOUGH, way.turns(problem) + 2)
-        return min(1.0, _rows_that_fit(way, problem, device) / wanted)
+        return min(1.0, _rows_that_fit(way, problem, device) / min(most_wanted, way.turns(problem) + 2))
 
     return max(ways, key=lambda way: (enough(way), way.groups), default=None)
+
+
+def _is_for(problem: Problem, device: Device) -> bool:
+    """Whether the kernels are for such rows, and there are as many and as long ones as it takes.
+
+    They need cp.async (sm_80), and rows that are contiguous or, where blocks keep nothing of the columns, in equal
+    segments; which may begin anywhere, if they do so alike in all tensors. Of float64 ptxas would spill.
+    """
+    itemsize, peeled, bare = problem.itemsize, are_peeled(problem), keeps_nothing(problem)
+    if device.capability < 80 or itemsize > 4 or problem.rows < (_least_rows(problem) if bare else 1):
+        return False
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return False
+    if not (are_rows(problem) or (bare and are_segmented(problem))):
+        return False
+    if peeled and (not lie_alike(problem) or are_groups(problem)):
+        return False
+    if peeled and problem.column_sizes[-1] * itemsize < 16 * _LEAST_OF_SEGMENT:
+        return False
+    least = _LEAST_VECTORS_OF_PEELED if peeled and bare else _LEAST_VECTORS
+    return problem.columns * itemsize // 16 >= least * device.multiprocessors
 
 
 def _least_rows(problem: Problem) -> int:
