@@ -104,6 +104,19 @@ struct Cluster {
   unsigned arrived = 0, alive = 0, phase = 0;
 };
 
+struct BulkCopy {
+  void* target;
+  const void* source;
+  unsigned bytes;
+};
+
+// Where what is fetched in bulk arrives.
+struct BulkBarrier {
+  const void* address;
+  unsigned ended;  // phases
+  std::vector<BulkCopy> under_way;
+};
+
 struct Fiber;
 
 struct Block {
@@ -114,6 +127,7 @@ struct Block {
   unsigned alive;
   Barrier barrier;
   std::vector<SharedVariable> shared;
+  std::vector<BulkBarrier> bulk_barriers;
 };
 
 enum class State { ready, at_block_barrier, at_warp_collective, at_cluster_barrier, exited };
@@ -143,6 +157,7 @@ struct Fiber {
   int source;
   unsigned copy_groups;  // of asynchronous copies that it has committed
   std::vector<AsyncCopy> copies_under_way;
+  std::vector<BulkCopy> sent_in_bulk;
   bool arrived_at_cluster;
   unsigned cluster_phase;
 };
@@ -444,7 +459,7 @@ SharedVariable& find_shared(Block* block, const char* name, const void* key, siz
   look_at_watched();
   Fiber* self = current;
   if (self->arrived_at_cluster) fail({"", 0}, "a thread exits between cluster arrive and cluster wait");
-  if (!self->copies_under_way.empty()) {
+  if (!self->copies_under_way.empty() || !self->sent_in_bulk.empty()) {
     fail({"", 0}, "the thread ends with asynchronous copies that it did not wait for");
   }
   self->state = State::exited;
@@ -452,6 +467,9 @@ SharedVariable& find_shared(Block* block, const char* name, const void* key, siz
   --block->alive;
   --block->cluster->alive;
   if (block->alive == 0) {
+    for (const BulkBarrier& barrier : block->bulk_barriers) {
+      if (!barrier.under_way.empty()) fail({"", 0}, "the block ends with copies in bulk that it did not wait for");
+    }
     // Freed, not kept for the next block: another block of the cluster that still reads it is in error.
     for (SharedVariable& variable : block->shared) free(variable.data);
     block->shared.clear();
@@ -749,6 +767,53 @@ void copy_async_wait(unsigned pending) {
     memset(static_cast<char*>(copy->shared) + copy->read, 0, copy->bytes - copy->read);
   }
   copies.erase(copies.begin(), copy);
+}
+
+void bulk_begin(const void* barrier) { current->block->bulk_barriers.push_back({barrier, 0, {}}); }
+
+static BulkBarrier& bulk_barrier(const void* address, Site site) {
+  for (BulkBarrier& barrier : current->block->bulk_barriers) {
+    if (barrier.address == address) return barrier;
+  }
+  fail(site, "a barrier of copies in bulk was not begun, or not all threads could know");
+}
+
+static void check_bulk(const void* shared, const void* global, unsigned bytes, Site site) {
+  check_aligned(shared, 16, site);
+  check_aligned(global, 16, site);
+  if (bytes % 16 != 0) fail(site, "a copy in bulk of %u bytes, no multiple of 16", bytes);
+}
+
+void bulk_fetch(const void* barrier, void* shared, const void* global, unsigned bytes, Site site) {
+  check_bulk(shared, global, bytes, site);
+  memset(shared, 0xFF, bytes);
+  bulk_barrier(barrier, site).under_way.push_back({shared, global, bytes});
+}
+
+void bulk_wait(const void* barrier, unsigned phase, Site site) {
+  while (bulk_barrier(barrier, site).ended <= phase) {
+    BulkBarrier& own = bulk_barrier(barrier, site);
+    if (own.under_way.empty()) {
+      yield();
+      continue;
+    }
+    for (const BulkCopy& copy : own.under_way) memcpy(copy.target, copy.source, copy.bytes);
+    own.under_way.clear();
+    ++own.ended;
+  }
+}
+
+void bulk_send(void* global, const void* shared, unsigned bytes, Site site) {
+  check_bulk(shared, global, bytes, site);
+  current->sent_in_bulk.push_back({global, shared, bytes});
+}
+
+void bulk_wait_sent(unsigned pending) {
+  std::vector<BulkCopy>& sent = current->sent_in_bulk;
+  while (sent.size() > pending) {
+    memcpy(sent.front().target, sent.front().source, sent.front().bytes);
+    sent.erase(sent.begin());
+  }
 }
 
 unsigned long long clock() {

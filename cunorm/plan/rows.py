@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cunorm.plan import row_geometry, row_grid, row_pipeline_geometry, row_sharing, row_split, row_weight_gradients
+from cunorm.plan import (
+    row_bulk,
+    row_geometry,
+    row_grid,
+    row_pipeline_geometry,
+    row_sharing,
+    row_split,
+    row_weight_gradients,
+)
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
@@ -33,7 +42,7 @@ class Apart:
         return strategy
 
 
-RowWay = RowBlock | RowPipeline | RowGrid | Apart
+RowWay = RowBlock | RowBulk | RowPipeline | RowGrid | Apart
 
 
 def way_of(problem: Problem, device: Device) -> RowWay | None:
@@ -44,6 +53,9 @@ def way_of(problem: Problem, device: Device) -> RowWay | None:
 
 
 def _forward_way(problem: ForwardProblem, device: Device) -> RowWay | None:
+    in_bulk = row_bulk.geometry(problem, device)
+    if in_bulk is not None:
+        return in_bulk
     geometry = row_geometry.forward_geometry(problem, device)
     return _pipeline(problem, device, geometry) or geometry or row_grid.forward_geometry(problem, device)
 
