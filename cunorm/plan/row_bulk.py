@@ -1,8 +1,8 @@
 """Rows that are not whole pieces of 16 bytes, forward, and come and leave as runs of memory, by bulk copies.
 
-However such rows begin, a run of them comes and goes as fast as a copy does, and a thread has the same columns of all of
-its rows. The numbers are of an H200, as the time over that of a copy of the same bytes, of 134 MB of x where nothing else
-is said. Where memory is slower it was not timed, and rows go other ways (see row_narrow.py).
+However such rows begin, a run of them comes and goes as fast as a copy does, and a thread has the same columns of all
+of its rows. The numbers are of an H200, as the time over that of a copy of the same bytes, of 134 MB of x where nothing
+else is said. Where memory is slower it was not timed, and rows go other ways (see row_narrow.py).
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
     That is bfloat16. Of 34, 60, 100 and 260 columns, in vectors of 4 and 8 bytes, 0.99, 0.99, 0.98 and 0.98, otherwise
     1.08, 1.07, 1.04 and 1.12. Under gelu 129, 257 and 1025 take 1.47, 1.37 and 1.36, otherwise 1.54, 1.46 and 1.37.
     float32: 33, 129 and 385 take 0.98, 0.99 and 0.97, otherwise 1.04, 1.08 and 0.98; under silu 33, 129 and 1023 0.97,
-    0.98 and 0.99, otherwise 1.13, 1.19 and 1.04. Few rows: 300 x 129 take 1.27, otherwise 1.39, 600 x 257 1.19 and 1.25,
-    4104 x 1023 1.01 and 1.12, 2048 x 2049 1.33 and 1.45; but 512 x 2049 0.88 and 0.84.
+    0.98 and 0.99, otherwise 1.13, 1.19 and 1.04. Few rows: 300 x 129 take 1.27, otherwise 1.39, 600 x 257 1.19 and
+    1.25, 4104 x 1023 1.01 and 1.12, 2048 x 2049 1.33 and 1.45; but 512 x 2049 0.88 and 0.84.
     """
     width = vector_width(problem)
     if not device.has_fast_memory or not is_possible(problem, device) or width * problem.itemsize >= 16:
