@@ -791,7 +791,7 @@ void bulk_fetch(const void* barrier, void* shared, const void* global, unsigned 
 }
 
 void bulk_wait(const void* barrier, unsigned phase, Site site) {
-  while (bulk_barrier(barrier, site).ended <= phase) {
+  while (bulk_barrier(barrier, site).ended % 2 == phase % 2) {
     BulkBarrier& own = bulk_barrier(barrier, site);
     if (own.under_way.empty()) {
       yield();

@@ -18,6 +18,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
@@ -42,7 +43,7 @@ class Apart:
         return strategy
 
 
-RowWay = RowBlock | RowBulk | RowPipeline | RowGrid | Apart
+RowWay = RowBlock | RowBulk | RowBulkBackward | RowPipeline | RowGrid | Apart
 
 
 def way_of(problem: Problem, device: Device) -> RowWay | None:
