@@ -11,11 +11,12 @@ which one takes from a tenth of a second to two. Listed is:
    spilled on its architecture.
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, under some activations by turns; the others share them.
-4. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
+4. Rows that come in bulk, with each activation and residual and weights of every type by turns.
+5. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_pipeline_* with few rows on their way and many, short parts of them and long, and rows that begin anywhere,
    channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
    row_weight_gradients, zeros and column_sums.
-5. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
+6. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
 The kernels are not listed here but asked of ``plan``. Of these some thousands those are compiled that together have
 each value of each constant, where architectures that are alike, and the two dtypes of sixteen bits, share the work (see
@@ -242,6 +243,23 @@ def cases(arch: str) -> list[Case]:
         if place in (number % len(ARCHS), (3 * number + 4) % len(ARCHS)):
             mine.append(case)
     return list(dict.fromkeys([*mine, *SPILLED.get(arch, [])]))
+
+
+# Columns of rows that come in bulk, by bytes of a number: by a thread each, by parts of a warp and by several warps.
+IN_BULK = {
+    2: [9, 14, 25, 34, 65, 100, 129, 190, 257, 385, 513, 639, 641, 770, 1025, 1284, 1663, 2049, 3323, 4097, 6145, 6655],
+    4: [5, 9, 15, 33, 34, 65, 129, 190, 257, 385, 514, 639, 641, 1023, 1663, 2049, 3327],
+}
+
+
+def bulk_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of IN_BULK under each activation, with and without a residual, some times with other weights."""
+    columns = IN_BULK.get(DTYPES[dtype].itemsize, [])
+    weights = itertools.cycle((dtype, "float32", None, "float16", "float64", "bfloat16", dtype))
+    norms = [Norm(centered, 0.0, name) for centered, name in itertools.product((True, False), (None, *ACTIVATIONS))]
+    for size, norm, residual in itertools.product(columns, norms, (False, True)):
+        case = Case(dtype, size, 1 << 20, norm, residual, next(weights), backward=False)
+        yield from (item for item in launches(case.problems(), arch) if item.kernel == "row_bulk_forward")
 
 
 def split_problems(dtype: str) -> Iterator[Problem]:
@@ -526,6 +544,7 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
     every = itertools.chain(
         launches(bare, arch),
         launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
+        bulk_launches(dtype, arch),
         channel_launches(dtype, arch),
         segment_launches(dtype, arch),
     )
@@ -554,8 +573,8 @@ def launches_of(arch: str, dtype: str, kernel: str) -> list[Launch]:
 def _shares(archs: tuple[str, ...], dtypes: tuple[str, ...], kernel: str) -> dict[tuple[str, str], list[Launch]]:
     """The launches that cover those of architectures and dtypes that are alike, dealt out to these: by turns.
 
-    Covered is each value of each constant, for sm_90 each pair of PAIRS, and each way to lay out rows; and whatever has
-    spilled. Of those that cover most comes first what the launches before do not.
+    Covered is each value of each constant, for sm_90 each pair of PAIRS, each way to lay out rows, and all that goes
+    with rows in bulk; and whatever has spilled. Of those that cover most comes first what the launches before do not.
     """
     holders: dict[Constants, dict[tuple[str, str], Launch]] = {}
     spilled = set()
@@ -585,12 +604,17 @@ def _covering(every: Iterable[Constants], required: set[Constants], in_pairs: bo
 
 
 def features(constants: dict[str, Any], in_pairs: bool) -> set[tuple[object, ...]]:
-    """What a kernel's constants are covered by: their values, its way to lay out rows, and pairs of PAIRS."""
+    """What a kernel's constants are covered by: their values, its way to lay out rows, and pairs of PAIRS.
+
+    For rows in bulk it is also all that is computed with them: they have few registers to spare.
+    """
     known = {name: "sixteen bits" if value in SIXTEEN_BIT_TYPES else value for name, value in constants.items()}
     found: set[tuple[object, ...]] = {item for item in known.items() if item[0] not in ANY_NUMBER}
     if "WHOLE_VECTORS" in known:
         is_whole = known["WHOLE_VECTORS"] == known["VECTORS"]
         found.add((*(known[name] for name in ("STAGE", "PEELED", "WEIGHTS")), is_whole, known["BLOCKS_PER_ROW"] > 1))
+    if "ROWS_AT_ONCE" in known:
+        found.add(tuple(known[name] for name in ("X_TYPE", "ACTIVATION", "HAS_RESIDUAL", "WEIGHT_TYPE")))
     if in_pairs:
         pairs = (pair for pair in PAIRS if known.keys() >= set(pair))
         found |= {(first, known[first], second, known[second]) for first, second in pairs}

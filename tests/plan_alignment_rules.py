@@ -41,6 +41,8 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
                 assert_access_to_weights(constants, name, operand, width)
         if item.kernel.startswith("row_block"):
             _assert_shared_memory_is_aligned(problem, item, constants)
+        if item.kernel == "row_bulk_forward":
+            _assert_runs_are_aligned(problem, item, constants)
         if item.kernel.startswith(("row_grid", "row_pipeline")):
             _assert_slots_are_aligned(problem, item, constants)
 
@@ -187,6 +189,23 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         sums = rows * width * (dict(item.arguments)["columns_per_block"] // width + 1)
         needed = max(needed, sums * compute_bytes(problem))
     assert needed <= item.shared_bytes <= needed + 64, "shared memory is not what the kernel uses"
+
+
+def _assert_runs_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
+    """Runs come and leave in whole pieces of 16 bytes, and lie as in memory: see kernels/row_bulk_forward.cu."""
+    itemsize, width = DTYPES[problem.x.dtype].itemsize, constants["VECTOR"]
+    assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
+    assert len({matrix.offset for matrix in problem.matrices}) == 1, "results take the place of what came"
+    # Each row begins as many vectors behind the run's line in shared memory as behind that in memory.
+    assert problem.columns % width == 0 and problem.x.offset % (width * itemsize) == 0
+    # A thread for each number before the first piece, or behind the last.
+    threads = math.prod(item.block)
+    assert constants["ROWS_PER_BLOCK"] % constants["ROWS_AT_ONCE"] == 0
+    assert threads >= 2 * 16 // itemsize and threads >= constants["ROWS_PER_BLOCK"]
+    # Whole lines of 128 bytes, and one more to begin anywhere in the first.
+    lines = -(-constants["ROWS_PER_BLOCK"] * problem.columns * itemsize // 128) + 1
+    tensors = 1 + constants["HAS_RESIDUAL"]
+    assert item.shared_bytes == tensors * lines * 128
 
 
 def _channels_of_a_block(problem: Problem, item: Launch) -> int:

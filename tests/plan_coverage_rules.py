@@ -78,6 +78,23 @@ def _assert_a_part_is_covered(columns: int, constants: Constants) -> None:
             assert head - (width - 1) >= 0 and last + 2 * width <= columns
 
 
+def _covers_row_bulk(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width, vectors = constants["THREADS_PER_ROW"], constants["VECTOR"], constants["VECTORS"]
+    at_once, rows, columns = constants["ROWS_AT_ONCE"], constants["ROWS_PER_BLOCK"], arguments["columns"]
+    assert item.block == (threads, at_once) and item.cluster == 1 and not item.cooperative
+    assert threads % 32 == 0 or threads in (1, 2, 4, 8, 16), "part of a warp shares by shuffles of powers of two"
+    # Each row of a run has its turn, and the last block has what is left.
+    assert rows % at_once == 0 and rows <= threads * at_once, "a row's statistics have a thread"
+    assert item.grid == -(-arguments["rows"] // rows)
+    # Every column is in one vector of one thread, and all but its last vector are there unasked.
+    assert columns % width == 0 and columns // width >= (vectors - 1) * threads
+    index = np.arange(vectors)[:, None] * threads + np.arange(threads)
+    index[-1, index[-1] * width >= columns] = -1
+    taken = (index[index >= 0][:, None] * width + np.arange(width)).reshape(-1)
+    assert np.array_equal(np.sort(taken), np.arange(columns))
+    assert rows * columns < 2**31, "a place in a run has 32 bits"
+
+
 def _covers_row_grid(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     threads, width, peeled = constants["THREADS"], constants["VECTOR"], constants["PEELED"]
     blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
@@ -189,6 +206,7 @@ def _covers_weight_gradients(item: Launch, constants: Constants, arguments: dict
 _COVERS = {
     "row_block_forward": _covers_row_block,
     "row_block_backward": _covers_row_block,
+    "row_bulk_forward": _covers_row_bulk,
     "row_grid_forward": _covers_row_grid,
     "row_pipeline_forward": _covers_row_pipeline,
     "row_pipeline_backward": _covers_row_pipeline,

@@ -47,7 +47,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan_with, row_run
+from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_run
 from cunorm.problem import ACTIVATIONS, ForwardProblem
 
 PROBLEMS = [
@@ -97,6 +97,15 @@ RUNS = [
     ((777, 36), "float16"),
     ((1001, 24), "bfloat16"),
     ((1001, 43), "bfloat16"),
+]
+# Rows that come in bulk, as a GPU of few multiprocessors would get them: by a thread, by parts of a warp, by two warps.
+IN_BULK = [
+    ((3001, 9), "bfloat16"),
+    ((901, 65), "float16"),
+    ((300, 129), "float32"),
+    ((333, 257), "bfloat16"),
+    ((177, 770), "float16"),
+    ((99, 1023), "bfloat16"),
 ]
 # Of which L2 is asked to keep what is read, which such are taken to be too much for (see kernels/cache_hints.cuh).
 KEPT = [
@@ -208,6 +217,20 @@ def run_wide(shape: tuple[int, int]) -> None:
     runner.backward(case.backward(runner.forward(case), data(1, shape, "bfloat16")))
 
 
+def run_in_bulk(shape: tuple[int, int], dtype: str) -> None:
+    """Forward, with a residual and without."""
+
+    def choose(problem: ForwardProblem, device: Device) -> Plan:
+        chosen = plan(problem, device)
+        assert chosen.strategy == "row_bulk"
+        return chosen
+
+    runner, (weight, bias) = OnGpu(FEW, choose), (data(seed, shape[1:], dtype) for seed in (2, 3))
+    case = Case(data(0, shape, dtype), weight, bias)
+    runner.forward(case)
+    runner.forward(replace(case, norm=ACTIVATED_NORMS[0], residual=data(1, shape, dtype)))
+
+
 CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 3, 7, 7), "NCHW"), "float32"),
     (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
@@ -310,6 +333,8 @@ def main() -> None:
             run_channel_norm(channels, dtype, "relu")
     for shape in WIDE:
         run_wide(shape)
+    for shape, dtype in IN_BULK:
+        run_in_bulk(shape, dtype)
     for claimed in CLAIMED:
         run_claimed(*claimed)
     for sizes in ROWS_OF_CHANNELS:
@@ -318,7 +343,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, WIDE, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, WIDE, IN_BULK, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 
 

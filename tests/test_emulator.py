@@ -519,3 +519,71 @@ def test_an_asynchronous_copy_from_outside_a_buffer() -> None:
     wait = "cunorm_emulator::copy_async_commit(); cunorm_emulator::copy_async_wait(0);"
     with pytest.raises(EmulatorError, match="buffer 0"):
         launch(ASYNC.format(wait=wait, end=""), [x, y], [32])
+
+
+IN_BULK = """
+__shared__ alignas(16) float run[36];
+__shared__ int arrival;
+if (threadIdx.x == 0) {{
+  cunorm_emulator::bulk_begin(&arrival);
+  cunorm_emulator::bulk_fetch(&arrival, run + {place}, arguments.x, {bytes});
+}}
+__syncthreads();
+{wait}
+arguments.y[threadIdx.x] = run[threadIdx.x];
+__syncthreads();
+{end}
+"""
+ARRIVED = "cunorm_emulator::bulk_wait(&arrival, 0);"
+
+
+def fetched(wait: str = ARRIVED, end: str = "", place: int = 0, bytes: int = 128, numbers: int = 32) -> Any:
+    """What 32 threads find in shared memory, of numbers that come there in bulk."""
+    x, y = np.arange(numbers, dtype=np.float32), np.zeros(32, np.float32)
+    launch(IN_BULK.format(wait=wait, end=end, place=place, bytes=bytes), [x, y], [32])
+    return y
+
+
+def test_copies_in_bulk_arrive_when_they_are_waited_for() -> None:
+    np.testing.assert_array_equal(fetched(), np.arange(32))
+    np.testing.assert_array_equal(fetched("if (threadIdx.x == 9) " + ARRIVED + "__syncthreads();"), np.arange(32))
+    assert np.isnan(fetched("", end=ARRIVED)).all(), "they were read before"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"wait": ""}, "the block ends with copies in bulk that it did not wait for"),
+        ({"place": 1}, "misaligned address: an access of this type needs a multiple of 16 bytes"),
+        ({"bytes": 120}, "a copy in bulk of 120 bytes, no multiple of 16"),
+        ({"numbers": 31}, "buffer 0"),
+        ({"wait": "cunorm_emulator::bulk_wait(&run, 0);"}, "a barrier of copies in bulk was not begun"),
+    ],
+)
+def test_copies_in_bulk_that_are_wrong(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(EmulatorError, match=message):
+        fetched(**wrong)
+
+
+SENT = """
+__shared__ alignas(16) float run[32];
+run[threadIdx.x] = arguments.x[threadIdx.x];
+__syncthreads();
+if (threadIdx.x == 0) {{
+  cunorm_emulator::bulk_send(arguments.y, run, 64);
+  cunorm_emulator::bulk_send(arguments.y + 16, run + 16, 64);
+  {body}
+}}
+"""
+
+
+def test_what_is_sent_in_bulk_is_read_when_it_is_waited_for() -> None:
+    """The first of two runs when there may be one on its way still; shared memory may have other numbers then."""
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    changed = "run[0] = run[16] = -1; cunorm_emulator::bulk_wait_sent(1); run[1] = run[17] = -1;"
+    launch(SENT.format(body=changed + "cunorm_emulator::bulk_wait_sent(0);"), [x, y], [32])
+    expected = x.copy()
+    expected[[0, 16, 17]] = -1
+    np.testing.assert_array_equal(y, expected)
+    with pytest.raises(EmulatorError, match="asynchronous copies that it did not wait for"):
+        launch(SENT.format(body=changed), [x, y], [32])

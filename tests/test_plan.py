@@ -132,21 +132,22 @@ def test_a_model_of_many_sizes_compiles_few_kernels(dtype: str) -> None:
 
 
 # The ways on each GPU that differs: one without asynchronous copies or clusters, one with the most shared memory that
-# is not shared among blocks, one with clusters.
+# is not shared among blocks, one with clusters and with bulk copies.
 WAYS = ("sm_75", "sm_80", "sm_90")
 BLOCK, CLUSTER, PIPELINE, GRID, SPLIT = "row_block", "row_cluster", "row_pipeline", "row_grid", "row_split"
+BULK = "row_bulk"
 STRATEGIES = [
     # dtype, columns, forward, backward
     ("bfloat16", 1, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 64, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
-    ("bfloat16", 4097, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
+    ("bfloat16", 4097, (BLOCK, BLOCK, BULK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 8192, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("bfloat16", 65_536, (SPLIT, BLOCK, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
     ("bfloat16", 140_001, (SPLIT, PIPELINE, CLUSTER), (SPLIT, PIPELINE, PIPELINE)),
     ("bfloat16", 200_000, (SPLIT, PIPELINE, CLUSTER), (SPLIT, PIPELINE, PIPELINE)),
     ("bfloat16", 1_000_000, (SPLIT, PIPELINE, PIPELINE), (SPLIT, PIPELINE, PIPELINE)),
     ("bfloat16", 5_000_000, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT, SPLIT)),
-    ("float32", 10, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
+    ("float32", 10, (BLOCK, BLOCK, BULK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 4096, (BLOCK, BLOCK, BLOCK), (BLOCK, BLOCK, BLOCK)),
     ("float32", 20_000, (BLOCK, BLOCK, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
     ("float32", 100_000, (SPLIT, PIPELINE, CLUSTER), (SPLIT, PIPELINE, CLUSTER)),
@@ -253,11 +254,11 @@ def test_older_gpus_get_neither_clusters_nor_rows_ahead(device: Device) -> None:
 @pytest.mark.parametrize("columns", [1024, 4097, 65536, 1_000_000])
 @pytest.mark.parametrize("rows", [1, 2, 4096])
 def test_tensors_move_16_bytes_at_a_time(rows: int, columns: int, dtype: str) -> None:
-    """Odd rows too, but for the weights' gradients of few."""
+    """Odd rows too, but for the weights' gradients of few, and from shared memory where they come in bulk."""
     for problem in (plain_forward(rows, columns, dtype), plain_backward(rows, columns, dtype)):
         for item in plan(problem, DEVICES["sm_90"]).launches:
             width = dict(item.constants).get("VECTOR")
-            odd = item.kernel == "row_weight_gradients" and columns % 2 > 0
+            odd = item.kernel.startswith(("row_weight_gradients", "row_bulk")) and columns % 2 > 0
             assert width is None or odd or width * DTYPES[dtype].itemsize == 16
 
 
@@ -279,10 +280,17 @@ ALONE, IN_TURNS, AHEAD = ("direct", 0), ("direct", 1), ("ahead", 1)
     ],
 )
 def test_rows_that_begin_anywhere(dtype: str, columns: int, way: tuple[str, int]) -> None:
-    """A block for every group of rows where it can afford to shift or transpose weights: those of one alone, always."""
+    """A block for every group of rows where it can afford to shift or transpose weights: those of one alone, always.
+
+    There is space between them, for else most would come in bulk.
+    """
 
     def way_of(problem: ForwardProblem) -> tuple[Any, Any]:
-        *_, item = plan(problem, DEVICES["sm_90"]).launches
+        apart = Matrix(dtype, (columns + 2,), (1,))
+        added = problem.residual and apart
+        *_, item = plan(
+            replace(problem, x=apart, residual=added, y=apart, residual_out=added), DEVICES["sm_90"]
+        ).launches
         constants = dict(item.constants)
         assert constants["PEELED"] and constants["ALIKE"] and constants["MARGIN"] == 0
         return constants["STAGE"], constants["TAKES_TURNS"]

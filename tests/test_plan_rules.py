@@ -176,7 +176,7 @@ def _covering_problems() -> list[Problem]:
     ]
     for columns in (1, 10, 64, 768, 4097, 100_000, 1_000_000, 3_000_001, 10_000_000, 100_000_000):
         problems += [plain_forward(16, columns), plain_backward(16, columns)]
-    return [*problems, plain_forward(4, 4_000_000), plain_forward(9000, 5121, "float16")]
+    return [*problems, plain_forward(4, 4_000_000), plain_forward(9000, 8193, "float16")]
 
 
 def test_every_constant_is_used_by_its_kernel() -> None:

@@ -18,6 +18,7 @@ from cases import (
     assert_forward,
     data,
     far_data,
+    poisoned,
 )
 from emulator_cases import NEEDS_COMPILER
 
@@ -113,6 +114,15 @@ def test_in_place_and_without_statistics() -> None:
     x = case.x.copy()
     in_place = run(replace(case, x=x), WARP, out=x)
     assert in_place.y.tobytes() == wanted.y.tobytes()
+
+
+@pytest.mark.parametrize("late", [1, 3, 7])
+def test_rows_that_all_begin_late(late: int) -> None:
+    case = Case(data(0, (21 * 129 + late,), "bfloat16")[late:].reshape(21, 129), *affine(129, "bfloat16"))
+    y = poisoned((21 * 129 + late,), "bfloat16")
+    results = run(case, WARP, out=y[late:].reshape(21, 129))
+    assert_forward(case, results)
+    assert np.isnan(y[:late].astype("float32")).all(), "what lies before the rows was written"
 
 
 @pytest.mark.parametrize("layout", ["a warp each", "several a warp", "two warps each"])

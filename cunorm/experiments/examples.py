@@ -18,12 +18,25 @@ import numpy as np
 from cunorm.channel_norm import CHANNEL_NORMS, ChannelNorm
 from cunorm.emulator.plans import owner_of
 from cunorm.on_cpu import numpy_dtype
-from cunorm.plan import Device, Launch, Plan, Way, channel, channel_grid, channel_pipeline, plan, row_split, rows
+from cunorm.plan import (
+    Device,
+    Launch,
+    Plan,
+    Way,
+    channel,
+    channel_grid,
+    channel_pipeline,
+    plan,
+    row_bulk,
+    row_split,
+    rows,
+)
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
@@ -296,6 +309,7 @@ _ROWS = [(33, 8), (9, 100), (5, 257), (3, 1000), (40, 768), (2, 4097), (2, 8200)
 _GPU_ROWS = [(4096, 1024), (2048, 4096), (513, 8191), (64, 65536), (16, 140_001), (20_000, 256), (2, 2_000_000)]
 _GPU_ROWS += [(12, 600_000), (6, 1_200_000), (20, 700_000), (5, 1_000_001)]
 _GPU_ROWS += [(8448, 4097), (2112, 16_385), (4224, 8193)]  # of which some are claimed
+_GPU_ROWS += [(20_000, 129), (6000, 257), (3000, 65)]  # in bulk
 _CHANNELS = [
     ("instance_norm", (2, 3, 7, 7), "NC...", None),
     ("instance_norm", (2, 7, 7, 40), "N...C", None),
@@ -465,6 +479,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             builder = Builder()
             return builder.finished(row_split.plan(problem, SMALL_DEVICE, builder))
         shared: RowWay | None = None
+        if family == "row_bulk":
+            shared = _in_bulk(problem)
         if family == "row_grid":
             shared = _in_a_grid(problem)
         if kernel == "zeros":
@@ -491,6 +507,13 @@ def _claimed(problem: Problem) -> RowBlock | None:
     width = vector_width(problem)
     way = RowBlock(width, -(-problem.columns // (64 * width)), 64, blocks_per_multiprocessor=1)
     return way if way.vectors <= 8 and way.claims_rows(problem, SMALL_DEVICE) else None
+
+
+def _in_bulk(problem: Problem) -> RowBulk | None:
+    """Blocks of two warps with a row each, twice after each other; None for rows of many vectors, and others."""
+    width = vector_width(problem)
+    vectors = -(-problem.columns // (32 * width))
+    return RowBulk(width, vectors, 32, 2, 4) if vectors <= 10 and row_bulk.is_possible(problem, SMALL_DEVICE) else None
 
 
 def _in_a_grid(problem: Problem) -> RowGrid | None:

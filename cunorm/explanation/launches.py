@@ -108,7 +108,7 @@ def explained_launches(chosen: Plan, problem: AnyProblem, device: Device) -> tup
             read += again
         elif item.kernel.startswith("channel_slab") or "pipeline" in item.kernel or constants.get("STAGE") == "ahead":
             through = read
-        elif constants.get("STAGE") == "run":
+        elif constants.get("STAGE") == "run" or item.kernel.startswith("row_bulk"):
             through = read + written
         elif item.kernel == "row_grid_forward":
             resident, held = int(constants["RESIDENT"]), int(constants["HELD"])

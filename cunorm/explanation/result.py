@@ -75,7 +75,7 @@ class Explanation:
         if main is None:
             return "nowhere: there is nothing to compute"
         together = f"of the {main.blocks_per_row} blocks"
-        if self.strategy == "row_block":
+        if self.strategy in ("row_block", "row_bulk"):
             return f"in the registers of {counted(main.threads_per_row, 'threads')}"
         if self.strategy == "row_cluster":
             return f"in the registers {together} of a cluster"
