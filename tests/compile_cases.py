@@ -246,20 +246,22 @@ def cases(arch: str) -> list[Case]:
 
 
 # Columns of rows that come in bulk, by bytes of a number: by a thread each, by parts of a warp and by several warps.
+# Backward, those of one or two warps are as many numbers of a thread as those of parts.
 IN_BULK = {
     2: [9, 14, 25, 34, 65, 100, 129, 190, 257, 385, 513, 639, 641, 770, 1025, 1284, 1663, 2049, 3323, 4097, 6145, 6655],
     4: [5, 9, 15, 33, 34, 65, 129, 190, 257, 385, 514, 639, 641, 1023, 1663, 2049, 3327],
 }
+IN_BULK_BACKWARD = (9, 33, 34, 65, 100, 129, 257, 385, 639, 641, 2049)
 
 
 def bulk_launches(dtype: str, arch: str) -> Iterator[Launch]:
-    """Each of IN_BULK under each activation, with and without a residual, some times with other weights."""
+    """Each of IN_BULK under each activation, with and without a residual, sometimes with other weights."""
     columns = IN_BULK.get(DTYPES[dtype].itemsize, [])
     weights = itertools.cycle((dtype, "float32", None, "float16", "float64", "bfloat16", dtype))
     norms = [Norm(centered, 0.0, name) for centered, name in itertools.product((True, False), (None, *ACTIVATIONS))]
     for size, norm, residual in itertools.product(columns, norms, (False, True)):
-        case = Case(dtype, size, 1 << 20, norm, residual, next(weights), backward=False)
-        yield from (item for item in launches(case.problems(), arch) if item.kernel == "row_bulk_forward")
+        case = Case(dtype, size, 1 << 20, norm, residual, next(weights), backward=size in IN_BULK_BACKWARD)
+        yield from (item for item in launches(case.problems(), arch) if item.kernel.startswith("row_bulk"))
 
 
 def split_problems(dtype: str) -> Iterator[Problem]:

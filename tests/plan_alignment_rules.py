@@ -41,7 +41,7 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
                 assert_access_to_weights(constants, name, operand, width)
         if item.kernel.startswith("row_block"):
             _assert_shared_memory_is_aligned(problem, item, constants)
-        if item.kernel == "row_bulk_forward":
+        if item.kernel.startswith("row_bulk"):
             _assert_runs_are_aligned(problem, item, constants)
         if item.kernel.startswith(("row_grid", "row_pipeline")):
             _assert_slots_are_aligned(problem, item, constants)
@@ -192,7 +192,7 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
 
 
 def _assert_runs_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
-    """Runs come and leave in whole pieces of 16 bytes, and lie as in memory: see kernels/row_bulk_forward.cu."""
+    """Runs come and leave in whole pieces of 16 bytes, and lie as in memory: see kernels/row_bulk.cuh."""
     itemsize, width = DTYPES[problem.x.dtype].itemsize, constants["VECTOR"]
     assert all(matrix.row_strides[0] == problem.columns or problem.rows == 1 for matrix in problem.matrices)
     assert len({matrix.offset for matrix in problem.matrices}) == 1, "results take the place of what came"
@@ -203,9 +203,15 @@ def _assert_runs_are_aligned(problem: Problem, item: Launch, constants: Constant
     assert constants["ROWS_PER_BLOCK"] % constants["ROWS_AT_ONCE"] == 0
     assert threads >= 2 * 16 // itemsize and threads >= constants["ROWS_PER_BLOCK"]
     # Whole lines of 128 bytes, and one more to begin anywhere in the first.
-    lines = -(-constants["ROWS_PER_BLOCK"] * problem.columns * itemsize // 128) + 1
-    tensors = 1 + constants["HAS_RESIDUAL"]
-    assert item.shared_bytes == tensors * lines * 128
+    run_bytes = constants["ROWS_PER_BLOCK"] * problem.columns * itemsize
+    runs = len(problem.matrices_read) * (-(-run_bytes // 128) + 1) * 128
+    if item.kernel == "row_bulk_forward":
+        assert item.shared_bytes == runs
+        return
+    # Only the last run has numbers that go one by one: for those, threads would wait in every turn.
+    assert problem.x.offset == 0 and (run_bytes % 16 == 0 or constants["ROWS_PER_BLOCK"] >= problem.rows)
+    sums = constants["ROWS_AT_ONCE"] // 2 * problem.columns * compute_bytes(problem)
+    assert item.shared_bytes == max(constants["STAGES"] * runs, sums)
 
 
 def _channels_of_a_block(problem: Problem, item: Launch) -> int:

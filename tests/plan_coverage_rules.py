@@ -83,9 +83,10 @@ def _covers_row_bulk(item: Launch, constants: Constants, arguments: dict[str, An
     at_once, rows, columns = constants["ROWS_AT_ONCE"], constants["ROWS_PER_BLOCK"], arguments["columns"]
     assert item.block == (threads, at_once) and item.cluster == 1 and not item.cooperative
     assert threads % 32 == 0 or threads in (1, 2, 4, 8, 16), "part of a warp shares by shuffles of powers of two"
-    # Each row of a run has its turn, and the last block has what is left.
+    # Each row of a run has its turn, and the last run what is left. Backward, blocks take turns over them.
     assert rows % at_once == 0 and rows <= threads * at_once, "a row's statistics have a thread"
-    assert item.grid == -(-arguments["rows"] // rows)
+    runs = -(-arguments["rows"] // rows)
+    assert item.grid == (runs if item.kernel == "row_bulk_forward" else min(runs, item.grid)) > 0
     # Every column is in one vector of one thread, and all but its last vector are there unasked.
     assert columns % width == 0 and columns // width >= (vectors - 1) * threads
     index = np.arange(vectors)[:, None] * threads + np.arange(threads)
@@ -207,6 +208,7 @@ _COVERS = {
     "row_block_forward": _covers_row_block,
     "row_block_backward": _covers_row_block,
     "row_bulk_forward": _covers_row_bulk,
+    "row_bulk_backward": _covers_row_bulk,
     "row_grid_forward": _covers_row_grid,
     "row_pipeline_forward": _covers_row_pipeline,
     "row_pipeline_backward": _covers_row_pipeline,

@@ -55,9 +55,11 @@ def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) ->
             # there are at least as many as it takes for all rows of one to begin alike.
             most = device.groups(item.cluster) * device.blocks_with(shared_bytes)
             assert item.grid // item.cluster <= max(most, 16 // problem.itemsize)
-        if item.kernel == "row_bulk_forward":
+        if item.kernel.startswith("row_bulk"):
             blocks: Any = dict(item.constants)["MIN_BLOCKS"]
             assert threads * blocks <= device.threads_per_multiprocessor and blocks <= device.blocks_with(shared_bytes)
+            # Those that take turns run at once.
+            assert item.kernel == "row_bulk_forward" or item.grid <= blocks * device.multiprocessors
         if item.cooperative:
             # One block a multiprocessor, which has room for any; or as many as the kernel's text says, if they fit.
             share: Any = dict(item.constants).get("BLOCKS_PER_MULTIPROCESSOR", 1)
@@ -83,10 +85,11 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
         # Of two turns: what each warp has of the row, and what all need to sum and to finish it.
         of_warp, of_row = (3 + constants["PEELED"], 5) if item.kernel.endswith("forward") else (2, 4 + 6)
         return int(2 * (of_warp * constants["THREADS"] // 32 + of_row) * size)
-    if item.kernel == "row_bulk_forward":
-        # What the warps have of two sums in two places, the statistics of the run, and its barrier.
+    if item.kernel.startswith("row_bulk"):
+        # What the warps have of two sums in two places, the statistics of the run, or of two, and its barrier, or some.
         warps = -(-constants["THREADS_PER_ROW"] // 32) * constants["ROWS_AT_ONCE"]
-        return int((2 * 2 * warps + 2 * constants["ROWS_PER_BLOCK"]) * size + 16)
+        runs = 1 if item.kernel.endswith("forward") else 2
+        return int((2 * 2 * warps + 2 * runs * constants["ROWS_PER_BLOCK"]) * size + 16 * runs)
     if not item.kernel.startswith("row_block"):
         assert item.shared_bytes == 0
         return 0

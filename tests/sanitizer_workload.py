@@ -48,7 +48,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 import cunorm
 from cunorm import cuda, launch
 from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_run
-from cunorm.problem import ACTIVATIONS, ForwardProblem
+from cunorm.problem import ACTIVATIONS, ForwardProblem, Problem
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -218,17 +218,18 @@ def run_wide(shape: tuple[int, int]) -> None:
 
 
 def run_in_bulk(shape: tuple[int, int], dtype: str) -> None:
-    """Forward, with a residual and without."""
+    """Forward and backward, with a residual and without."""
 
-    def choose(problem: ForwardProblem, device: Device) -> Plan:
+    def choose(problem: Problem, device: Device) -> Plan:
         chosen = plan(problem, device)
         assert chosen.strategy == "row_bulk"
         return chosen
 
     runner, (weight, bias) = OnGpu(FEW, choose), (data(seed, shape[1:], dtype) for seed in (2, 3))
-    case = Case(data(0, shape, dtype), weight, bias)
-    runner.forward(case)
-    runner.forward(replace(case, norm=ACTIVATED_NORMS[0], residual=data(1, shape, dtype)))
+    case, dy = Case(data(0, shape, dtype), weight, bias), data(4, shape, dtype)
+    runner.backward(case.backward(runner.forward(case), dy))
+    case = replace(case, norm=ACTIVATED_NORMS[0], residual=data(1, shape, dtype))
+    runner.backward(case.backward(runner.forward(case), dy, dresidual_out=data(5, shape, dtype)))
 
 
 CHANNEL_PROBLEMS = [

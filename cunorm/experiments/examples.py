@@ -28,6 +28,7 @@ from cunorm.plan import (
     channel_pipeline,
     plan,
     row_bulk,
+    row_bulk_backward,
     row_split,
     rows,
 )
@@ -37,6 +38,7 @@ from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline
@@ -509,11 +511,17 @@ def _claimed(problem: Problem) -> RowBlock | None:
     return way if way.vectors <= 8 and way.claims_rows(problem, SMALL_DEVICE) else None
 
 
-def _in_bulk(problem: Problem) -> RowBulk | None:
-    """Blocks of two warps with a row each, twice after each other; None for rows of many vectors, and others."""
+def _in_bulk(problem: Problem) -> RowBulk | RowBulkBackward | None:
+    """Blocks of two warps with a row each, some times after each other; None for rows of many vectors, and others."""
     width = vector_width(problem)
     vectors = -(-problem.columns // (32 * width))
-    return RowBulk(width, vectors, 32, 2, 4) if vectors <= 10 and row_bulk.is_possible(problem, SMALL_DEVICE) else None
+    if vectors > 10:
+        return None
+    if row_bulk.is_possible(problem, SMALL_DEVICE):
+        return RowBulk(width, vectors, 32, 2, 4)
+    if row_bulk_backward.is_possible(problem, SMALL_DEVICE):
+        return RowBulkBackward(width, vectors, 32, 2, 8, stages=3, blocks_per_multiprocessor=1)
+    return None
 
 
 def _in_a_grid(problem: Problem) -> RowGrid | None:

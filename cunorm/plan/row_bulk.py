@@ -15,7 +15,7 @@ from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.row_memory import are_rows, compute_itemsize, vector_width
 from cunorm.problem import DTYPES, GELUS, ForwardProblem, Problem
 
-__all__ = ["RowBulk", "geometry", "is_possible"]
+__all__ = ["RowBulk", "affine_words", "geometry", "is_possible", "threads_per_row", "with_room"]
 
 _LINE_BYTES = 128
 _BANKS = 32
@@ -71,7 +71,7 @@ class RowBulk:
     def declared_bytes(self, problem: ForwardProblem) -> int:
         """The shared memory that the kernel declares, at most."""
         warps = -(-self.threads_per_row // 32) * self.rows_at_once
-        return (2 * 2 * warps + 2 * self.rows_per_block) * compute_itemsize(problem) + 16
+        return (2 * 2 * warps + 2 * self.rows_per_block) * compute_itemsize(problem) + _LINE_BYTES
 
     def blocks_with_memory(self, problem: ForwardProblem, device: Device) -> int:
         """How many blocks a multiprocessor has the shared memory for."""
@@ -143,14 +143,14 @@ def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
         return None
     if problem.rows <= 2 * device.multiprocessors or not _is_better(problem):
         return None
-    threads = _threads_per_row(problem, width)
+    threads = threads_per_row(problem, width, problem.norm.activation not in GELUS)
     vectors = -(-(problem.columns // width) // threads)
     activated = problem.norm.activation is not None
     if vectors * width > _MOST_NUMBERS or (activated and threads > _BLOCK_THREADS):
         return None
     at_once = max(1, _BLOCK_THREADS // threads)
     turns = _MORE_TURNS if threads < (64 if activated else 32) else _TURNS
-    found = _with_room(RowBulk(width, vectors, threads, at_once, min(turns * at_once, _BLOCK_THREADS)), problem, device)
+    found = with_room(RowBulk(width, vectors, threads, at_once, min(turns * at_once, _BLOCK_THREADS)), problem, device)
     while threads <= 64 and found.rows_per_block > at_once and found.shared_bytes(problem) > _MOST_RUN_BYTES:
         found = _of_fewer_rows(found, problem, device)
     wanted = 3 * found.min_blocks * device.multiprocessors // 4
@@ -159,7 +159,7 @@ def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
     return found if found.min_blocks > 0 else None
 
 
-def _threads_per_row(problem: ForwardProblem, width: int) -> int:
+def threads_per_row(problem: Problem, width: int, light: bool) -> int:
     """As few as leave none more numbers than it should have, and a warp few words of one bank to ask for at once.
 
     Rows that share a warp begin half a word behind the same bank where they have 65 columns, or 129: by 16 threads each
@@ -172,7 +172,7 @@ def _threads_per_row(problem: ForwardProblem, width: int) -> int:
         threads *= 2
     while threads < 32 and _conflicts(problem, width, threads) > 2 * width:
         threads *= 2
-    if threads == 16 and columns > 256 and _conflicts(problem, width, 16) > 1 and problem.norm.activation not in GELUS:
+    if light and threads == 16 and columns > 256 and _conflicts(problem, width, 16) > 1:
         return 32  # 257 columns take 0.97 so, by 16 0.98; but under gelu 1.48 and 1.37
     return threads
 
@@ -194,7 +194,7 @@ def _is_better(problem: ForwardProblem) -> bool:
     return columns <= (640 if light else 8192) if itemsize == 2 else columns <= 400
 
 
-def _conflicts(problem: ForwardProblem, width: int, threads: int) -> int:
+def _conflicts(problem: Problem, width: int, threads: int) -> int:
     """How many words of one bank of shared memory a warp asks for at once, whose rows ``threads`` threads share."""
     words = {
         (lane // threads * problem.columns + lane % threads * width) * problem.itemsize // 4 + word
@@ -206,7 +206,7 @@ def _conflicts(problem: ForwardProblem, width: int, threads: int) -> int:
     return -(-max(map(asked.count, asked)) // passes)
 
 
-def _with_room(geometry: RowBulk, problem: ForwardProblem, device: Device) -> RowBulk:
+def with_room(geometry: RowBulk, problem: ForwardProblem, device: Device) -> RowBulk:
     """For as many blocks a multiprocessor as have the registers and the shared memory."""
     registers = _registers(geometry, problem) + 16 * (device.capability != 90)  # as ptxas needs more for others
     registers = min(255, max(40, -(-registers // 8) * 8))
@@ -214,14 +214,18 @@ def _with_room(geometry: RowBulk, problem: ForwardProblem, device: Device) -> Ro
     return replace(geometry, min_blocks=min(share, geometry.blocks_with_memory(problem, device)))
 
 
+def affine_words(problem: Problem, width: int) -> int:
+    """Registers that the weights and biases of a vector take, as they come."""
+    types = [DTYPES[item.dtype] for item in problem.parameters]
+    if width == 1 and len(types) == 2 and types[0] == types[1] and types[0].itemsize == 2:
+        return 1
+    return sum(max(1, width * each.itemsize // 4) for each in types)
+
+
 def _registers(geometry: RowBulk, problem: ForwardProblem) -> int:
     """What a thread needs for sm_90, so that nothing spills."""
     single, types = geometry.width == 1, [DTYPES[item.dtype] for item in problem.parameters]
-    words = max(1, geometry.width * problem.itemsize // 4)
-    if single and len(types) == 2 and types[0] == types[1] and types[0].itemsize == 2:
-        words += 1  # for a weight and a bias
-    else:
-        words += sum(max(1, geometry.width * each.itemsize // 4) for each in types)
+    words = max(1, geometry.width * problem.itemsize // 4) + affine_words(problem, geometry.width)
     more = 8 * (problem.norm.activation is not None) + 4 * any(each.itemsize > problem.itemsize for each in types)
     if single and problem.x.dtype == "float16":
         # Which are widened once, not for each pass.
@@ -232,4 +236,4 @@ def _registers(geometry: RowBulk, problem: ForwardProblem) -> int:
 
 
 def _of_fewer_rows(geometry: RowBulk, problem: ForwardProblem, device: Device) -> RowBulk:
-    return _with_room(replace(geometry, rows_per_block=geometry.rows_per_block // 2), problem, device)
+    return with_room(replace(geometry, rows_per_block=geometry.rows_per_block // 2), problem, device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from cunorm.plan import (
     row_bulk,
+    row_bulk_backward,
     row_geometry,
     row_grid,
     row_pipeline_geometry,
@@ -62,6 +63,9 @@ def _forward_way(problem: ForwardProblem, device: Device) -> RowWay | None:
 
 
 def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
+    in_bulk = row_bulk_backward.geometry(problem, device)
+    if in_bulk is not None:
+        return in_bulk
     geometry = row_geometry.backward_geometry(problem, device)
     pipeline = _pipeline(problem, device, geometry)
     if pipeline is not None:
