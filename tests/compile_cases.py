@@ -616,7 +616,8 @@ def features(constants: dict[str, Any], in_pairs: bool) -> set[tuple[object, ...
         is_whole = known["WHOLE_VECTORS"] == known["VECTORS"]
         found.add((*(known[name] for name in ("STAGE", "PEELED", "WEIGHTS")), is_whole, known["BLOCKS_PER_ROW"] > 1))
     if "ROWS_AT_ONCE" in known:
-        found.add(tuple(known[name] for name in ("X_TYPE", "ACTIVATION", "HAS_RESIDUAL", "WEIGHT_TYPE")))
+        has_more = known.get("HAS_RESIDUAL", known.get("HAS_DRESIDUAL"))
+        found.add((*(known[name] for name in ("X_TYPE", "ACTIVATION", "WEIGHT_TYPE")), has_more))
     if in_pairs:
         pairs = (pair for pair in PAIRS if known.keys() >= set(pair))
         found |= {(first, known[first], second, known[second]) for first, second in pairs}
