@@ -16,7 +16,8 @@ from rich.console import Console
 from tuning_cases import GPU, FakeMachine, favourite, other_geometries, problem_of
 
 from cunorm import cli, gpus
-from cunorm.cli import output
+from cunorm.cli import output, tune
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.tuning_file import TuningFile, key_of
 
 
@@ -155,6 +156,11 @@ def test_tune(
     assert not path.exists()
     path.write_text("someone else's")
     assert run(capsys, "tune", "--clear") == f"moved to {path}.old: {path}\n"
+
+
+def test_rows_in_bulk_in_words() -> None:
+    words = "32 threads a row, 9 vectors of 1 each, runs of 16 rows in bulk, 4 at once"
+    assert tune.described(RowBulk(1, 9, 32, 4, 16, 12)) == words
 
 
 def test_a_folder_is_not_cleared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -288,9 +288,8 @@ def test_rows_that_begin_anywhere(dtype: str, columns: int, way: tuple[str, int]
     def way_of(problem: ForwardProblem) -> tuple[Any, Any]:
         apart = Matrix(dtype, (columns + 2,), (1,))
         added = problem.residual and apart
-        *_, item = plan(
-            replace(problem, x=apart, residual=added, y=apart, residual_out=added), DEVICES["sm_90"]
-        ).launches
+        problem = replace(problem, x=apart, residual=added, y=apart, residual_out=added)
+        *_, item = plan(problem, DEVICES["sm_90"]).launches
         constants = dict(item.constants)
         assert constants["PEELED"] and constants["ALIKE"] and constants["MARGIN"] == 0
         return constants["STAGE"], constants["TAKES_TURNS"]

@@ -23,7 +23,7 @@ from tuning_cases import (
 
 import cunorm
 from cunorm import compiling, cuda, execute, explanation, launch, on_cpu, reference, tuning
-from cunorm.plan import Plan, plan, plan_with, row_candidates
+from cunorm.plan import Plan, RowBlock, plan, plan_with, row_candidates
 from cunorm.problem import ForwardProblem, View, contiguous_strides
 from cunorm.row_norm import RowNorm
 from cunorm.tuning import checked_problems
@@ -161,13 +161,16 @@ class EmulatedMachine(FakeMachine):
 def test_every_way_gives_the_result_of_the_built_in_choice(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 5
     problem = problem_of(rows, columns, dtype="float32")
-    by_way = {(item.stage, item.peeled, item.weights): item for item in other_geometries(problem, SMALL_DEVICE)}
+    by_way = {
+        (item.stage, item.peeled, item.weights) if isinstance(item, RowBlock) else "in bulk": item
+        for item in other_geometries(problem, SMALL_DEVICE)
+    }
     monkeypatch.setattr(row_candidates, "candidates", lambda problem, device: iter(by_way.values()))
     monkeypatch.delenv("CUNORM_CACHE_DIR")  # executables are kept for the next time
     machine = EmulatedMachine(lambda plan: 1e-5, rows, columns)
     found = find_fastest(problem, machine, float("inf"))
     assert (found.rejected, found.tried) == (0, len(by_way) + 1)
-    assert len(by_way) > 1
+    assert len(by_way) > 1 and ("in bulk" in by_way) == (columns == 1001)
     assert machine.errors[0] == 0 and max(machine.errors) < 1e-6
 
 

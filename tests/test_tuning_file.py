@@ -19,8 +19,9 @@ from tuning_cases import DEVICE, GPU, entry_of, other_geometries, prepare, probl
 import cunorm
 from cunorm import cuda, tuning, tuning_file
 from cunorm.emulator.compiler import _executables_folder
-from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_candidates
-from cunorm.problem import ForwardProblem
+from cunorm.plan import Device, Plan, fitted, plan, plan_with, row_bulk, row_candidates
+from cunorm.plan.row_bulk import RowBulk
+from cunorm.problem import ForwardProblem, Matrix
 from cunorm.tuning import checked_problems
 from cunorm.tuning_file import TuningFile, default_path, key_of
 
@@ -388,6 +389,7 @@ def test_without_a_file_not_even_the_name_of_the_gpu_is_asked_for(
         ((4096, 1024), [(4096, 520), (4096, 768)]),
         ((100_000, 10), [(70_000, 10), (100_000, 14)]),
         ((512, 4095), [(512, 2049), (300, 3001)]),
+        ((100_000, 129), [(70_000, 255), (131_072, 193)]),
     ],
     ids=str,
 )
@@ -416,3 +418,24 @@ def test_where_no_row_is_contiguous_a_geometry_is_not_used() -> None:
     (across,) = checked_problems("layer_norm", (8192, 4096), "bfloat16", axis=0)
     assert fitted(across, DEVICE, geometry) is None
     assert plan(across, DEVICE, geometry) == plan(across, DEVICE)
+
+
+def test_runs_in_bulk_are_fitted_where_rows_lie_behind_each_other() -> None:
+    """Vectors follow from the columns, and blocks that share a multiprocessor from what there is room for."""
+    problem, shorter = problem_of(50_000, 257), problem_of(40_000, 385)
+    assert isinstance(shorter, ForwardProblem) and key_of(shorter) == key_of(problem)
+    mine = list(row_candidates.in_bulk(problem, DEVICE))
+    assert row_bulk.geometry(problem, DEVICE) in mine and len(set(mine)) == len(mine) > 20
+    for geometry in mine:
+        assert tuning_file.parsed_geometry(dataclasses.asdict(geometry)) == geometry
+        found = fitted(shorter, DEVICE, geometry)
+        if found is None:  # too many of its numbers for each thread
+            assert geometry.vectors > 17
+            continue
+        assert isinstance(found, RowBulk) and found.vectors == -(-385 // geometry.threads_per_row)
+        assert dataclasses.replace(found, vectors=geometry.vectors, min_blocks=geometry.min_blocks) == geometry
+        assert plan(shorter, DEVICE, geometry) == plan_with(shorter, DEVICE, found)
+    apart = Matrix("bfloat16", (387,), (1,))
+    others = [dataclasses.replace(shorter, x=apart, y=apart), problem_of(40_000, 386), problem_of(40_000, 384)]
+    assert {fitted(other, DEVICE, geometry) for other in others for geometry in mine} == {None}
+    assert {fitted(problem, Device("sm_89", 128, 1536), geometry) for geometry in mine} == {None}

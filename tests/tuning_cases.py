@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cunorm import __version__
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_candidates
+from cunorm.plan import Device, Plan, RowBlock, Way, plan, plan_with, row_candidates
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.row_norm import RowNorm
 from cunorm.tuning import checked_problems
@@ -22,13 +23,13 @@ def problem_of(*shape: int, op: str = "layer_norm", dtype: str = "bfloat16", **o
     return problem
 
 
-def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock]:
+def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock | RowBulk]:
     """What may compute a problem, but for what comes down to the built-in plan."""
     built_in = plan(problem, device)
     return [item for item in row_candidates.candidates(problem, device) if plan_with(problem, device, item) != built_in]
 
 
-def entry_of(geometry: RowBlock | None, *shape: int) -> Entry:
+def entry_of(geometry: Way | None, *shape: int) -> Entry:
     return Entry(geometry, shape or (4096, 8192), 1e-5, 1.25e-5, 7, __version__)
 
 
@@ -64,7 +65,7 @@ class FakeMachine:
         self.released = True
 
 
-def favourite(problem: Problem, geometry: RowBlock | None, ratio: float) -> Callable[[Plan], float]:
+def favourite(problem: Problem, geometry: Way | None, ratio: float) -> Callable[[Plan], float]:
     """Times by which one geometry is faster than the built-in choice, and all others are slower."""
     built_in, best = plan(problem, DEVICE), plan_with(problem, DEVICE, geometry)
     return lambda chosen: 1e-5 if chosen == built_in else 1e-5 / ratio if chosen == best else 2e-5

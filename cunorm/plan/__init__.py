@@ -17,6 +17,7 @@ from cunorm.plan.channel import Way
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.running import with_numbers_of
 from cunorm.problem import (
     AnyProblem,
@@ -59,16 +60,20 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
     """A geometry that was found for another problem, for this one; None where it cannot compute it.
 
     What may change, for rows, is how many vectors a thread has; and of the blocks that share a multiprocessor there may
-    be fewer.
+    be fewer, or where rows come in bulk as many as there is room for.
     """
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return geometry if geometry in channel_candidates.candidates(problem, device) else None
+    if isinstance(geometry, RowBulk):
+        follow = {"vectors": geometry.vectors, "min_blocks": geometry.min_blocks}
+        alike = (way for way in row_candidates.in_bulk(problem, device) if replace(way, **follow) == geometry)
+        return next(alike, None)
     if not isinstance(geometry, RowBlock):
         return None
     share = geometry.blocks_per_multiprocessor
     fits = [
         candidate
-        for candidate in _row_candidates(problem, device)
+        for candidate in _in_blocks(problem, device)
         if candidate.blocks_per_multiprocessor <= share
         and (candidate.blocks_per_multiprocessor > 0) == (share > 0)
         and candidate.stage == geometry.stage  # most differ in it, and to tell is quick
@@ -78,14 +83,14 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
 
 
 @functools.lru_cache(maxsize=8)
-def _row_candidates(problem: Problem, device: Device) -> tuple[RowBlock, ...]:
+def _in_blocks(problem: Problem, device: Device) -> tuple[RowBlock, ...]:
     """Kept: listing them takes tens of milliseconds, and a plan, its explanation and its tuning ask for the same."""
-    return tuple(row_candidates.candidates(problem, device))
+    return tuple(row_candidates.in_blocks(problem, device))
 
 
 def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way | None) -> Plan:
     """The plan with a geometry that is one of the `candidates`; None is for the built-in choice."""
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return channel.plan_with(problem, device, geometry)
-    assert geometry is None or isinstance(geometry, RowBlock)
+    assert geometry is None or isinstance(geometry, RowBlock | RowBulk)
     return rows.plan_with(problem, device, geometry)

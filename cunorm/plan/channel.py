@@ -16,6 +16,7 @@ from cunorm.plan.channel_tiles import direction
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.rows import RowWay
 from cunorm.problem import ChannelForward, ChannelProblem
@@ -23,7 +24,7 @@ from cunorm.problem import ChannelForward, ChannelProblem
 __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
 _OfChannels = Slab | Grid | ChannelPipeline | Split
-Way = _OfChannels | RowBlock
+Way = _OfChannels | RowBlock | RowBulk
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
 # Of a channel or group that is better held as a slab: see _is_better_as_slab.

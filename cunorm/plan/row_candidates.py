@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cunorm.plan import row_bulk
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_memory import (
     are_rows,
@@ -18,11 +20,15 @@ from cunorm.plan.row_memory import (
     lie_alike,
     margin_of,
     row_width,
+    vector_width,
 )
 from cunorm.plan.row_short import SHORT_BYTES
 from cunorm.problem import ForwardProblem, Problem
 
-__all__ = ["candidates"]
+__all__ = ["candidates", "in_blocks", "in_bulk"]
+
+# Numbers of a row that a thread has, at most, where rows come in bulk: the built-in choice has fewer.
+_MOST_NUMBERS_IN_BULK = 34
 
 
 def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
@@ -51,8 +57,14 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
             yield piece, "ahead", True
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
+def candidates(problem: Problem, device: Device) -> Iterator[RowBlock | RowBulk]:
     """Every geometry that is worth a try for a problem, for whoever measures."""
+    yield from in_blocks(problem, device)
+    yield from in_bulk(problem, device)
+
+
+def in_blocks(problem: Problem, device: Device) -> Iterator[RowBlock]:
+    """Those of rows that come to the registers of blocks, or of clusters."""
     if problem.columns == 0 or not (are_rows(problem) or are_segmented(problem)):
         return
     for width, stage, peeled in _ways(problem):
@@ -76,6 +88,26 @@ def candidates(problem: Problem, device: Device) -> Iterator[RowBlock]:
                         yield in_turns
                         if share > 1 and _are_short(problem, width) and fits_crowd(in_turns, problem, device, share):
                             yield replace(in_turns, min_blocks=share)
+
+
+def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk]:
+    """Those of rows that come as runs by bulk copies, if they are no whole pieces of 16 bytes."""
+    width = vector_width(problem)
+    if not isinstance(problem, ForwardProblem) or width * problem.itemsize >= 16:
+        return
+    if not row_bulk.is_possible(problem, device):
+        return
+    for i, threads, turns in itertools.product(range(9), (64, 128, 256), (1, 2, 4, 8)):
+        threads_per_row = 1 << i
+        vectors, at_once = -(-problem.columns // (width * threads_per_row)), threads // threads_per_row
+        if vectors * width > _MOST_NUMBERS_IN_BULK or not at_once or turns * at_once > threads:
+            continue
+        if vectors == 1 and threads_per_row * width >= 2 * problem.columns:
+            continue
+        geometry = RowBulk(width, vectors, threads_per_row, at_once, turns * at_once)
+        geometry = row_bulk.with_room(geometry, problem, device)
+        if geometry.min_blocks > 0:
+            yield geometry
 
 
 def _are_short(problem: Problem, width: int) -> bool:

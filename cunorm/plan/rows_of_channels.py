@@ -62,7 +62,7 @@ def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
         return
     seen = set()
     whole_channels = isinstance(as_row_problem, BackwardProblem) and has_several_channels(as_row_problem)
-    for geometry in row_candidates.candidates(replace(as_row_problem, weight=None, bias=None), device):
+    for geometry in row_candidates.in_blocks(replace(as_row_problem, weight=None, bias=None), device):
         # Where sums are by channel, no vector may reach from one into the next.
         reaches = whole_channels and geometry.peeled
         if reaches or not can_be_shared(as_row_problem, geometry.blocks_per_row, geometry.width):
