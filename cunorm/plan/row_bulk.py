@@ -184,7 +184,7 @@ def _is_better(problem: ForwardProblem) -> bool:
     0.96, layer norm of 513 of float32 0.98 and 0.97, and with a residual 385 of bfloat16 1.01 and 1.00.
     """
     columns, itemsize = problem.columns, problem.itemsize
-    if columns * itemsize < 18:
+    if columns * itemsize < 18 or any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
         return False  # which were not timed
     if problem.norm.activation is not None:
         return True
@@ -224,10 +224,11 @@ def affine_words(problem: Problem, width: int) -> int:
 
 def _registers(geometry: RowBulk, problem: ForwardProblem) -> int:
     """What a thread needs for sm_90, so that nothing spills."""
-    single, types = geometry.width == 1, [DTYPES[item.dtype] for item in problem.parameters]
-    words = max(1, geometry.width * problem.itemsize // 4) + affine_words(problem, geometry.width)
-    more = 8 * (problem.norm.activation is not None) + 4 * any(each.itemsize > problem.itemsize for each in types)
-    if single and problem.x.dtype == "float16":
+    width, dtypes = geometry.width, [problem.x.dtype, *(item.dtype for item in problem.parameters)]
+    words = max(1, width * problem.itemsize // 4) + max(width, affine_words(problem, width))
+    more = 8 * (problem.norm.activation is not None)
+    more += 4 * any(DTYPES[dtype].itemsize > problem.itemsize for dtype in dtypes)
+    if width == 1 and "float16" in dtypes:
         # Which are widened once, not for each pass.
         more += max(0, geometry.vectors - 9) + 4 * (geometry.threads_per_row > _BLOCK_THREADS)
     if problem.residual is not None:

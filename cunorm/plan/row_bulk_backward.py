@@ -15,7 +15,7 @@ from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.row_bulk import affine_words, threads_per_row
 from cunorm.plan.row_memory import are_rows, compute_itemsize, vector_width
-from cunorm.problem import BackwardProblem, Problem
+from cunorm.problem import DTYPES, BackwardProblem, Problem
 
 __all__ = ["RowBulkBackward", "geometry", "is_possible"]
 
@@ -176,6 +176,8 @@ def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
     least = 2 if problem.norm.activation is not None else 4
     if problem.dx is None or problem.rows <= least * device.multiprocessors or width * itemsize >= 16:
         return False
+    if any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
+        return False  # which were not timed
     if itemsize == 2 and width == 4:
         return 32 < columns < _SHORT_BYTES // itemsize
     return columns // width > (8 if itemsize * width == 2 else 16)
