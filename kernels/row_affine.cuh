@@ -4,10 +4,9 @@
 // - late: when the sums of the row are known, so that they take no registers before;
 // - early: before that, so that their way from memory costs no time of its own;
 // - staged: late, but from shared memory, where they come once for all rows of a block, beside the first of them and
-//   without registers. A row that fills the cache drives them out of it, and each row would cost their bytes again;
-// - transposed: likewise, but widened, for rows of which each begins in its own way (see Transposed).
+//   without registers. A row that fills the cache drives them out of it, and each row would cost their bytes again.
 // Those by channel (see row_channels.cuh) are few. They come late, or staged: for each row, one channel to a thread.
-enum class Weights { late, early, staged, transposed };
+enum class Weights { late, early, staged };
 constexpr Weights weights_come = Weights::WEIGHTS;
 
 // FORWARD, rows share what is staged; backward the addresses that it takes to share weights, or to copy them
@@ -108,86 +107,12 @@ struct Parameter {
     switch (weights_come) {
       case Weights::late: return widen_all(from(memory, place, i), values);
       case Weights::early: return widen_all(early[i], values);
-      case Weights::transposed: return;
       case Weights::staged:
         if constexpr (STAGED_AS_IN_MEMORY) return widen_all(from(staged + shift(), place, i), values);
         return widen_all(load_in_pieces<VECTOR, (BYTES < 16 ? BYTES : 16)>(own(i)), values);
     }
   }
 };
-
-// Weights and biases of rows that begin anywhere, as Compute numbers in shared memory: those of a column side by side,
-// and of every VECTOR-th column behind each other. So neighbouring threads, whose vectors are neighbours, read numbers
-// that are neighbours, from whichever column their row's vectors begin at, and have nothing to shift or to widen. The
-// PITCH keeps the rows of a warp, of which each begins in another way, to banks of their own.
-struct Transposed {
-  static constexpr int NUMBERS = HAS_WEIGHT + HAS_BIAS > 0 ? HAS_WEIGHT + HAS_BIAS : 1;
-  static constexpr int VECTORS_OF_ROW = THREADS_PER_ROW * VECTORS + 2;  // with those of the edges
-  static constexpr int PITCH = TRANSPOSED_PITCH;
-  static constexpr int COPIES = (VECTORS_OF_ROW + BLOCK_THREADS - 1) / BLOCK_THREADS;
-  static_assert(weights_come != Weights::transposed || PITCH >= VECTORS_OF_ROW);
-  using Numbers = Vector<Compute, NUMBERS>;
-
-  Compute* numbers;  // [VECTOR][PITCH][NUMBERS]
-  int first;         // of the vectors' numbers, of the row that it went to
-  int wraps_at;
-
-  __device__ __forceinline__ static int place_of_column(int column) {
-    return (column % VECTOR * PITCH + column / VECTOR) * NUMBERS;
-  }
-
-  // Puts those of so many columns there: to be called when the row is on its way.
-  __device__ __forceinline__ void put(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases, int columns) const {
-    const auto put_column = [&](int column, Compute weight, Compute bias) {
-      Numbers of_column;
-      if constexpr (HAS_WEIGHT) of_column.lane[0] = weight;
-      if constexpr (HAS_BIAS) of_column.lane[NUMBERS - 1] = bias;
-      store(numbers + place_of_column(column), of_column);
-    };
-#pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-      const int column = (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
-      if (column + VECTOR <= columns) {
-        Compute weight[VECTOR], bias[VECTOR];
-        load_affine<VECTOR>(weights + column, biases + column, weight, bias);
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) put_column(column + j, weight[j], bias[j]);
-        continue;
-      }
-      for (int j = column; j < columns; ++j) {
-        Compute weight[1], bias[1];
-        load_affine<1>(weights + j, biases + j, weight, bias);
-        put_column(j, weight[0], bias[0]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void go_to(const Place& place) {
-    first = place_of_column(place.cut.head) + static_cast<int>(threadIdx.x) * NUMBERS;
-    wraps_at = VECTOR - place.cut.head % VECTOR;
-  }
-
-  // Those of the thread's i-th vector.
-  __device__ __forceinline__ void get(int i, Compute (&weight)[VECTOR], Compute (&bias)[VECTOR]) const {
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      const int from = first + (j < wraps_at ? j * PITCH : (j - VECTOR) * PITCH + 1) * NUMBERS;
-      take(from + i * THREADS_PER_ROW * NUMBERS, weight[j], bias[j]);
-    }
-  }
-  __device__ __forceinline__ void get_edge(int column, Compute (&weight)[1], Compute (&bias)[1]) const {
-    take(place_of_column(column), weight[0], bias[0]);
-  }
-
- private:
-  __device__ __forceinline__ void take(int place, Compute& weight, Compute& bias) const {
-    const Numbers of_column = load<Compute, NUMBERS>(numbers + place);
-    if constexpr (HAS_WEIGHT) weight = of_column.lane[0];
-    if constexpr (HAS_BIAS) bias = of_column.lane[NUMBERS - 1];
-  }
-};
-constexpr bool TRANSPOSES = weights_come == Weights::transposed;
-static_assert(!TRANSPOSES || (FORWARD && PEELED && ::stage == Stage::direct && BLOCKS_PER_ROW == 1));
 
 static_assert(!HAS_CHANNELS || weights_come == Weights::late || weights_come == Weights::staged,
               "a channel has one weight, not one for each column");
@@ -249,7 +174,6 @@ struct Affine {
   Parameter<WEIGHT_ACCESS, WEIGHT_SHIFT, WEIGHT_TYPE> weights;
   Parameter<BIAS_ACCESS, BIAS_SHIFT, BIAS_TYPE> biases;
   ChannelTurns by_channel;
-  Transposed transposed;
 
   // To be called with the place of the first row; FORWARD before that is fetched: if it comes ahead, with its commit.
   __device__ __forceinline__ void stage(const Place& place) const {
@@ -260,14 +184,9 @@ struct Affine {
   }
   // To be called FORWARD by all threads in every step, when its row has arrived and before the first `get`.
   __device__ __forceinline__ void arrive(int turn) const {
-    if (TRANSPOSES && THREADS_PER_ROW <= 32 && turn == 0) __syncthreads();  // else the sums have one
     if constexpr (HAS_CHANNELS || weights_come != Weights::staged) return;
     if constexpr (::stage == Stage::direct) copy_async_wait<0>();
     if ((STAGED_AS_IN_MEMORY || STAGED_ROWS < ROWS_PER_BLOCK) && turn == 0) __syncthreads();
-  }
-  // To be called when the row of a turn is on its way.
-  __device__ __forceinline__ void transpose(const Part& part, int turn) const {
-    if (TRANSPOSES && turn == 0) transposed.put(weights.memory, biases.memory, part.columns);
   }
   // To be called before the sums of a row; whoever calls it before the first keeps them for all.
   __device__ __forceinline__ void fetch_early(const Place& place) {
@@ -277,14 +196,12 @@ struct Affine {
   // To be called when a row begins.
   __device__ __forceinline__ void go_to(const Place& place) {
     if constexpr (HAS_CHANNELS) return by_channel.affine.go_to(place.row);
-    if constexpr (TRANSPOSES) return transposed.go_to(place);
     if constexpr (HAS_WEIGHT) weights.go_to(place);
     if constexpr (HAS_BIAS) biases.go_to(place);
   }
   __device__ __forceinline__ void get(const Place& place, int i, Compute (&weight)[VECTOR],
                                       Compute (&bias)[VECTOR]) const {
     if constexpr (HAS_CHANNELS) return by_channel.affine.get(place.column(i), weight, bias);
-    if constexpr (TRANSPOSES) return transposed.get(i, weight, bias);
     if constexpr (HAS_WEIGHT) weights.get(place, i, weight);
     if constexpr (HAS_BIAS) biases.get(place, i, bias);
     add_weight_offset(weight);
@@ -296,10 +213,6 @@ struct Affine {
       const int column = place.edge_column(i);
       if constexpr (HAS_CHANNELS) {
         by_channel.affine.get(column, edges.weight[i], edges.bias[i]);
-        continue;
-      }
-      if constexpr (TRANSPOSES) {
-        transposed.get_edge(column, edges.weight[i], edges.bias[i]);
         continue;
       }
       if constexpr (HAS_WEIGHT) edges.weight[i][0] = widen(weights.memory[column]);
@@ -317,6 +230,5 @@ __device__ __forceinline__ Affine affine_of(const KernelArguments& arguments, co
       reinterpret_cast<BIAS_TYPE*>(staged_weights + (HAS_WEIGHT ? STAGED_ELEMENTS : 0));
   return {{arguments.weight + part.first_column, staged_weights, {}},
           {arguments.bias + part.first_column, staged_biases, {}},
-          channel_turns_of(arguments, part, staged),
-          {static_cast<Compute*>(staged), 0, 0}};
+          channel_turns_of(arguments, part, staged)};
 }

@@ -250,7 +250,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS
   const Place first_place = place_of(y, part, first_row);
   const auto place_at = [&](long long first) {
     // Beside rows that come ahead, there are no registers to keep how they begin.
-    if constexpr (PEELED && stage == Stage::direct && !TRANSPOSES) return first_place.moved(part, first);
+    if constexpr (PEELED && stage == Stage::direct) return first_place.moved(part, first);
     return place_of(y, part, first);
   };
   // What is ahead: rows in shared memory, and the next edges in registers.
@@ -271,7 +271,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS
   for (int i = 0; i < ROWS_AHEAD; ++i) fetch_rows(first_row + i * step, i);
   if constexpr (stage == Stage::ahead) fetch_edges(first_place);
   AffineEdges affine_edges;
-  if constexpr (!HAS_CHANNELS && !TRANSPOSES) affine.get_edges(first_place, affine_edges);
+  if constexpr (!HAS_CHANNELS) affine.get_edges(first_place, affine_edges);
   start_mbarriers(exchange);
   cluster_arrive();
   Claims claims = {step, told};
@@ -346,7 +346,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS
     constexpr bool STAGES = weights_come == Weights::staged && READS_DIRECTLY && !TAKES_TURNS;
     constexpr bool SETS_OUT_AT_ONCE = (FETCHES_EARLY && FETCHES_AT_ONCE) || STAGES || KEEPS_OFFSETS;
     if constexpr (SETS_OUT_AT_ONCE) end_basic_block(arguments.columns);
-    affine.transpose(part, turn);
 
     // Reduce: the mean, then the differences from it.
     Statistics statistics = {0, 0, 0};
@@ -432,7 +431,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS
       }
     }
     if (tells_of_row()) running.update(arguments, statistics, place.row);
-    if constexpr (HAS_CHANNELS || TRANSPOSES) affine.get_edges(place, affine_edges);
+    if constexpr (HAS_CHANNELS) affine.get_edges(place, affine_edges);
 #pragma unroll
     for (int i = 0; i < EDGES; ++i) {
       if (!place.has_edge(i)) continue;

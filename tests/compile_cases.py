@@ -71,12 +71,11 @@ NEWEST = ["sm_100", "sm_120"]
 # Whether all that is listed here is compiled, 10,800 kernels of half a second each: before a release, and after a
 # change of what kernels share.
 EVERY_KERNEL = os.environ.get("CUNORM_EVERY_KERNEL") == "1"
-# Constants of which each combination of values is compiled for sm_90, and those of which no value is special.
+# Constants of which each combination of values is compiled for sm_90.
 PAIRS = [
     ("VECTORS", "ACTIVATION"), ("VECTORS", "STAGE"), ("VECTORS", "WEIGHTS"), ("STAGE", "WEIGHTS"), ("STAGE", "PEELED"),
     ("STAGE", "ACTIVATION"), ("VECTORS", "HAS_RESIDUAL"), ("VECTORS", "HAS_DRESIDUAL"),
 ]  # fmt: skip
-ANY_NUMBER = ("TRANSPOSED_PITCH",)
 ASYNCHRONOUS = ("row_grid", "row_pipeline", "channel_pipeline", "channel_grid")
 SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT_TYPES = {DTYPES[dtype].cuda for dtype in SIXTEEN_BITS}
@@ -611,7 +610,7 @@ def features(constants: dict[str, Any], in_pairs: bool) -> set[tuple[object, ...
     For rows in bulk it is also all that is computed with them: they have few registers to spare.
     """
     known = {name: "sixteen bits" if value in SIXTEEN_BIT_TYPES else value for name, value in constants.items()}
-    found: set[tuple[object, ...]] = {item for item in known.items() if item[0] not in ANY_NUMBER}
+    found: set[tuple[object, ...]] = set(known.items())
     if "WHOLE_VECTORS" in known:
         is_whole = known["WHOLE_VECTORS"] == known["VECTORS"]
         found.add((*(known[name] for name in ("STAGE", "PEELED", "WEIGHTS")), is_whole, known["BLOCKS_PER_ROW"] > 1))

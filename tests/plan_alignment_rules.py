@@ -96,8 +96,7 @@ def _assert_peeled_vectors_are_aligned(problem: Problem, item: Launch, constants
         step = constants.get("CLAIMS") or (classes if classes > 1 else step)
         assert len(begins) == 1 or not constants.get("ALIKE")
         by_channel = item.kernel == "row_block_backward" and problem.channels is not None
-        anywhere = by_channel or constants.get("WEIGHTS") == "transposed"  # where each row finds its own
-        if row + step < problem.rows and item.kernel.startswith("row_block") and not anywhere:
+        if row + step < problem.rows and item.kernel.startswith("row_block") and not by_channel:
             # A thread keeps its columns: in the sums of gradients, and in the weights and edges that it took once.
             aligned = _aligned_to(problem)
             assert _address(aligned, problem, row + step, 0) % 16 == _address(aligned, problem, row, 0) % 16
@@ -153,13 +152,6 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
         assert needed % 16 == 0 and constants["WEIGHTS_OF"] != "part" and problem.parameters
         assert constants["THREADS_PER_ROW"] > 32 and _channels_of_a_block(problem, item) <= constants["THREADS_PER_ROW"]
         needed += 2 * threads * len(problem.parameters) * compute_bytes(problem)
-    elif constants["WEIGHTS"] == "transposed":
-        # Those of a row, with up to 2 * (width - 1) columns more than its vectors have, each a number of width rows.
-        assert needed == 0 and constants["PEELED"] and item.kernel.endswith("forward") and item.cluster == 1
-        pitch, of_row = constants["TRANSPOSED_PITCH"], constants["THREADS_PER_ROW"] * constants["VECTORS"]
-        assert of_row + 2 <= pitch < of_row + 2 + 32 and (of_row + 2) * width >= problem.columns
-        needed += width * pitch * len(problem.parameters) * compute_bytes(problem)
-        _assert_banks_apart(problem, constants)
     elif constants["WEIGHTS"] == "staged":
         # Those of a row, or backward, and where rows begin in different ways, of each.
         forward = item.kernel.endswith("forward")
@@ -255,13 +247,3 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
             assert arguments["segment_columns"] + constants["VECTOR"] <= columns
             numbers = columns * (kept + sums * compute_bytes(problem))
     assert item.shared_bytes == tensors * slots * 16 + numbers
-
-
-def _assert_banks_apart(problem: Problem, constants: Constants) -> None:
-    """The rows of a warp read transposed weights from different banks, but those that read the same numbers."""
-    width, threads, pitch = constants["VECTOR"], constants["THREADS_PER_ROW"], constants["TRANSPOSED_PITCH"]
-    words = len(problem.parameters)  # of a number; 32 of them are read at a time, by all lanes or by half of them
-    rows = 32 // words // threads
-    firsts = {-row * problem.x.row_strides[0] % width for row in range(rows)}
-    banks = [(first * pitch + thread) % (32 // words) for first in firsts for thread in range(threads)]
-    assert len(set(banks)) == len(banks)

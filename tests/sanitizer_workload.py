@@ -33,6 +33,7 @@ from cases import (
     ACTIVATED_NORMS,
     LAYER_NORM,
     RMS_NORM,
+    SMALL_DEVICE,
     Array,
     Case,
     CupyRunner,
@@ -47,7 +48,7 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_run
+from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with
 from cunorm.problem import ACTIVATIONS, ForwardProblem, Problem
 
 PROBLEMS = [
@@ -67,8 +68,7 @@ PROBLEMS = [
     ((2, 140000), (-1,), "bfloat16"),
     ((20000, 256), (-1,), "bfloat16"),  # rows of a block share weights that are staged
     ((301, 1025), (-1,), "bfloat16"),  # as they lie in memory
-    ((9001, 257), (-1,), "bfloat16"),  # transposed, as others below are
-    ((20_000, 257), (-1,), "float16"),  # in turns
+    ((9001, 257), (-1,), "bfloat16"),  # in bulk
     ((300, 129), (-1,), "bfloat16"),
     ((900, 4097), (-1,), "bfloat16"),
     ((200, 65), (-1,), "float32"),  # several edges a thread
@@ -87,16 +87,12 @@ PROBLEMS = [
     ((3, 4, 5, 16), (1, 3), "float32"),
 ]
 
-# Short rows that come as a run a block, where memory is fast and they are many, which these are taken for.
+# Short rows that come as runs, as a GPU of few multiprocessors and slower memory would get them.
 RUNS = [
-    ((3001, 7), "float32"),
-    ((3000, 10), "float32"),
-    ((901, 12), "float32"),
-    ((501, 31), "float32"),
-    ((1003, 25), "float16"),
-    ((777, 36), "float16"),
-    ((1001, 24), "bfloat16"),
-    ((1001, 43), "bfloat16"),
+    ((2001, 9), "float32"),
+    ((2003, 17), "float32"),
+    ((2003, 25), "float16"),
+    ((2001, 41), "bfloat16"),
 ]
 # Rows that come in bulk, as a GPU of few multiprocessors would get them: by a thread, by parts of a warp, by two warps.
 IN_BULK = [
@@ -217,6 +213,15 @@ def run_wide(shape: tuple[int, int]) -> None:
     runner.backward(case.backward(runner.forward(case), data(1, shape, "bfloat16")))
 
 
+def run_runs(shape: tuple[int, int], dtype: str) -> None:
+    """Forward and backward, with what is added and without."""
+    runner, added = OnGpu(replace(SMALL_DEVICE, memory_rate=22e3)), data(1, shape, dtype)
+    weight, bias = (data(seed, shape[1:], dtype) for seed in (2, 3))
+    for residual in (None, added):
+        case = Case(data(0, shape, dtype), weight, bias, residual=residual)
+        runner.backward(case.backward(runner.forward(case), added, dresidual_out=residual))
+
+
 def run_in_bulk(shape: tuple[int, int], dtype: str) -> None:
     """Forward and backward, with a residual and without."""
 
@@ -324,9 +329,8 @@ def main() -> None:
     cupy.cuda.set_allocator(None)  # cudaMalloc each time: a pool would hide what lies between its blocks
     for place, problem in enumerate(PROBLEMS):
         run_rows(place, *problem)
-    with mock.patch.object(row_run, "_LEAST_WAVES", 0):
-        for place, (shape, dtype) in enumerate(RUNS):
-            run_rows(place, shape, (-1,), dtype)
+    for shape, dtype in RUNS:
+        run_runs(shape, dtype)
     with mock.patch.object(cache_hints, "_LEAST_BYTES", 0):
         for place, (shape, dtype) in enumerate(KEPT):
             run_rows(place, shape, (-1,), dtype)

@@ -28,7 +28,7 @@ def gelu(numbers: int) -> tuple[PointwiseForward, PointwiseBackward]:
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype"), [(64, "float16"), (1024, "bfloat16"), (4097, "bfloat16"), (100, "float32")]
+    ("columns", "dtype"), [(64, "float16"), (1024, "bfloat16"), (12_289, "bfloat16"), (100, "float32")]
 )
 def test_rows_that_are_more_than_l2_holds(columns: int, dtype: str) -> None:
     itemsize = 4 if dtype == "float32" else 2
@@ -59,7 +59,7 @@ def test_rows_that_come_ahead_backward(columns: int) -> None:
 
 def test_short_and_odd_rows_ask_for_nothing_backward() -> None:
     for columns in (256, 1023, 4097):
-        assert kept(plain_backward(200_000_000 // columns, columns, "float16")) == {"row_block_backward": 0}
+        assert set(kept(plain_backward(200_000_000 // columns, columns, "float16")).values()) <= {0}
 
 
 def test_groups_that_come_ahead() -> None:

@@ -11,7 +11,7 @@ from emulator_cases import NEEDS_COMPILER
 from plan_cases import GPUS, plain_backward, plain_forward
 from plan_rules import RULES
 
-from cunorm.plan import Device, Plan, plan
+from cunorm.plan import Device, Plan, plan_with
 from cunorm.plan.row_activated import activated_row_forward
 from cunorm.plan.row_geometry import backward_geometry, forward_geometry
 from cunorm.plan.row_half import row_of_half_vectors
@@ -39,13 +39,14 @@ def way_of(problem: Problem, device: Device) -> Way:
 
 
 class Choose:
-    """Plans as is built in, and remembers how rows lie."""
+    """Plans for blocks that hold rows, whatever else is faster, and remembers how these lie."""
 
     def __init__(self) -> None:
         self.found: list[Way] = []
 
     def __call__(self, problem: Any, device: Device) -> Plan:
-        chosen = plan(problem, device)
+        find: Any = forward_geometry if isinstance(problem, ForwardProblem) else backward_geometry
+        chosen = plan_with(problem, device, find(problem, device))
         for rule in RULES:
             rule(problem, device, chosen)
         self.found.append(way_of(problem, device))
@@ -81,10 +82,6 @@ def case_of(
         (17, 1100, RMS_NORM, False, "bfloat16", (4, 64, 5, 4, 1, "direct", "early")),
         (160, 132, RMS_NORM, True, "bfloat16", (4, 16, 3, 8, 1, "direct", "early")),
         (40, 500, LAYER_NORM, True, "bfloat16", (4, 32, 4, 4, 1, "direct", "staged")),
-        # row_peeled: seven or eight vectors of each thread, the last block with fewer rows
-        (30, 2053, LAYER_NORM, False, "bfloat16", (8, 32, 8, 4, 1, "direct", "staged")),
-        (31, 3331, LAYER_NORM, False, "bfloat16", (8, 64, 7, 4, 1, "direct", "staged")),
-        (25, 4097, LAYER_NORM, False, "bfloat16", (8, 64, 8, 4, 1, "direct", "staged")),
     ],
     ids=str,
 )
@@ -220,19 +217,6 @@ def test_others_lie_otherwise_forward(columns: int) -> None:
     ]
     for other, device in others:
         assert not found_any(other, device, width)
-
-
-def test_threads_of_seven_or_eight_vectors_take_no_turns() -> None:
-    """Of many plain rows that begin anywhere, forward, with memory as fast as an H200's."""
-
-    def takes_turns(problem: ForwardProblem, device: Device = H200) -> bool:
-        return bool(dict(plan(problem, device).launches[-1].constants)["TAKES_TURNS"])
-
-    many = plain_forward(32_768, 4097, "bfloat16")
-    assert not any(takes_turns(plain_forward(32_768, columns, "float16")) for columns in (2053, 3331, 4095))
-    assert not takes_turns(many) and takes_turns(replace(many, norm=SILU))
-    assert takes_turns(replace(many, weight=Vector("float32"))) and takes_turns(many, replace(H200, arch="sm_100"))
-    assert all(takes_turns(plain_forward(32_768, columns, "bfloat16")) for columns in (2305, 3073, 5121))
 
 
 @pytest.mark.parametrize(("columns", "width"), [(64, 8), (300, 4), (384, 8), (769, 1), (4096, 8)])

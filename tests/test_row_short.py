@@ -12,7 +12,7 @@ from plan_cases import plain_backward, plain_forward
 from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, plan
-from cunorm.problem import Problem, Vector
+from cunorm.problem import Matrix, Problem, Vector
 
 H200 = Device()
 MANY = 2000  # rows that fill SMALL_DEVICE
@@ -22,6 +22,8 @@ SLOW_DEVICE = replace(SMALL_DEVICE, memory_rate=22e3)  # whose memory is as slow
 def way_of(chosen: Plan) -> str:
     """How the rows of a plan come, and the threads and vectors of each."""
     constants = dict(chosen.launches[0].constants)
+    if chosen.strategy == "row_bulk":
+        return f"bulk {constants['THREADS_PER_ROW']}x{constants['VECTORS']}"
     peeled = " peeled" if constants["PEELED"] else ""
     return f"{constants['STAGE']}{peeled} {constants['THREADS_PER_ROW']}x{constants['VECTORS']}"
 
@@ -69,8 +71,8 @@ WAYS = [
 
 # Those that are others where memory is fast.
 FAST_WAYS = [
-    (10, "float32", ("run 1x5", "ahead 1x5")),
-    (17, "float32", ("run 1x17", "run 1x17")),
+    (10, "float32", ("bulk 1x5", "ahead 1x5")),
+    (17, "float32", ("bulk 2x9", "bulk 2x9")),
     (20, "float32", ("direct 4x2", "direct 4x2")),
 ]
 
@@ -87,11 +89,15 @@ def test_many_rows_of_fast_memory(columns: int, dtype: str, ways: tuple[str, str
     check_ways(SMALL_DEVICE, MANY, columns, dtype, Norm(), False, ways)
 
 
-@NEEDS_COMPILER
 @pytest.mark.parametrize(("centered", "forward"), [(True, "direct 4x7"), (False, "direct peeled 4x3")])
 def test_rows_without_a_bias_are_peeled_sooner(centered: bool, forward: str) -> None:
-    """As 3 vectors of 16 bytes of four threads, not 7 of 8."""
-    check_ways(SMALL_DEVICE, MANY, 100, "float16", Norm(centered=centered), False, (forward, "ahead 8x4"))
+    """As 3 vectors of 16 bytes of four threads, not 7 of 8: where there is space between them."""
+    apart, plain = Matrix("float16", (108,), (1,)), plain_forward(MANY, 100, "float16")
+    problem = replace(plain, x=apart, y=apart, norm=Norm(centered), bias=plain.bias if centered else None)
+    chosen = plan(problem, SMALL_DEVICE)
+    for rule in RULES:
+        rule(problem, SMALL_DEVICE, chosen)
+    assert way_of(chosen) == forward
 
 
 @NEEDS_COMPILER
@@ -129,7 +135,7 @@ def test_every_short_row_has_a_plan(dtype: str, activation: str | None) -> None:
                 problem: Problem = replace(plain, norm=Norm(activation=activation), weight=Vector("float32"))
                 for device in (H200, Device("sm_75", threads_per_multiprocessor=1024), Device("sm_120")):
                     chosen = plan(problem, device)
-                    assert chosen.launches[0].kernel.startswith("row_block")
+                    assert chosen.launches[0].kernel.startswith(("row_block", "row_bulk"))
                     for rule in RULES:
                         rule(problem, device, chosen)
 

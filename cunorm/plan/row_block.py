@@ -43,8 +43,6 @@ _MOST_IN_ONE_TURN = 4
 _MOST_SHORT_BYTES = 2048
 # Of all blocks of a multiprocessor, where a thread has most of its registers.
 _FEW_THREADS = 512
-# Of shared memory, each of 4 bytes.
-_BANKS = 32
 # As kernels/copy_async.cuh has it.
 _COPY_ALIGNMENT = 128
 
@@ -60,7 +58,7 @@ class RowBlock:
     blocks_per_row: int = 1
     stage: str = "direct"  # or "ahead", or "run"
     peeled: bool = False
-    weights: str = "late"  # or "early", "staged" or "transposed" (see kernels/row_affine.cuh)
+    weights: str = "late"  # or "early" or "staged" (see kernels/row_affine.cuh)
     blocks_per_multiprocessor: int = 0  # that take turns over the rows; 0: a block for every group of rows
     rows_ahead: int = 1  # of each row of a block, that are on their way where the stage is ahead
     min_blocks: int = 1  # for so many on a multiprocessor, at least, the compiler is to leave registers
@@ -83,17 +81,6 @@ class RowBlock:
         shared = as_in_memory or (forward and not self.peeled)
         vectors = self.threads_per_row * self.vectors * (1 if shared else self.rows_per_block)
         return -(-vectors // 8) * 8 * self.width + 32 * as_in_memory
-
-    def transposed_pitch(self, problem: Problem) -> int:
-        """Of weights that are transposed: numbers from those of one of ``width`` columns to the next's.
-
-        There are two vectors more than threads have, for the edges. Neighbouring rows begin so many columns apart that
-        what their threads read is as many pitches apart: this keeps them from each other's banks. 66 and 126 columns of
-        bfloat16 take 1.43 and 1.16 so, where four rows read from the same banks 1.73 and 1.64.
-        """
-        step = math.gcd(self.width, problem.x.row_strides[0])
-        apart, least = max(1, self.threads_per_row // step), self.threads_per_row * self.vectors + 2
-        return least + (apart - least) % _BANKS
 
     def weight_shifts(self, problem: Problem) -> tuple[int, int]:
         """How many elements weight and bias begin behind a multiple of 16 bytes, where that is known to the kernel.
@@ -119,9 +106,6 @@ class RowBlock:
         if self.weights == "staged" and problem.channels is None:
             staged = self.staged_elements(problem)
             total += sum(staged * DTYPES[item.dtype].itemsize for item in problem.parameters)
-        elif self.weights == "transposed":
-            numbers = self.width * self.transposed_pitch(problem)
-            total += numbers * len(problem.parameters) * compute_itemsize(problem)
         elif self.weights == "staged":
             total += 2 * self.threads * len(problem.parameters) * compute_itemsize(problem)
         if isinstance(problem, BackwardProblem) and problem.channels is not None:
@@ -313,7 +297,6 @@ class RowBlock:
             "ALIKE": int(not self.peeled or lie_alike(problem)),
             "MARGIN": margin_of(problem, self.width, self.weights) if self.peeled else 0,
             "WEIGHTS": self.weights,
-            "TRANSPOSED_PITCH": self.transposed_pitch(problem) if self.weights == "transposed" else 0,
             **dict(zip(("WEIGHT_SHIFT", "BIAS_SHIFT"), self.weight_shifts(problem))),
             "WEIGHTS_OF": self.weights_of(problem),
             "CHANNEL_NUMBERS": len(channel_numbers(problem)),
@@ -322,11 +305,8 @@ class RowBlock:
         }
 
     def period(self, problem: Problem) -> int:
-        """How many rows lie between two that a thread may have after each other.
-
-        They begin equally far from a multiple of 16 bytes, but where weights are transposed.
-        """
-        if not self.peeled or self.weights == "transposed":
+        """How many rows lie between two that a thread may have after each other: they begin alike in 16 bytes."""
+        if not self.peeled:
             return 1
         return math.lcm(*(self.width // math.gcd(self.width, matrix.row_strides[0]) for matrix in problem.matrices))
 

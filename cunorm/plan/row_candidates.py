@@ -72,7 +72,7 @@ def in_blocks(problem: Problem, device: Device) -> Iterator[RowBlock]:
             if isinstance(problem, ForwardProblem) and stage == "direct":
                 yield geometry
                 crowds = [crowded(geometry, problem, device)]
-                if geometry.weights in ("staged", "transposed"):  # with 80 registers for each thread
+                if geometry.weights == "staged":  # with 80 registers for each thread
                     crowds.append(replace(geometry, min_blocks=blocks_with(geometry, 80)))
                 yield from (crowd for crowd in dict.fromkeys(crowds) if crowd != geometry)
             if isinstance(problem, ForwardProblem) and stage == "run":
@@ -116,18 +116,16 @@ def _are_short(problem: Problem, width: int) -> bool:
     return problem.columns * itemsize < SHORT_BYTES and width * itemsize < 16
 
 
-def _weight_ways(problem: Problem, stage: str, peeled: bool) -> Iterator[str]:
+def _weight_ways(problem: Problem, stage: str) -> Iterator[str]:
     """When weights can come."""
     yield "late"
     if stage != "run" and (problem.weight or problem.bias):
         yield from ("early", "staged")
-        if isinstance(problem, ForwardProblem) and stage == "direct" and peeled and problem.channels is None:
-            yield "transposed"
 
 
 def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: bool) -> Iterator[RowBlock]:
     """The ways to lay rows, which come so, over threads and blocks that have the registers and shared memory."""
-    itemsize, ways = problem.itemsize, list(_weight_ways(problem, stage, peeled))
+    itemsize, ways = problem.itemsize, list(_weight_ways(problem, stage))
     all_threads = [1 << i for i in range(3 if peeled else 0, 11)]
     all_rows = [1 << i for i in range(9)]
     for blocks, threads_per_row, rows, weights in itertools.product((1, 2, 4, 8, 16), all_threads, all_rows, ways):
@@ -136,8 +134,6 @@ def _layouts(problem: Problem, device: Device, width: int, stage: str, peeled: b
         columns = min(columns_per_block(problem, blocks, width), problem.columns)
         inner = columns - (2 * margin_of(problem, width, weights) if peeled else 0)
         vectors, threads = max(1, -(-(inner // width) // threads_per_row)), threads_per_row * rows
-        if blocks > 1 and weights == "transposed":
-            continue
         if not device.groups(blocks) or (blocks > 1 and (stage == "run" or columns * itemsize < 8192)):
             continue
         if vectors > 40 or (vectors == 1 and threads_per_row * width >= 2 * columns):

@@ -18,7 +18,6 @@ from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_
 from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
 from cunorm.plan.row_plain import plain_float32_backward, plain_row_backward
-from cunorm.plan.row_run import row_a_thread
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_shifted import shifted_row_backward
 from cunorm.plan.row_spread import (
@@ -64,9 +63,6 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
 
 def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None:
     width, piece = row_width(problem), 16 // problem.itemsize
-    as_run = row_a_thread(problem, device, width)
-    if as_run is not None:
-        return as_run
     of_wide = wide_row(problem, device, width)
     if of_wide is not None:
         return of_wide

@@ -3,8 +3,8 @@
 Every second one begins in the middle of 16 bytes. Peeled, each would have to shift its weights, and to go number by
 number at its ends; by vectors of 8 bytes there is nothing of that to do, for twice as many loads.
 
-The numbers are of an H200, as the time of rows that are peeled or transposed (see row_peeled.py, row_transposed.py).
-Where memory is slower none was timed.
+The numbers are of an H200, as the time of rows that are peeled (see row_peeled.py). Where memory is slower none was
+timed.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def lie_alike(problem: Problem) -> bool:
 
 def margin_of(problem: Problem, width: int, weights: str) -> int:
     """How many columns of rows that begin anywhere stay beside the vectors at either end, at least; see row_cut.cuh."""
-    at_hand = weights in ("staged", "transposed") or problem.channels is not None or not problem.parameters
+    at_hand = weights == "staged" or problem.channels is not None or not problem.parameters
     return 0 if at_hand and lie_alike(problem) else width
 
 

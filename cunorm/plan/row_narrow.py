@@ -19,7 +19,6 @@ from cunorm.plan.row_plain import plain_half_backward, plain_peeled_backward
 from cunorm.plan.row_shared import shared_row
 from cunorm.plan.row_short import SHORT_BYTES, short_row
 from cunorm.plan.row_spread import MOST_THREADS, of_few, rows_per_block, spread, vectors_for_all_threads
-from cunorm.plan.row_transposed import transposed_row
 from cunorm.plan.row_weights import backward_weights
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
@@ -32,7 +31,7 @@ def narrow(problem: Problem, device: Device, width: int) -> RowBlock | None:
     piece = 16 // itemsize
     forward = isinstance(problem, ForwardProblem)
     if isinstance(problem, ForwardProblem):
-        better = row_of_half_vectors(problem, device, width) or transposed_row(problem, device)
+        better = row_of_half_vectors(problem, device, width)
     else:
         better = plain_half_backward(problem, device, width)
     if better is not None:

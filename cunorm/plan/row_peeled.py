@@ -17,10 +17,6 @@ from cunorm.problem import GELUS, ForwardProblem
 
 __all__ = ["peeled_directly"]
 
-# Of rows whose threads have seven or eight vectors each: vectors, at least and at most, and those for each thread of
-# the GPU from which on rows are many.
-_FULL = ((240, 256, 7), (416, 512, 12))
-
 # Long rows, by the width of vectors and by what else is read: vectors of each of 256 threads, at most, and of each of
 # 512, where a row has more. First where memory is slower, then where it is fast.
 _MOST_DIRECTLY = {
@@ -88,10 +84,9 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     take 1.03 and 1.18. With float32 weights 513 take 1.20, in turns 1.25, but 3001 1.26 and 1.15.
     """
     vectors_per_row, wide, activation = problem.columns // width, are_wide(problem), problem.norm.activation
-    full = _fill_threads(problem, device, vectors_per_row)
     would_spill = wide and device.capability >= 100
     first, end = (64, 320) if wide else (65, 192)  # of the vectors a row has where it is better not to take turns
-    better_in_turns = device.has_fast_memory and not full and not first <= vectors_per_row < end
+    better_in_turns = device.has_fast_memory and not first <= vectors_per_row < end
     if vectors_per_row >= end:
         better_in_turns = better_in_turns and vectors_for_all_threads(problem, device, vectors_per_row) >= 12
     if activation in GELUS or would_spill or better_in_turns:
@@ -104,31 +99,15 @@ def _shifted(problem: ForwardProblem, device: Device, width: int) -> RowBlock | 
     vectors = -(-vectors_per_row // threads)
     if vectors > most:
         return None
-    block_threads = 256 if threads >= 128 or (threads == 64 and (wide or full)) else 128
+    block_threads = 256 if threads >= 128 or (threads == 64 and wide) else 128
     rows = rows_per_block(problem, device, block_threads // threads, threads)
     geometry = crowded(RowBlock(width, vectors, threads, rows, 1, "direct", True, "staged"), problem, device)
     if vectors > 6:
         # 1023 columns take 1.12 with 80, with 64 1.15.
-        geometry = replace(geometry, min_blocks=blocks_with(geometry, 64 if full else 80))
+        geometry = replace(geometry, min_blocks=blocks_with(geometry, 80))
     elif vectors > 3 and activation is not None and aim < most:
         geometry = replace(geometry, min_blocks=blocks_with(geometry, 128))  # few rows of 4097 under silu would spill
     return geometry if fits(geometry, problem, device) else None
-
-
-def _fill_threads(problem: ForwardProblem, device: Device, vectors_per_row: int) -> bool:
-    """Whether rows are plain and many, and 32 or 64 threads have seven or eight vectors each: 64 registers do then.
-
-    134 MB of 2053, 3329, 3585, 3841, 4001 and 4097 columns of bfloat16 take 1.06, 1.11, 1.08, 1.09, 1.08 and 1.08 so,
-    in turns 1.10, 1.21, 1.16, 1.13, 1.12 and 1.10; 2305 to 3073, whose threads have five or six, 1.12 to 1.22, in turns
-    1.08 to 1.13. 33 MB of 2053 take 1.01, with 80 registers 1.04, but of 3329 to 4097 0.98 to 1.02 of the time. Of 240
-    to 255 vectors none was timed.
-    """
-    if not device.has_fast_memory or device.capability != 90:
-        return False
-    if problem.norm.activation is not None or are_wide(problem):
-        return False
-    of_all_threads = vectors_for_all_threads(problem, device, vectors_per_row)
-    return any(least <= vectors_per_row <= most and of_all_threads >= many for least, most, many in _FULL)
 
 
 def _shifted_in_turns(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:

@@ -6,8 +6,7 @@ part of it, unless the next store comes at once: 10 columns of float32, RMS norm
 the sectors and take 1.50, by two threads 1.2 times and 1.00. On the other hand each thread of a row pays for its sums,
 and sixteen-bit numbers, or an activation, leave little time for that.
 
-Where there are so many rows that a block for each run of them is some waves, and memory is fast, most lie otherwise
-forward: see row_run.py.
+Where memory is fast, most rows that are many and lie behind each other go otherwise forward: see row_bulk.py.
 
 The numbers are of an H200, as the time over that of a copy of the same bytes, of layer norm and 256 MB of x where
 nothing else is said.
