@@ -1,7 +1,7 @@
-// Rows of row_bulk_*: they lie behind each other in memory, and a block's are a run of it, which comes to shared memory as
-// a whole and leaves as a whole (see bulk_copy.cuh). So it makes no difference how a row begins: a thread has the same
-// columns of all of its rows, every THREADS_PER_ROW-th vector, and their weights and biases in registers. A vector is as
-// many numbers as divide a row, which is often one.
+// Rows of row_bulk_*: they lie behind each other in memory, and a block's are a run of it, which comes to shared memory
+// as a whole and leaves as a whole (see bulk_copy.cuh). So it makes no difference how a row begins: a thread has the
+// same columns of all of its rows, every THREADS_PER_ROW-th vector, and their weights and biases in registers. A vector
+// is as many numbers as divide a row, which is often one.
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_AT_ONCE;
 constexpr int PIECE = 16 / sizeof(X_TYPE);  // numbers of 16 bytes
 static_assert(ROWS_PER_BLOCK % ROWS_AT_ONCE == 0 && BLOCK_THREADS >= 2 * PIECE && BLOCK_THREADS >= ROWS_PER_BLOCK);

@@ -1,9 +1,9 @@
 // Gradients of layer norm and RMS norm for rows that lie behind each other in memory, and begin anywhere in it: as
 // row_block_backward computes them.
 //
-// Blocks take turns over runs of ROWS_PER_BLOCK rows (see row_bulk.cuh), each over every gridDim.x-th: STAGES of them are
-// in shared memory, of which one is worked on, one is on its way out, and others are on their way in. dx takes the place
-// of x. A thread keeps the sums of its columns in registers, and a block leaves one row of partial sums.
+// Blocks take turns over runs of ROWS_PER_BLOCK rows (see row_bulk.cuh), each over every gridDim.x-th: STAGES of them
+// are in shared memory, of which one is worked on, one is on its way out, and others are on their way in. dx takes the
+// place of x. A thread keeps the sums of its columns in registers, and a block leaves one row of partial sums.
 //
 // Moves x and dy (and dresidual_out) once in and dx once out.
 #include "types.cuh"

@@ -134,6 +134,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "a row a group that shares rows": lambda a, groups, size: (
         (_channel_sums(a) if a["channels"] else groups // a["blocks_per_row"] * a["columns"]) * size
     ),
+    "a row a block": lambda a, groups, size: groups * a["columns"] * size,
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
     "a double a chunk": lambda a, groups, size: a["rows"] * a["splits"] * 8,
     "a double a chunk of a set": lambda a, groups, size: a["sets"] * a["splits"] * 8,
@@ -153,6 +154,7 @@ _SCRATCH = {
     "zeros": {"target": "so many times 16 bytes"},
     "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a share"),
+    "row_bulk_backward": dict.fromkeys(["dweight", "dbias"], "a row a block"),
     "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for turns that are kept; or four"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")

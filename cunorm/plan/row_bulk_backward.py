@@ -147,7 +147,8 @@ def geometry(problem: BackwardProblem, device: Device) -> RowBulkBackward | None
         return None
     at_once = _BLOCK_THREADS // threads
     found = RowBulkBackward(width, vectors, threads, at_once, _BLOCK_THREADS, _STAGES, 1 if light else 2)
-    most = REGISTERS // _registers(found, problem, device) // _BLOCK_THREADS
+    threads_at_once = min(REGISTERS // _registers(found, problem, device), device.threads_per_multiprocessor)
+    most = threads_at_once // _BLOCK_THREADS
     # As many blocks of the longest runs as there is room for, if these are short; else shorter runs.
     share = max(found.blocks_per_multiprocessor, found.blocks_with_memory(problem, device))
     found = replace(found, blocks_per_multiprocessor=min(share, most))
