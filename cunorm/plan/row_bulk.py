@@ -24,6 +24,7 @@ _MOST_THREADS_PER_ROW = 256
 # Numbers of a row that a thread has, at most, where a warp or less shares one, and where more do. 641 and 769 columns
 # take 0.96 and 0.97 by a warp, 1.00 and 0.99 by two.
 _MOST_NUMBERS_IN_WARP, _MOST_NUMBERS = 20, 26
+_LEAST_EVEN_COLUMNS = 14  # of sixteen bits
 _MOST_VECTORS_ALONE = 16  # of a row that one thread has: 17 columns take 1.02 by two, by one 1.07
 # Rows that a block has one after the other, where there are enough; half of them where a run is longer than that. 129
 # columns take 0.99 to 1.03 with 4 and more, 1.15 with 2; 641 0.96 with 2, 0.98 with 4.
@@ -181,11 +182,14 @@ def _is_better(problem: ForwardProblem) -> bool:
     """Whether rows of such a length take no longer so, where there are enough.
 
     Rows on which little is computed are as fast otherwise from some length on: RMS norm of 1025 columns takes 0.97 and
-    0.96, layer norm of 513 of float32 0.98 and 0.97, and with a residual 385 of bfloat16 1.01 and 1.00.
+    0.96, layer norm of 513 of float32 0.98 and 0.97, and with a residual 385 of bfloat16 1.01 and 1.00. 10 of float16
+    are a few vectors of 4 bytes, which a thread had better read directly: they take 1.10 and 1.02.
     """
     columns, itemsize = problem.columns, problem.itemsize
     if columns * itemsize < 18 or any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
         return False  # which were not timed
+    if itemsize == 2 and columns % 2 == 0 and columns < _LEAST_EVEN_COLUMNS:
+        return False
     if problem.norm.activation is not None:
         return True
     if problem.residual is not None:
