@@ -18,6 +18,7 @@ from cases import (
     OLD_DEVICE,
     RUNNERS,
     SIZES,
+    SMALL_DEVICE,
     Case,
     EmulatorRunner,
     assert_any_order_gives_the_same,
@@ -40,7 +41,7 @@ SIZES_AND_DTYPES = [(shape, dtype) for shape in SIZES for dtype in ("bfloat16", 
 SIZES_AND_DTYPES += [(shape, "float16") for shape in SIZES[::4]] + [(shape, "float64") for shape in SIZES[1::2]]
 SIZES_AND_DTYPES += [((200, 256), "bfloat16")]  # short rows: backward fetched ahead, several times by each block
 SIZES_AND_DTYPES += [((40, 1025), "float64")]  # odd rows: likewise, forward too
-SIZES_AND_DTYPES += [((1100, 9), "float32")]  # tiny rows, which come as a run
+SIZES_AND_DTYPES += [((1100, 9), "float32")]  # tiny rows
 LONG_SIZES_AND_DTYPES = [(shape, ("bfloat16", "float32")[i % 2]) for i, shape in enumerate(LONG_SIZES)]
 LONG_SIZES_AND_DTYPES += [((2, 17000), "float64"), ((17, 40_001), "float32")]
 
@@ -50,6 +51,17 @@ LONG_SIZES_AND_DTYPES += [((2, 17000), "float64"), ((17, 40_001), "float32")]
 def test_rows_of_every_size(runner: Any, shape: tuple[int, int], dtype: str) -> None:
     weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
     check(runner, Case(data(0, shape, dtype), weight, bias))
+
+
+# Where memory is slower than an H200's, on which odd rows come in bulk.
+SLOW_DEVICE = replace(SMALL_DEVICE, memory_rate=22e3)
+SLOW_SIZES = [((1100, 9), "float32"), ((1100, 25), "bfloat16"), ((40, 257), "bfloat16"), ((9, 1003), "bfloat16")]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), SLOW_SIZES, ids=str)
+def test_odd_rows_where_memory_is_slower(shape: tuple[int, int], dtype: str) -> None:
+    weight, bias = data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype)
+    check(EmulatorRunner(SLOW_DEVICE), Case(data(0, shape, dtype), weight, bias))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -378,7 +390,7 @@ def test_y_may_be_written_over_x(kind: str) -> None:
         plans.append(plan_with(problem, device, AHEAD) if kind == "ahead" else plan(problem, device))
         return plans[-1]
 
-    runner = EmulatorRunner(choose=choose)
+    runner = EmulatorRunner(SLOW_DEVICE, choose)
     case = Case(data(0, shape, dtype), data(1, shape[1:], dtype, shift=1.0), data(2, shape[1:], dtype))
     expected = runner.forward(case).y
     x = case.x.copy()
@@ -407,6 +419,8 @@ def test_every_kind_of_plan_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None
             add(EmulatorRunner(), x, dy, dtype)
     add_ones(EmulatorRunner(), (1, 60000), "float32", "float64")
     add_ones(EmulatorRunner(choose=_chooser(AHEAD)), (600, 32), "float32", "float32")
+    for shape, dtype in SLOW_SIZES:
+        add_ones(EmulatorRunner(SLOW_DEVICE), shape, dtype, dtype)
     for shape, dtype in OLD_SIZES:
         add_ones(EmulatorRunner(OLD_DEVICE), shape, dtype, dtype)
     add_ones(EmulatorRunner(OLD_DEVICE, _direct_peeled), UNALIKE, "float32", "float32")

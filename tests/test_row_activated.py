@@ -11,8 +11,9 @@ from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_backward
 from plan_rules import RULES
 
-from cunorm.plan import Device, Plan, RowBlock, plan
+from cunorm.plan import Device, Plan, RowBlock, plan_with
 from cunorm.plan.row_activated import activated_peeled_backward, activated_row_backward
+from cunorm.plan.row_geometry import backward_geometry
 from cunorm.problem import BackwardProblem, Vector
 
 DEVICE = replace(SMALL_DEVICE, clusters=(1, 1, 1, 1))
@@ -50,11 +51,13 @@ def test_gradients(rows: int, columns: int, residual: bool, way: tuple[int, int,
     ways = []
 
     def choose(problem: Any, device: Device) -> Plan:
-        chosen = plan(problem, device)
+        # By blocks that hold rows, whatever else is faster.
+        backward = isinstance(problem, BackwardProblem)
+        chosen = plan_with(problem, device, backward_geometry(problem, device) if backward else None)
         for rule in RULES:
             rule(problem, device, chosen)
         constants = dict(chosen.launches[0].constants)
-        if isinstance(problem, BackwardProblem):
+        if backward:
             ways.append(tuple(constants[name] for name in ("BLOCKS_PER_ROW", "THREADS_PER_ROW", "VECTORS")))
         return chosen
 
