@@ -31,8 +31,6 @@ struct Arguments {
 
 static_assert(STAGES >= 2);
 constexpr int TENSORS = 2 + HAS_DRESIDUAL;
-// A group of threads for each row that is worked on at the same time.
-constexpr int GROUPS = ROWS_AT_ONCE;
 
 // The mean and rstd of the rows of a turn, and of the next.
 struct RowStatistics {
@@ -40,10 +38,8 @@ struct RowStatistics {
   Compute rstd[2][ROWS_PER_BLOCK];
 };
 
-// What a thread has of dweight and dbias.
-struct ColumnSums {
-  Compute columns[VECTORS][VECTOR];
-};
+// What a thread has of dweight or dbias.
+using ColumnSums = Compute[VECTORS][VECTOR];
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) row_bulk_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -112,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) row_bulk
   OwnAffine affine;
   affine.load(arguments.weight, arguments.bias, own);
   const Compute scale = reciprocal_of(static_cast<Compute>(columns));
-  ColumnSums dweight = {}, dbias = {};
+  ColumnSums dweight = {};
+  ColumnSums dbias = {};
   put_statistics(0);
   __syncthreads();
 
@@ -148,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) row_bulk
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
           const Gradient gradient = gradient_of(xhat[i][j], g[i][j], mean, rstd, weight[j], bias[j]);
-          if constexpr (WANTS_DWEIGHT) dweight.columns[i][j] += gradient.dz * gradient.xhat;
-          if constexpr (WANTS_DBIAS) dbias.columns[i][j] += gradient.dz;
+          if constexpr (WANTS_DWEIGHT) dweight[i][j] += gradient.dz * gradient.xhat;
+          if constexpr (WANTS_DBIAS) dbias[i][j] += gradient.dz;
           if constexpr (CENTERED) sums[0] += gradient.g;
           sums[1] += gradient.g * gradient.xhat;
           xhat[i][j] = gradient.xhat;
@@ -193,31 +190,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) row_bulk
     }
   }
 
-  // Adds over the groups of threads, the upper half of which gives its sums to the lower one until there is one, and
-  // writes the block's row of sums.
+  // Adds over the threads that have different rows, of which the upper half gives its sums to the lower one until there
+  // is one row of them, and writes these.
   if (WANTS_DX && thread == 0) wait_for_sent<0>();
   const auto write_sums = [&](ColumnSums& sums, auto* target) {
     Compute* given = reinterpret_cast<Compute*>(runs);
 #pragma unroll 1
-    for (int half = GROUPS / 2; half > 0; half /= 2) {
-      const int group = threadIdx.y;
+    for (int half = ROWS_AT_ONCE / 2; half > 0; half /= 2) {
+      const int row = threadIdx.y;
       __syncthreads();
-      if (group >= half && group < 2 * half) {
+      if (row >= half && row < 2 * half) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
-            if (own.has(i)) given[(group - half) * columns + own.column(i) + j] = sums.columns[i][j];
+            if (own.has(i)) given[(row - half) * columns + own.column(i) + j] = sums[i][j];
           }
         }
       }
       __syncthreads();
-      if (group < half) {
+      if (row < half) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
           for (int j = 0; j < VECTOR; ++j) {
-            if (own.has(i)) sums.columns[i][j] += given[group * columns + own.column(i) + j];
+            if (own.has(i)) sums[i][j] += given[row * columns + own.column(i) + j];
           }
         }
       }
@@ -228,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) row_bulk
     for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
-        if (own.has(i)) narrow(sums.columns[i][j], target[own.column(i) + j]);
+        if (own.has(i)) narrow(sums[i][j], target[own.column(i) + j]);
       }
     }
   };
