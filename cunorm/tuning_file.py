@@ -33,6 +33,7 @@ from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Direction, Tiles, along_planes, direction
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_memory import are_shifted, vector_width
 from cunorm.problem import (
     BackwardProblem,
@@ -309,7 +310,7 @@ def _entry(value: Any) -> Entry:
 
 def parsed_geometry(value: Any) -> Way:
     """A geometry that some problem may have. Whether it is one for the problem at hand is for the plan to say."""
-    for kind in (RowBlock, RowBulk, Slab, Grid, ChannelPipeline, Split):
+    for kind in (RowBlock, RowBulk, RowBulkBackward, Slab, Grid, ChannelPipeline, Split):
         if isinstance(value, dict) and set(value) == {field.name for field in dataclasses.fields(kind)}:
             return _made(kind, value)  # type: ignore[no-any-return]
     raise ValueError

@@ -26,7 +26,7 @@ from cunorm.problem import BackwardProblem, Norm
 
 pytestmark = NEEDS_COMPILER
 DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512)
-WARP = RowBulkBackward(1, 5, 32, 2, 8, stages=3, blocks_per_multiprocessor=1)  # up to 160 columns
+WARP = RowBulkBackward(1, 5, 32, 2, 8, stages=3, min_blocks=1)  # up to 160 columns
 LAYOUTS = {
     "a warp each": (WARP, 129),
     "a warp each, no vector more": (replace(WARP, vectors=4), 127),

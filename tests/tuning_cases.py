@@ -8,6 +8,7 @@ from typing import Any
 from cunorm import __version__
 from cunorm.plan import Device, Plan, RowBlock, Way, plan, plan_with, row_candidates
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.problem import Problem, View, contiguous_strides
 from cunorm.row_norm import RowNorm
 from cunorm.tuning import checked_problems
@@ -23,7 +24,7 @@ def problem_of(*shape: int, op: str = "layer_norm", dtype: str = "bfloat16", **o
     return problem
 
 
-def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock | RowBulk]:
+def other_geometries(problem: Problem, device: Device = DEVICE) -> list[RowBlock | RowBulk | RowBulkBackward]:
     """What may compute a problem, but for what comes down to the built-in plan."""
     built_in = plan(problem, device)
     return [item for item in row_candidates.candidates(problem, device) if plan_with(problem, device, item) != built_in]

@@ -16,6 +16,7 @@ from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.tuning import TuneResult, checked_problems, tune_problem
 from cunorm.tuning_file import TuningFile, default_path
 
@@ -115,7 +116,7 @@ def described(geometry: Way) -> str:
     """A geometry in words."""
     if isinstance(geometry, Split):
         return "two passes over memory"
-    if isinstance(geometry, RowBulk):
+    if isinstance(geometry, RowBulk | RowBulkBackward):
         words = [
             f"{geometry.threads_per_row} threads a row, {geometry.vectors} vectors of {geometry.width} each",
             f"runs of {geometry.rows_per_block} rows in bulk, {geometry.rows_at_once} at once",

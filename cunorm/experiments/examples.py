@@ -520,7 +520,7 @@ def _in_bulk(problem: Problem) -> RowBulk | RowBulkBackward | None:
     if row_bulk.is_possible(problem, SMALL_DEVICE):
         return RowBulk(width, vectors, 32, 2, 4)
     if row_bulk_backward.is_possible(problem, SMALL_DEVICE):
-        return RowBulkBackward(width, vectors, 32, 2, 8, stages=3, blocks_per_multiprocessor=1)
+        return RowBulkBackward(width, vectors, 32, 2, 8, stages=3, min_blocks=1)
     return None
 
 

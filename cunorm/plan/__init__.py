@@ -18,6 +18,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.launches import Launch, Plan, Scratch
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.running import with_numbers_of
 from cunorm.problem import (
     AnyProblem,
@@ -64,7 +65,7 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
     """
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return geometry if geometry in channel_candidates.candidates(problem, device) else None
-    if isinstance(geometry, RowBulk):
+    if isinstance(geometry, RowBulk | RowBulkBackward):
         follow = {"vectors": geometry.vectors, "min_blocks": geometry.min_blocks}
         alike = (way for way in row_candidates.in_bulk(problem, device) if replace(way, **follow) == geometry)
         return next(alike, None)
@@ -92,5 +93,5 @@ def plan_with(problem: Problem | ChannelProblem, device: Device, geometry: Way |
     """The plan with a geometry that is one of the `candidates`; None is for the built-in choice."""
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return channel.plan_with(problem, device, geometry)
-    assert geometry is None or isinstance(geometry, RowBlock | RowBulk)
+    assert geometry is None or isinstance(geometry, RowBlock | RowBulk | RowBulkBackward)
     return rows.plan_with(problem, device, geometry)

@@ -17,6 +17,7 @@ from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Plan
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.rows import RowWay
 from cunorm.problem import ChannelForward, ChannelProblem
@@ -24,7 +25,7 @@ from cunorm.problem import ChannelForward, ChannelProblem
 __all__ = ["Way", "is_empty", "moves_once", "plan_with"]
 
 _OfChannels = Slab | Grid | ChannelPipeline | Split
-Way = _OfChannels | RowBlock | RowBulk
+Way = _OfChannels | RowBlock | RowBulk | RowBulkBackward
 _Way = TypeVar("_Way", Slab, Grid, ChannelPipeline)
 _SMALL_SET_BYTES = 12 << 10
 # Of a channel or group that is better held as a slab: see _is_better_as_slab.

@@ -17,7 +17,7 @@ from cunorm.plan.row_bulk import affine_words, threads_per_row
 from cunorm.plan.row_memory import are_rows, compute_itemsize, vector_width
 from cunorm.problem import DTYPES, BackwardProblem, Problem
 
-__all__ = ["RowBulkBackward", "geometry", "is_possible"]
+__all__ = ["RowBulkBackward", "geometry", "is_possible", "least_rows", "with_room"]
 
 _LINE_BYTES = 128
 _BLOCK_THREADS = 256
@@ -39,8 +39,8 @@ class RowBulkBackward:
         As `cunorm.plan.row_bulk.RowBulk` has them.
     stages : int
         Runs that a block has in shared memory.
-    blocks_per_multiprocessor : int
-        Blocks that share a multiprocessor, all of which run at once.
+    min_blocks : int
+        Blocks that share a multiprocessor: no more are launched than run at once.
     """
 
     width: int
@@ -49,7 +49,7 @@ class RowBulkBackward:
     rows_at_once: int
     rows_per_block: int
     stages: int
-    blocks_per_multiprocessor: int
+    min_blocks: int = 1
 
     @property
     def threads(self) -> int:
@@ -77,7 +77,7 @@ class RowBulkBackward:
 
     def blocks(self, problem: BackwardProblem, device: Device) -> int:
         """How many blocks are launched."""
-        return min(-(-problem.rows // self.rows_per_block), self.blocks_per_multiprocessor * device.multiprocessors)
+        return min(-(-problem.rows // self.rows_per_block), self.min_blocks * device.multiprocessors)
 
     def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""
@@ -91,7 +91,7 @@ class RowBulkBackward:
             "ROWS_AT_ONCE": self.rows_at_once,
             "ROWS_PER_BLOCK": self.rows_per_block,
             "STAGES": self.stages,
-            "MIN_BLOCKS": self.blocks_per_multiprocessor,
+            "MIN_BLOCKS": self.min_blocks,
             "WANTS_DX": int(problem.dx is not None),
             "HAS_DRESIDUAL": int(problem.dresidual_out is not None),
         }
@@ -147,22 +147,21 @@ def geometry(problem: BackwardProblem, device: Device) -> RowBulkBackward | None
         return None
     at_once = _BLOCK_THREADS // threads
     found = RowBulkBackward(width, vectors, threads, at_once, _BLOCK_THREADS, _STAGES, 1 if light else 2)
-    threads_at_once = min(REGISTERS // _registers(found, problem, device), device.threads_per_multiprocessor)
-    most = threads_at_once // _BLOCK_THREADS
+    most = _most_blocks(found, problem, device)
     # As many blocks of the longest runs as there is room for, if these are short; else shorter runs.
-    share = max(found.blocks_per_multiprocessor, found.blocks_with_memory(problem, device))
-    found = replace(found, blocks_per_multiprocessor=min(share, most))
+    share = max(found.min_blocks, found.blocks_with_memory(problem, device))
+    found = replace(found, min_blocks=min(share, most))
     least = max(least_rows(problem), at_once)
     while found.rows_per_block > least and not _has_room_and_turns(found, problem, device):
-        fits = found.blocks_with_memory(problem, device) >= found.blocks_per_multiprocessor
-        share = min(2 * found.blocks_per_multiprocessor, most) if fits else found.blocks_per_multiprocessor
-        found = replace(found, rows_per_block=found.rows_per_block // 2, blocks_per_multiprocessor=share)
-    share = min(found.blocks_per_multiprocessor, found.blocks_with_memory(problem, device))
+        fits = found.blocks_with_memory(problem, device) >= found.min_blocks
+        share = min(2 * found.min_blocks, most) if fits else found.min_blocks
+        found = replace(found, rows_per_block=found.rows_per_block // 2, min_blocks=share)
+    share = min(found.min_blocks, found.blocks_with_memory(problem, device))
     if share == 0:
         return None
     if not light and share == 1 and most >= 2 and found.rows_per_block >= 2 * at_once:
         at_once *= 2  # 1025 columns with a residual take 1.06 so, else 1.15
-    return replace(found, rows_at_once=at_once, blocks_per_multiprocessor=share)
+    return replace(found, rows_at_once=at_once, min_blocks=share)
 
 
 def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
@@ -185,8 +184,20 @@ def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
 
 
 def _has_room_and_turns(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> bool:
-    room = geometry.blocks_with_memory(problem, device) >= geometry.blocks_per_multiprocessor
+    room = geometry.blocks_with_memory(problem, device) >= geometry.min_blocks
     return room and problem.rows >= _TURNS * geometry.rows_per_block * geometry.blocks(problem, device)
+
+
+def with_room(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> RowBulkBackward:
+    """For as many blocks a multiprocessor as have the registers and the shared memory."""
+    most = min(_most_blocks(geometry, problem, device), geometry.blocks_with_memory(problem, device))
+    return replace(geometry, min_blocks=most)
+
+
+def _most_blocks(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> int:
+    """How many blocks a multiprocessor has the registers and threads for."""
+    threads = min(REGISTERS // _registers(geometry, problem, device), device.threads_per_multiprocessor)
+    return threads // geometry.threads
 
 
 def _registers(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> int:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import row_bulk
+from cunorm.plan import row_bulk, row_bulk_backward
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
+from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_memory import (
     are_rows,
@@ -57,7 +58,7 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
             yield piece, "ahead", True
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[RowBlock | RowBulk]:
+def candidates(problem: Problem, device: Device) -> Iterator[RowBlock | RowBulk | RowBulkBackward]:
     """Every geometry that is worth a try for a problem, for whoever measures."""
     yield from in_blocks(problem, device)
     yield from in_bulk(problem, device)
@@ -90,12 +91,10 @@ def in_blocks(problem: Problem, device: Device) -> Iterator[RowBlock]:
                             yield replace(in_turns, min_blocks=share)
 
 
-def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk]:
+def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk | RowBulkBackward]:
     """Those of rows that come as runs by bulk copies, if they are no whole pieces of 16 bytes."""
     width = vector_width(problem)
-    if not isinstance(problem, ForwardProblem) or width * problem.itemsize >= 16:
-        return
-    if not row_bulk.is_possible(problem, device):
+    if width * problem.itemsize >= 16:
         return
     for i, threads, turns in itertools.product(range(9), (64, 128, 256), (1, 2, 4, 8)):
         threads_per_row = 1 << i
@@ -104,10 +103,21 @@ def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk]:
             continue
         if vectors == 1 and threads_per_row * width >= 2 * problem.columns:
             continue
-        geometry = RowBulk(width, vectors, threads_per_row, at_once, turns * at_once)
-        geometry = row_bulk.with_room(geometry, problem, device)
-        if geometry.min_blocks > 0:
-            yield geometry
+        way: RowBulk | RowBulkBackward
+        if isinstance(problem, ForwardProblem):
+            if not row_bulk.is_possible(problem, device):
+                return
+            way = RowBulk(width, vectors, threads_per_row, at_once, turns * at_once)
+            way = row_bulk.with_room(way, problem, device)
+        else:
+            if not row_bulk_backward.is_possible(problem, device):
+                return
+            if turns * at_once % row_bulk_backward.least_rows(problem) > 0:
+                continue
+            way = RowBulkBackward(width, vectors, threads_per_row, at_once, turns * at_once, stages=3)
+            way = row_bulk_backward.with_room(way, problem, device)
+        if way.min_blocks > 0:
+            yield way
 
 
 def _are_short(problem: Problem, width: int) -> bool:

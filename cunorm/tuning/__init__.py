@@ -46,7 +46,7 @@ class TuneResult(Found):
     ----------
     op, direction, shape, dtype, gpu
         The problem, and where it was timed.
-    geometry : RowBlock, RowBulk, Slab, Grid, ChannelPipeline, Split or None
+    geometry : RowBlock, RowBulk, RowBulkBackward, Slab, Grid, ChannelPipeline, Split or None
         How numbers lie over threads in the plan that is best; None where that is the built-in choice.
     seconds, built_in_seconds : float
         Median times on the GPU, with a cold L2 cache, of the best plan and of the built-in one.
