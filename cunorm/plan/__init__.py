@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cunorm.plan import channel, channel_candidates, pointwise, row_candidates, rows
 from cunorm.plan.channel import Way
@@ -66,8 +67,7 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
     if isinstance(problem, (ChannelForward, ChannelBackward)):
         return geometry if geometry in channel_candidates.candidates(problem, device) else None
     if isinstance(geometry, RowBulk | RowBulkBackward):
-        follow = {"vectors": geometry.vectors, "min_blocks": geometry.min_blocks}
-        alike = (way for way in row_candidates.in_bulk(problem, device) if replace(way, **follow) == geometry)
+        alike = (way for way in row_candidates.in_bulk(problem, device) if _layout(way) == _layout(geometry))
         return next(alike, None)
     if not isinstance(geometry, RowBlock):
         return None
@@ -81,6 +81,12 @@ def fitted(problem: Problem | ChannelProblem, device: Device, geometry: Way) -> 
         and replace(candidate, vectors=geometry.vectors, blocks_per_multiprocessor=share) == geometry
     ]
     return max(fits, key=lambda candidate: candidate.blocks_per_multiprocessor, default=None)
+
+
+def _layout(geometry: RowBulk | RowBulkBackward) -> tuple[Any, ...]:
+    """What does not follow from the problem."""
+    follows = ("vectors", "min_blocks")
+    return type(geometry), *(value for name, value in vars(geometry).items() if name not in follows)
 
 
 @functools.lru_cache(maxsize=8)
