@@ -1,8 +1,8 @@
 // Runs of memory that come to shared memory, or leave it, by one instruction of one thread (cp.async.bulk, from sm_90
 // on). No thread has addresses to compute, or registers to keep what is on its way.
 //
-// Runs begin at multiples of 16 bytes, in both memories, and are as many bytes long. In shared memory they had better
-// begin at multiples of BULK_ALIGNMENT.
+// Runs begin at multiples of 16 bytes, in both memories, and are multiples of 16 bytes long. They had better begin as
+// far behind a multiple of BULK_ALIGNMENT in the one as in the other.
 #define BULK_ALIGNMENT 128
 
 // Where what is fetched arrives: an mbarrier.
@@ -21,7 +21,9 @@ struct BulkArrival {
 
   // By that thread: the next phase ends when so many bytes have arrived.
   __device__ __forceinline__ void expect(unsigned bytes) {
-#if !defined(CUNORM_EMULATOR) && __CUDA_ARCH__ >= 900
+#if defined(CUNORM_EMULATOR)
+    cunorm_emulator::bulk_expect(this, bytes);
+#elif __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(this)), "r"(bytes)
                  : "memory");
 #else
@@ -32,7 +34,7 @@ struct BulkArrival {
   template <typename T>
   __device__ __forceinline__ void fetch(T* shared, const T* global, unsigned bytes) {
 #if defined(CUNORM_EMULATOR)
-    if (bytes > 0) cunorm_emulator::bulk_fetch(this, shared, global, bytes);
+    cunorm_emulator::bulk_fetch(this, shared, global, bytes);
 #elif __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      address_of(shared)),

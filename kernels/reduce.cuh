@@ -1,8 +1,8 @@
 // Sums over the threads that share a row. Every thread of the row gets the same bits, in an order fixed by the launch.
 //
 // Two ways to lay rows over a block are in use. row_sum: threadIdx.x runs along a row and threadIdx.y counts rows
-// (row_block_*, row_grid_forward, and channel_* where vectors lie along the points). lane_sum: ROW_LANES neighbouring
-// threads hold the same column of as many rows (row_split_*).
+// (row_block_*, row_bulk_*, row_grid_forward, and channel_* where vectors lie along the points). lane_sum: ROW_LANES
+// neighbouring threads hold the same column of as many rows (row_split_*).
 //
 // `scratch` is shared memory for one call. It may be used again only after another __syncthreads() of the block; both
 // functions hold one themselves where more than a warp shares a row, so two scratches used in turn are enough.

@@ -8,7 +8,7 @@ where rows are claimed, row_block_forward, which may read what the plan was give
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -294,14 +294,32 @@ def test_rows_are_claimed_when_their_counters_are_set(dtype: str) -> None:
 def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     earlier += plan(plain_forward(70_000, 131_072 // DTYPES[dtype].itemsize, dtype), GPUS["sm_90"]).launches[:-1]
-    pipelines = set() if dtype == "float64" else {"row_pipeline_backward", "channel_pipeline_backward"}
-    assert {item.kernel for item in earlier} == pipelines | {
+    earlier += plan(plain_backward(100_000, 257, dtype), GPUS["sm_90"]).launches[:-1]
+    not_of_doubles = {"row_pipeline_backward", "channel_pipeline_backward", "row_bulk_backward"}
+    assert {item.kernel for item in earlier} == (set() if dtype == "float64" else not_of_doubles) | {
         "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",
         "row_split_statistics", "channel_split_statistics", "split_merge",
         "channel_split_gradient_sums", "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"
     }  # fmt: skip
     for item in earlier:
         assert not [line for line in before(LET_GO, ptx_of(item)) if touches_memory(line) or "bra" in line], item.kernel
+
+
+@pytest.mark.parametrize("make", [plain_forward, plain_backward])
+def test_runs_leave_when_copies_in_bulk_can_see_them(make: Callable[..., Any]) -> None:
+    """What threads wrote to shared memory is fenced by each, before the barrier in front of what sends it; and a block
+    goes on, or ends, when that has been read. Neither the emulator nor compute-sanitizer would see that missing."""
+    item = plan(make(100_000, 257, "bfloat16"), GPUS["sm_90"]).launches[0]
+    assert item.kernel.startswith("row_bulk")
+    ptx = ptx_of(item)
+    sends = [i for i, line in enumerate(ptx) if "cp.async.bulk.global.shared" in line]
+    for sent in sends:
+        fence = max(i for i, line in enumerate(ptx[:sent]) if "fence.proxy.async" in line)
+        assert any("bar.sync" in line for line in ptx[fence:sent])
+        stores = [i for i, line in enumerate(ptx[:sent]) if line.startswith(("st.shared", "@")) and "st.shared" in line]
+        assert max(stores) < fence, "something is written after the fence"
+        assert any("cp.async.bulk.wait_group.read" in line for line in ptx[sent:])
+    assert sends
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

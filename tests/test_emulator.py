@@ -526,6 +526,7 @@ __shared__ alignas(16) float run[36];
 __shared__ int arrival;
 if (threadIdx.x == 0) {{
   cunorm_emulator::bulk_begin(&arrival);
+  cunorm_emulator::bulk_expect(&arrival, {expected});
   cunorm_emulator::bulk_fetch(&arrival, run + {place}, arguments.x, {bytes});
 }}
 __syncthreads();
@@ -537,10 +538,10 @@ __syncthreads();
 ARRIVED = "cunorm_emulator::bulk_wait(&arrival, 0);"
 
 
-def fetched(wait: str = ARRIVED, end: str = "", place: int = 0, bytes: int = 128, numbers: int = 32) -> Any:
+def fetched(wait: str = ARRIVED, end: str = "", numbers: int = 32, **changed: int) -> Any:
     """What 32 threads find in shared memory, of numbers that come there in bulk."""
     x, y = np.arange(numbers, dtype=np.float32), np.zeros(32, np.float32)
-    launch(IN_BULK.format(wait=wait, end=end, place=place, bytes=bytes), [x, y], [32])
+    launch(IN_BULK.format(wait=wait, end=end, **({"place": 0, "bytes": 128, "expected": 128} | changed)), [x, y], [32])
     return y
 
 
@@ -557,6 +558,7 @@ def test_copies_in_bulk_arrive_when_they_are_waited_for() -> None:
         ({"place": 1}, "misaligned address: an access of this type needs a multiple of 16 bytes"),
         ({"bytes": 120}, "a copy in bulk of 120 bytes, no multiple of 16"),
         ({"numbers": 31}, "buffer 0"),
+        ({"expected": 112}, "128 bytes come in bulk where 112 are expected"),
         ({"wait": "cunorm_emulator::bulk_wait(&run, 0);"}, "a barrier of copies in bulk was not begun"),
     ],
 )

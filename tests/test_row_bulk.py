@@ -125,6 +125,13 @@ def test_rows_that_all_begin_late(late: int) -> None:
     assert np.isnan(y[:late].astype("float32")).all(), "what lies before the rows was written"
 
 
+def test_a_run_without_a_whole_piece() -> None:
+    """The last of three runs is a row of nine numbers, seven of which lie before a multiple of 16 bytes."""
+    case = Case(data(0, (65 * 9 + 1,), "bfloat16")[1:].reshape(65, 9), *affine(9, "bfloat16"))
+    geometry, _ = LAYOUTS["a thread each"]
+    assert_forward(case, run(case, geometry, out=poisoned((65 * 9 + 1,), "bfloat16")[1:].reshape(65, 9)))
+
+
 @pytest.mark.parametrize("layout", ["a warp each", "several a warp", "two warps each"])
 def test_the_order_of_threads_does_not_matter(layout: str) -> None:
     geometry, columns = LAYOUTS[layout]

@@ -73,6 +73,11 @@ def test_layouts(layout: str, rows: int) -> None:
     check(Case(data(0, (rows, columns), "bfloat16"), *affine(columns, "bfloat16")), geometry)
 
 
+def test_a_run_without_a_whole_piece() -> None:
+    """The last is a row of five numbers."""
+    check(Case(data(0, (65, 5), "bfloat16"), *affine(5, "bfloat16")), RowBulkBackward(1, 5, 1, 32, 32, 2, 1))
+
+
 @pytest.mark.parametrize("dtype, weight", [("float16", None), ("float32", None), ("bfloat16", "float32")])
 def test_dtypes(dtype: str, weight: str | None) -> None:
     check(Case(data(0, (45, 129), dtype), *affine(129, dtype, weight)), WARP)

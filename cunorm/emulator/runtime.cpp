@@ -114,6 +114,8 @@ struct BulkCopy {
 struct BulkBarrier {
   const void* address;
   unsigned ended;  // phases
+  bool expects;    // in the phase that has not ended
+  unsigned expected_bytes;
   std::vector<BulkCopy> under_way;
 };
 
@@ -769,7 +771,7 @@ void copy_async_wait(unsigned pending) {
   copies.erase(copies.begin(), copy);
 }
 
-void bulk_begin(const void* barrier) { current->block->bulk_barriers.push_back({barrier, 0, {}}); }
+void bulk_begin(const void* barrier) { current->block->bulk_barriers.push_back({barrier, 0, false, 0, {}}); }
 
 static BulkBarrier& bulk_barrier(const void* address, Site site) {
   for (BulkBarrier& barrier : current->block->bulk_barriers) {
@@ -784,6 +786,13 @@ static void check_bulk(const void* shared, const void* global, unsigned bytes, S
   if (bytes % 16 != 0) fail(site, "a copy in bulk of %u bytes, no multiple of 16", bytes);
 }
 
+void bulk_expect(const void* barrier, unsigned bytes, Site site) {
+  BulkBarrier& own = bulk_barrier(barrier, site);
+  if (own.expects) fail(site, "a barrier of copies in bulk is told twice in a phase what to expect");
+  own.expects = true;
+  own.expected_bytes = bytes;
+}
+
 void bulk_fetch(const void* barrier, void* shared, const void* global, unsigned bytes, Site site) {
   check_bulk(shared, global, bytes, site);
   memset(shared, 0xFF, bytes);
@@ -793,12 +802,20 @@ void bulk_fetch(const void* barrier, void* shared, const void* global, unsigned 
 void bulk_wait(const void* barrier, unsigned phase, Site site) {
   while (bulk_barrier(barrier, site).ended % 2 == phase % 2) {
     BulkBarrier& own = bulk_barrier(barrier, site);
-    if (own.under_way.empty()) {
+    if (!own.expects) {
       yield();
       continue;
     }
-    for (const BulkCopy& copy : own.under_way) memcpy(copy.target, copy.source, copy.bytes);
+    unsigned bytes = 0;
+    for (const BulkCopy& copy : own.under_way) {
+      memcpy(copy.target, copy.source, copy.bytes);
+      bytes += copy.bytes;
+    }
+    if (bytes != own.expected_bytes) {
+      fail(site, "%u bytes come in bulk where %u are expected", bytes, own.expected_bytes);
+    }
     own.under_way.clear();
+    own.expects = false;
     ++own.ended;
   }
 }

@@ -7,6 +7,7 @@ else is said. Where memory is slower it was not timed, and rows go other ways (s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from cunorm.plan.constants import affine_constants, dtype_constants
@@ -160,7 +161,7 @@ def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
     return found if found.min_blocks > 0 else None
 
 
-def threads_per_row(problem: Problem, width: int, light: bool) -> int:
+def threads_per_row(problem: Problem, width: int, prefers_warps: bool) -> int:
     """As few as leave none more numbers than it should have, and a warp few words of one bank to ask for at once.
 
     Rows that share a warp begin half a word behind the same bank where they have 65 columns, or 129: by 16 threads each
@@ -173,7 +174,7 @@ def threads_per_row(problem: Problem, width: int, light: bool) -> int:
         threads *= 2
     while threads < 32 and _conflicts(problem, width, threads) > 2 * width:
         threads *= 2
-    if light and threads == 16 and columns > 256 and _conflicts(problem, width, 16) > 1:
+    if prefers_warps and threads == 16 and columns > 256 and _conflicts(problem, width, 16) > 1:
         return 32  # 257 columns take 0.97 so, by 16 0.98; but under gelu 1.48 and 1.37
     return threads
 
@@ -205,9 +206,9 @@ def _conflicts(problem: Problem, width: int, threads: int) -> int:
         for lane in range(32)
         for word in range(max(1, width * problem.itemsize // 4))
     }
-    asked = [word % _BANKS for word in words]
+    asked = Counter(word % _BANKS for word in words)
     passes = max(1, width * problem.itemsize // 4)  # of vectors of 8 bytes, half a warp at a time
-    return -(-max(map(asked.count, asked)) // passes)
+    return -(-max(asked.values()) // passes)
 
 
 def with_room(geometry: RowBulk, problem: ForwardProblem, device: Device) -> RowBulk:

@@ -27,6 +27,7 @@ _STAGES = 3
 # Of a block, at least: with fewer, its runs had better be shorter, and blocks more.
 _TURNS = 4
 _SHORT_BYTES = 256
+_MOST_COLUMNS = {2: 2100, 4: 1100}  # by itemsize, up to little more than what was timed
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,12 @@ def geometry(problem: BackwardProblem, device: Device) -> RowBulkBackward | None
     share = min(found.min_blocks, found.blocks_with_memory(problem, device))
     if share == 0:
         return None
+    found = replace(found, min_blocks=share)
     if not light and share == 1 and most >= 2 and found.rows_per_block >= 2 * at_once:
-        at_once *= 2  # 1025 columns with a residual take 1.06 so, else 1.15
-    return replace(found, rows_at_once=at_once, min_blocks=share)
+        # 1025 columns with a residual take 1.06 so, else 1.15.
+        larger = replace(found, rows_at_once=2 * at_once)
+        return larger if larger.blocks_with_memory(problem, device) > 0 else found
+    return found
 
 
 def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
@@ -177,6 +181,8 @@ def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
     if problem.dx is None or problem.rows <= least * device.multiprocessors or width * itemsize >= 16:
         return False
     if any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
+        return False  # which were not timed
+    if columns > _MOST_COLUMNS[itemsize]:
         return False  # which were not timed
     if itemsize == 2 and width == 4:
         return 32 < columns < _SHORT_BYTES // itemsize

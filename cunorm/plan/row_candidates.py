@@ -93,10 +93,12 @@ def in_blocks(problem: Problem, device: Device) -> Iterator[RowBlock]:
 
 def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk | RowBulkBackward]:
     """Those of rows that come as runs by bulk copies, if they are no whole pieces of 16 bytes."""
-    width = vector_width(problem)
-    if width * problem.itemsize >= 16:
+    width, forward = vector_width(problem), isinstance(problem, ForwardProblem)
+    is_possible = row_bulk.is_possible if forward else row_bulk_backward.is_possible
+    if width * problem.itemsize >= 16 or not is_possible(problem, device):
         return
-    for i, threads, turns in itertools.product(range(9), (64, 128, 256), (1, 2, 4, 8)):
+    block_threads = (64, 128, 256) if forward else (64, 128, 256, 512)
+    for i, threads, turns in itertools.product(range(9), block_threads, (1, 2, 4, 8)):
         threads_per_row = 1 << i
         vectors, at_once = -(-problem.columns // (width * threads_per_row)), threads // threads_per_row
         if vectors * width > _MOST_NUMBERS_IN_BULK or not at_once or turns * at_once > threads:
@@ -105,13 +107,9 @@ def in_bulk(problem: Problem, device: Device) -> Iterator[RowBulk | RowBulkBackw
             continue
         way: RowBulk | RowBulkBackward
         if isinstance(problem, ForwardProblem):
-            if not row_bulk.is_possible(problem, device):
-                return
             way = RowBulk(width, vectors, threads_per_row, at_once, turns * at_once)
             way = row_bulk.with_room(way, problem, device)
         else:
-            if not row_bulk_backward.is_possible(problem, device):
-                return
             if turns * at_once % row_bulk_backward.least_rows(problem) > 0:
                 continue
             way = RowBulkBackward(width, vectors, threads_per_row, at_once, turns * at_once, stages=3)

@@ -381,8 +381,8 @@ extern "C" int printf(const char* format, ...);
 //   a loop on ld.acquire             cunorm_emulator::yield() in its body
 //   cp.async                         cunorm_emulator::copy_async(shared, global, bytes), copy_async_first(…, read)
 //   cp.async.commit_group, wait_group cunorm_emulator::copy_async_commit(), copy_async_wait(pending)
-//   cp.async.bulk to shared memory   cunorm_emulator::bulk_begin(barrier), bulk_fetch(barrier, shared, global, bytes),
-//                                    bulk_wait(barrier, phase)
+//   cp.async.bulk to shared memory   cunorm_emulator::bulk_begin(barrier), bulk_expect(barrier, bytes),
+//                                    bulk_fetch(barrier, shared, global, bytes), bulk_wait(barrier, phase)
 //   cp.async.bulk from shared memory cunorm_emulator::bulk_send(global, shared, bytes), bulk_wait_sent(pending)
 //
 // New ones are declared in runtime.h, defined at the end of runtime.cpp, and listed here.

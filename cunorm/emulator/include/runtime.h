@@ -69,8 +69,10 @@ void copy_async_commit();
 void copy_async_wait(unsigned pending);
 
 // Copies in bulk. What comes to shared memory arrives at a barrier, for the whole block: when a thread waits for that
-// phase of it, not before. What leaves shared memory is read when the thread that has sent it waits, not before.
+// phase of it, not before, and must be as many bytes as were expected, which may be none. What leaves shared memory is
+// read when the thread that has sent it waits, not before.
 void bulk_begin(const void* barrier);
+void bulk_expect(const void* barrier, unsigned bytes, Site site = Site::here());
 void bulk_fetch(const void* barrier, void* shared, const void* global, unsigned bytes, Site site = Site::here());
 void bulk_wait(const void* barrier, unsigned phase, Site site = Site::here());
 void bulk_send(void* global, const void* shared, unsigned bytes, Site site = Site::here());
