@@ -178,9 +178,9 @@ def _is_better(problem: BackwardProblem, device: Device, width: int) -> bool:
     """
     itemsize, columns = problem.itemsize, problem.columns
     least = 2 if problem.norm.activation is not None else 4
-    if problem.dx is None or problem.rows <= least * device.multiprocessors or width * itemsize >= 16:
+    if problem.rows <= least * device.multiprocessors or width * itemsize >= 16:
         return False
-    if any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
+    if problem.dx is None or not problem.sums or any(DTYPES[item.dtype].itemsize > 4 for item in problem.parameters):
         return False  # which were not timed
     if columns > _MOST_COLUMNS[itemsize]:
         return False  # which were not timed
