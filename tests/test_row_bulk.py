@@ -21,6 +21,7 @@ from cases import (
     poisoned,
 )
 from emulator_cases import NEEDS_COMPILER
+from test_long_rows import affine
 
 from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_bulk import RowBulk
@@ -53,10 +54,6 @@ def check(case: Case, geometry: RowBulk) -> None:
     before = case.x.copy()
     assert_forward(case, run(case, geometry))
     assert case.x.tobytes() == before.tobytes(), "x was modified"
-
-
-def affine(columns: int, dtype: str, weight: str | None = None) -> tuple[Array, Array]:
-    return data(1, (columns,), weight or dtype, shift=1.0), data(2, (columns,), weight or dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 37])

@@ -18,7 +18,7 @@ from cases import (
     data,
 )
 from emulator_cases import NEEDS_COMPILER
-from test_row_bulk import affine
+from test_long_rows import affine
 
 from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_bulk_backward import RowBulkBackward

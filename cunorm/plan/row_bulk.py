@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from cunorm.plan.constants import affine_constants, dtype_constants
-from cunorm.plan.device import REGISTERS, Device
+from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants
-from cunorm.plan.row_memory import are_rows, compute_itemsize, vector_width
+from cunorm.plan.row_memory import compute_itemsize, vector_width
+from cunorm.plan.row_runs import LINE_BYTES, RowRuns, are_runs
 from cunorm.problem import DTYPES, GELUS, ForwardProblem, Problem
 
 __all__ = ["RowBulk", "affine_words", "geometry", "is_possible", "threads_per_row", "with_room"]
 
-_LINE_BYTES = 128
 _BANKS = 32
 _BLOCK_THREADS = 128
 _MOST_THREADS_PER_ROW = 256
@@ -28,74 +27,43 @@ _MOST_NUMBERS_IN_WARP, _MOST_NUMBERS = 20, 26
 _LEAST_EVEN_COLUMNS = 14  # of sixteen bits
 _MOST_VECTORS_ALONE = 16  # of a row that one thread has: 17 columns take 1.02 by two, by one 1.07
 # Rows that a block has one after the other, where there are enough; half of them where a run is longer than that. 129
-# columns take 0.99 to 1.03 with 4 and more, 1.15 with 2; 641 0.96 with 2, 0.98 with 4.
+# columns take 0.99 with 8, 1.03 with 4, 1.15 with 2; 641 0.98 with 4, 0.96 with 2.
 _TURNS, _MORE_TURNS, _MOST_RUN_BYTES = 4, 8, 16 * 1024 + 768
 
 
 @dataclass(frozen=True)
-class RowBulk:
-    """How rows lie over threads and blocks (see kernels/row_bulk_forward.cu).
+class RowBulk(RowRuns):
+    """How rows lie over threads and blocks, each of which has a run (see kernels/row_bulk_forward.cu).
 
     Attributes
     ----------
-    width : int
-        Numbers that a thread takes at once from shared memory.
-    vectors : int
-        How many times ``width`` of them it has of a row, at most.
-    threads_per_row : int
-        Threads that share a row.
-    rows_at_once, rows_per_block : int
-        Rows that a block works on at the same time, and rows of its run.
     min_blocks : int
         Blocks that are to share a multiprocessor.
     """
 
-    width: int
-    vectors: int
-    threads_per_row: int
-    rows_at_once: int
-    rows_per_block: int
     min_blocks: int = 1
-
-    @property
-    def threads(self) -> int:
-        return self.threads_per_row * self.rows_at_once
-
-    def run_bytes(self, problem: ForwardProblem) -> int:
-        """Bytes of the rows of a block in one tensor."""
-        return self.rows_per_block * problem.columns * problem.itemsize
-
-    def shared_bytes(self, problem: ForwardProblem) -> int:
-        """Dynamic shared memory: whole lines for the runs of x and the residual, which each begin anywhere in one."""
-        lines = -(-self.run_bytes(problem) // _LINE_BYTES) + 1
-        return lines * _LINE_BYTES * len(problem.matrices_read)
 
     def declared_bytes(self, problem: ForwardProblem) -> int:
         """The shared memory that the kernel declares, at most."""
         warps = -(-self.threads_per_row // 32) * self.rows_at_once
-        return (2 * 2 * warps + 2 * self.rows_per_block) * compute_itemsize(problem) + _LINE_BYTES
+        return (2 * 2 * warps + 2 * self.rows_per_block) * compute_itemsize(problem) + LINE_BYTES
 
     def blocks_with_memory(self, problem: ForwardProblem, device: Device) -> int:
         """How many blocks a multiprocessor has the shared memory for."""
-        taken = self.shared_bytes(problem) + self.declared_bytes(problem)
+        taken = self.room_of_runs(problem) + self.declared_bytes(problem)
         return device.blocks_with(taken) if taken <= device.shared_bytes else 0
 
     def plan(self, problem: Problem, device: Device, builder: Builder) -> str:
         """Write down the launches; the name of the strategy."""
         assert isinstance(problem, ForwardProblem)
         own: Constants = {
-            "VECTOR": self.width,
-            "VECTORS": self.vectors,
-            "THREADS_PER_ROW": self.threads_per_row,
-            "ROWS_AT_ONCE": self.rows_at_once,
-            "ROWS_PER_BLOCK": self.rows_per_block,
             "MIN_BLOCKS": self.min_blocks,
             "HAS_RESIDUAL": int(problem.residual is not None),
             "HAS_STATISTICS": int(problem.stats),
         }
         builder.launch(
             "row_bulk_forward",
-            dtype_constants(problem) | own | affine_constants(problem, self.width),
+            self.constants(problem) | own,
             -(-problem.rows // self.rows_per_block),
             (self.threads_per_row, self.rows_at_once),
             {
@@ -104,19 +72,15 @@ class RowBulk:
                 "columns": problem.columns,
                 "eps": problem.eps,
             },
-            self.shared_bytes(problem),
+            self.room_of_runs(problem),
         )
         return "row_bulk"
 
 
 def is_possible(problem: Problem, device: Device) -> bool:
     """Whether the kernel can compute a problem: rows behind each other, that lie alike in all tensors."""
-    if not isinstance(problem, ForwardProblem) or device.capability < 90 or problem.itemsize > 4:
-        return False
-    if problem.channels is not None or not are_rows(problem) or problem.rows == 0 or problem.columns == 0:
-        return False
-    dense = problem.rows == 1 or all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
-    return dense and len({matrix.offset for matrix in problem.matrices}) == 1
+    possible = isinstance(problem, ForwardProblem) and are_runs(problem, device)
+    return possible and len({matrix.offset for matrix in problem.matrices}) == 1
 
 
 def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
@@ -153,7 +117,7 @@ def geometry(problem: ForwardProblem, device: Device) -> RowBulk | None:
     at_once = max(1, _BLOCK_THREADS // threads)
     turns = _MORE_TURNS if threads < (64 if activated else 32) else _TURNS
     found = with_room(RowBulk(width, vectors, threads, at_once, min(turns * at_once, _BLOCK_THREADS)), problem, device)
-    while threads <= 64 and found.rows_per_block > at_once and found.shared_bytes(problem) > _MOST_RUN_BYTES:
+    while threads <= 64 and found.rows_per_block > at_once and found.room_of_runs(problem) > _MOST_RUN_BYTES:
         found = _of_fewer_rows(found, problem, device)
     wanted = 3 * found.min_blocks * device.multiprocessors // 4
     while found.rows_per_block > at_once and problem.rows < wanted * found.rows_per_block:
@@ -196,7 +160,7 @@ def _is_better(problem: ForwardProblem) -> bool:
     if problem.residual is not None:
         return columns <= (320 if itemsize == 2 else 160)
     light = not problem.norm.centered or not problem.parameters
-    return columns <= (640 if light else 8192) if itemsize == 2 else columns <= 400
+    return (not light or columns <= 640) if itemsize == 2 else columns <= 400
 
 
 def _conflicts(problem: Problem, width: int, threads: int) -> int:
@@ -215,7 +179,7 @@ def with_room(geometry: RowBulk, problem: ForwardProblem, device: Device) -> Row
     """For as many blocks a multiprocessor as have the registers and the shared memory."""
     registers = _registers(geometry, problem) + 16 * (device.capability != 90)  # as ptxas needs more for others
     registers = min(255, max(40, -(-registers // 8) * 8))
-    share = min(REGISTERS // registers, device.threads_per_multiprocessor) // geometry.threads
+    share = geometry.blocks_with_registers(registers, device)
     return replace(geometry, min_blocks=min(share, geometry.blocks_with_memory(problem, device)))
 
 

@@ -10,19 +10,18 @@ import math
 from dataclasses import dataclass, replace
 
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
-from cunorm.plan.constants import affine_constants, dtype_constants
-from cunorm.plan.device import REGISTERS, Device
+from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.row_bulk import affine_words, threads_per_row
-from cunorm.plan.row_memory import are_rows, compute_itemsize, vector_width
+from cunorm.plan.row_memory import compute_itemsize, vector_width
+from cunorm.plan.row_runs import LINE_BYTES, RowRuns, are_runs
 from cunorm.problem import DTYPES, BackwardProblem, Problem
 
 __all__ = ["RowBulkBackward", "geometry", "is_possible", "least_rows", "with_room"]
 
-_LINE_BYTES = 128
 _BLOCK_THREADS = 256
 _MOST_NUMBERS = 26  # of a row that a thread has
-# With two runs in shared memory 257 columns take 1.11, with three 1.09.
+# With two runs in shared memory 131,072 x 1025 take 1.105, with three 1.085.
 _STAGES = 3
 # Of a block, at least: with fewer, its runs had better be shorter, and blocks more.
 _TURNS = 4
@@ -31,45 +30,30 @@ _MOST_COLUMNS = {2: 2100, 4: 1100}  # by itemsize, up to little more than what w
 
 
 @dataclass(frozen=True)
-class RowBulkBackward:
+class RowBulkBackward(RowRuns):
     """How rows lie over threads and blocks that take turns (see kernels/row_bulk_backward.cu).
 
     Attributes
     ----------
-    width, vectors, threads_per_row, rows_at_once, rows_per_block : int
-        As `cunorm.plan.row_bulk.RowBulk` has them.
     stages : int
         Runs that a block has in shared memory.
     min_blocks : int
         Blocks that share a multiprocessor: no more are launched than run at once.
     """
 
-    width: int
-    vectors: int
-    threads_per_row: int
-    rows_at_once: int
-    rows_per_block: int
     stages: int
     min_blocks: int = 1
 
-    @property
-    def threads(self) -> int:
-        return self.threads_per_row * self.rows_at_once
-
-    def run_bytes(self, problem: BackwardProblem) -> int:
-        """Bytes of the rows of a turn in one tensor."""
-        return self.rows_per_block * problem.columns * problem.itemsize
-
     def shared_bytes(self, problem: BackwardProblem) -> int:
-        """Dynamic shared memory: whole lines for each run, which begins anywhere in one; at last, sums of columns."""
-        runs = (-(-self.run_bytes(problem) // _LINE_BYTES) + 1) * _LINE_BYTES * self.stages * len(problem.matrices_read)
-        return max(runs, self.rows_at_once // 2 * problem.columns * compute_itemsize(problem))
+        """Dynamic shared memory: the runs; at last, sums of columns."""
+        sums = self.rows_at_once // 2 * problem.columns * compute_itemsize(problem)
+        return max(self.stages * self.room_of_runs(problem), sums)
 
     def declared_bytes(self, problem: BackwardProblem) -> int:
         """The shared memory that the kernel declares, at most."""
         warps = -(-self.threads_per_row // 32) * self.rows_at_once
         numbers = 2 * 2 * warps + 2 * 2 * self.rows_per_block
-        return numbers * compute_itemsize(problem) + 8 * self.stages + _LINE_BYTES
+        return numbers * compute_itemsize(problem) + 8 * self.stages + LINE_BYTES
 
     def blocks_with_memory(self, problem: BackwardProblem, device: Device) -> int:
         """How many blocks a multiprocessor has the shared memory for."""
@@ -86,11 +70,6 @@ class RowBulkBackward:
         blocks = self.blocks(problem, device)
         targets, target_constants = column_sum_targets(builder, problem, blocks)
         own: Constants = {
-            "VECTOR": self.width,
-            "VECTORS": self.vectors,
-            "THREADS_PER_ROW": self.threads_per_row,
-            "ROWS_AT_ONCE": self.rows_at_once,
-            "ROWS_PER_BLOCK": self.rows_per_block,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
             "WANTS_DX": int(problem.dx is not None),
@@ -98,7 +77,7 @@ class RowBulkBackward:
         }
         builder.launch(
             "row_bulk_backward",
-            dtype_constants(problem) | own | affine_constants(problem, self.width) | target_constants,
+            self.constants(problem) | own | target_constants,
             blocks,
             (self.threads_per_row, self.rows_at_once),
             {
@@ -115,12 +94,8 @@ class RowBulkBackward:
 
 def is_possible(problem: Problem, device: Device) -> bool:
     """Whether the kernel can compute a problem: rows behind each other, the first of which begin where 16 bytes do."""
-    if not isinstance(problem, BackwardProblem) or device.capability < 90 or problem.itemsize > 4:
-        return False
-    if problem.channels is not None or not are_rows(problem) or problem.rows == 0 or problem.columns == 0:
-        return False
-    dense = problem.rows == 1 or all(matrix.row_strides[0] == problem.columns for matrix in problem.matrices)
-    return dense and all(matrix.offset == 0 for matrix in problem.matrices)
+    possible = isinstance(problem, BackwardProblem) and are_runs(problem, device)
+    return possible and all(matrix.offset == 0 for matrix in problem.matrices)
 
 
 def geometry(problem: BackwardProblem, device: Device) -> RowBulkBackward | None:
@@ -144,11 +119,11 @@ def geometry(problem: BackwardProblem, device: Device) -> RowBulkBackward | None
     light = problem.norm.activation is None and problem.dresidual_out is None
     threads = threads_per_row(problem, width, light)
     vectors = -(-(problem.columns // width) // threads)
-    if vectors * width > _MOST_NUMBERS or threads > _BLOCK_THREADS:
+    if vectors * width > _MOST_NUMBERS:
         return None
     at_once = _BLOCK_THREADS // threads
     found = RowBulkBackward(width, vectors, threads, at_once, _BLOCK_THREADS, _STAGES, 1 if light else 2)
-    most = _most_blocks(found, problem, device)
+    most = found.blocks_with_registers(_registers(found, problem, device), device)
     # As many blocks of the longest runs as there is room for, if these are short; else shorter runs.
     share = max(found.min_blocks, found.blocks_with_memory(problem, device))
     found = replace(found, min_blocks=min(share, most))
@@ -196,14 +171,8 @@ def _has_room_and_turns(geometry: RowBulkBackward, problem: BackwardProblem, dev
 
 def with_room(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> RowBulkBackward:
     """For as many blocks a multiprocessor as have the registers and the shared memory."""
-    most = min(_most_blocks(geometry, problem, device), geometry.blocks_with_memory(problem, device))
-    return replace(geometry, min_blocks=most)
-
-
-def _most_blocks(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> int:
-    """How many blocks a multiprocessor has the registers and threads for."""
-    threads = min(REGISTERS // _registers(geometry, problem, device), device.threads_per_multiprocessor)
-    return threads // geometry.threads
+    most = geometry.blocks_with_registers(_registers(geometry, problem, device), device)
+    return replace(geometry, min_blocks=min(most, geometry.blocks_with_memory(problem, device)))
 
 
 def _registers(geometry: RowBulkBackward, problem: BackwardProblem, device: Device) -> int:

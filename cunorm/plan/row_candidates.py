@@ -13,6 +13,7 @@ from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_fit import blocks_with, crowded, fits, fits_crowd, fits_early, fits_registers, resident
 from cunorm.plan.row_memory import (
+    are_dense,
     are_rows,
     are_segmented,
     are_shifted,
@@ -37,9 +38,7 @@ def _ways(problem: Problem) -> Iterator[tuple[int, str, bool]]:
     itemsize = problem.itemsize
     width, piece = row_width(problem), 16 // itemsize
     yield width, "direct", False
-    dense = len(problem.column_sizes) == 1 and all(
-        problem.rows == 1 or matrix.row_strides[0] == problem.columns for matrix in problem.matrices
-    )
+    dense = are_dense(problem)
     if width == piece:
         yield width, "ahead", False
         short = problem.columns * itemsize < SHORT_BYTES

@@ -7,6 +7,7 @@ import math
 from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, PointwiseProblem, Problem, Vector
 
 __all__ = [
+    "are_dense",
     "are_rows",
     "are_segmented",
     "are_shifted",
@@ -53,6 +54,12 @@ def are_rows(problem: Problem) -> bool:
     if len(problem.row_sizes) > 1 or len(problem.column_sizes) > 1:
         return False
     return problem.columns == 1 or all(matrix.column_strides[0] == 1 for matrix in problem.matrices)
+
+
+def are_dense(problem: Problem) -> bool:
+    """Whether the rows of every tensor lie behind each other, with nothing between them."""
+    rows, columns = problem.rows, problem.columns
+    return are_rows(problem) and all(rows == 1 or matrix.row_strides[0] == columns for matrix in problem.matrices)
 
 
 def are_segmented(problem: Problem) -> bool:
