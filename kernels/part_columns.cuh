@@ -1,182 +1,139 @@
-// What row_pipeline_* keep of the columns of a block's part, for all rows.
+// What row_pipeline_* keep of the columns of a block's part, for all rows, in registers.
 //
-// Where a thread has the same columns of every row, that is in its registers. Where rows begin anywhere, and parts are
-// runs, its vectors are of other columns in each, so it lies in shared memory: what is kept of every VECTOR-th column
-// behind each other. So threads whose vectors are neighbours read and write numbers that are neighbours, whichever
-// columns their vectors begin at. There are places for columns beside the part, too, of which a vector may have some:
-// nobody puts weights there, and what is read there is masked.
+// A thread keeps it of every THREADS-th unit of the part: UNIT columns behind each other. Where rows are whole vectors,
+// a unit is a vector, and a thread finds its units in its own slots. Where rows begin anywhere, and parts are runs, it
+// is so many numbers that all rows of a block begin equally far behind a multiple of them. A part lies in the slots as
+// in memory, so a thread's units are in those of others, and move with the row by whole units. The first one may have
+// columns before the part, and the last one columns behind it.
+static_assert(VECTOR % UNIT == 0 && (PARTS_ARE_RUNS || UNIT == VECTOR));
 
-// Where what is kept of a thread's columns lies, in a row that begins `phase` behind a multiple of 16 bytes, in
-// elements.
-struct ColumnPlaces {
-  // A vector may begin up to VECTOR - 1 columns before the part, and end as many behind it: of each VECTOR-th column
-  // there is a place more, the first.
-  static constexpr int PITCH = RESIDENT * THREADS + 1, COUNT = VECTOR * PITCH;
-  static_assert(!PARTS_ARE_RUNS || COUNT * sizeof(Compute) % 16 == 0, "what lies behind sums is aligned");
-  int of_first[PARTS_ARE_RUNS ? VECTOR : 1];  // of the thread's first vector
+struct Units {
+  static constexpr int COUNT = RESIDENT * VECTOR / UNIT;  // of a thread, at most
+  static constexpr int APART = THREADS * UNIT;            // columns from a thread's unit to its next
 
-  __device__ __forceinline__ static int of_column(int column) {
-    return column % VECTOR * PITCH + column / VECTOR + 1;
+  int before;  // columns before the part that its first unit has
+  int own;     // of the thread
+
+  __device__ __forceinline__ Units(const OwnColumns& part, unsigned phase) : before(phase % UNIT), own(0) {
+    const int units = (part.count + before + UNIT - 1) / UNIT, thread = threadIdx.x;
+    if (thread < THREADS) own = (units + THREADS - 1 - thread) / THREADS;
   }
 
-  __device__ __forceinline__ explicit ColumnPlaces(unsigned phase) {
-    if constexpr (!PARTS_ARE_RUNS) return;
-    // The thread's first vector begins at column threadIdx.x * VECTOR - phase. To add VECTOR keeps a remainder from
-    // being negative, and is a place too far.
+  // Where the i-th begins in the part.
+  __device__ __forceinline__ int column(int i) const {
+    return static_cast<int>(threadIdx.x) * UNIT - before + i * APART;
+  }
+  // Where the thread's first lies in the slots of a row that begins `phase` behind a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ X_TYPE* first_in(X_TYPE* slots, unsigned phase) const {
+    return pinned_shared(slots + static_cast<int>(phase) + column(0));
+  }
+
+  // Calls use(i) for each; as many as a vector has with one branch, where they are all there.
+  template <typename Use>
+  __device__ __forceinline__ void visit(const Use& use) const {
+    constexpr int AT_ONCE = VECTOR / UNIT;
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      of_first[j] = of_column(j - static_cast<int>(phase) + VECTOR) - 1 + static_cast<int>(threadIdx.x);
+    for (int first = 0; first < COUNT; first += AT_ONCE) {
+      if (first + AT_ONCE <= own) {
+#pragma unroll
+        for (int i = first; i < first + AT_ONCE; ++i) use(i);
+      } else if constexpr (AT_ONCE > 1) {
+#pragma unroll
+        for (int i = first; i < first + AT_ONCE - 1; ++i) {
+          if (i < own) use(i);
+        }
+      }
     }
   }
-
-  // Of the j-th number of the i-th vector.
-  __device__ __forceinline__ int operator()(int i, int j) const { return of_first[j] + i * THREADS; }
 };
+
+
+// A thread's vector to be stored: what finish() makes of its slot or, PARTS_ARE_RUNS, what others have put there.
+template <typename Finish>
+__device__ __forceinline__ Vector<X_TYPE, VECTOR> vector_to_store(const X_TYPE* slot, const Finish& finish) {
+  if constexpr (PARTS_ARE_RUNS) {
+    return load<X_TYPE, VECTOR>(slot);
+  } else {
+    return finish();
+  }
+}
 
 // Weights or biases of a thread's columns, as they lie in memory: widened they would have no registers.
 template <typename T, bool HAS, int ACCESS_BYTES>
 struct Kept {
-  Vector<T, VECTOR> vectors[HAS ? RESIDENT : 1];
+  Vector<T, UNIT> units[HAS ? Units::COUNT : 1];
 
-  // Those of the i-th vector, if its columns are there; PARTS_ARE_RUNS, at the end of a row not all need be.
-  __device__ __forceinline__ void fetch(const T* source, const OwnColumns& own, int i) {
+  // Those of the i-th unit, if its columns are there.
+  __device__ __forceinline__ void fetch(const T* source, const OwnColumns& part, int column, int i) {
     if constexpr (!HAS) return;
-    const T* from = source + own.first + column_of(i);
-    const int count = own.count - column_of(i);
-    if (count >= VECTOR) {
-      vectors[i] = load_in_pieces<VECTOR, ACCESS_BYTES>(from);
-    } else if constexpr (PARTS_ARE_RUNS) {
+    const T* from = source + part.first + column;
+    if constexpr (!PARTS_ARE_RUNS) {
+      if (column < part.count) units[i] = load_in_pieces<VECTOR, ACCESS_BYTES>(from);
+    } else {
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        if (j < count) vectors[i].lane[j] = from[j];
+      for (int j = 0; j < UNIT; ++j) {
+        if (column + j >= 0 && column + j < part.count) units[i].lane[j] = from[j];
       }
     }
   }
 
-  __device__ __forceinline__ void get(int i, Compute (&widened)[VECTOR]) {
-    if constexpr (HAS) widen_all(vectors[i], widened);
-    if constexpr (HAS && sizeof(T) < sizeof(Compute)) forget_widened(vectors[i]);
+  __device__ __forceinline__ void get(int i, Compute (&widened)[UNIT]) {
+    if constexpr (HAS) widen_all(units[i], widened);
+    if constexpr (HAS && sizeof(T) < sizeof(Compute)) forget_widened(units[i]);
   }
 };
 
 // Weights and biases of the columns; none where they are by channel.
 struct KeptAffine {
-  static constexpr bool WEIGHT = HAS_WEIGHT && !HAS_CHANNELS, BIAS = HAS_BIAS && !HAS_CHANNELS;
-  static constexpr int NUMBERS = WEIGHT + BIAS > 0 ? WEIGHT + BIAS : 1;
-  using OfColumn = Vector<KEPT_TYPE, NUMBERS>;
+  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
+  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
 
-  Kept<WEIGHT_TYPE, WEIGHT, WEIGHT_ACCESS> weights;
-  Kept<BIAS_TYPE, BIAS, BIAS_ACCESS> biases;
-  OfColumn* shared;  // ColumnPlaces::COUNT of them
-
-  // With shared memory for them, where they lie there. A __syncthreads() must lie between this and the first `get`.
-  __device__ __forceinline__ void fetch(const WEIGHT_TYPE* weight, const BIAS_TYPE* bias, const OwnColumns& own,
-                                       void* memory) {
-    // Those on their way have registers, wherever they are put.
-    constexpr int AT_ONCE = !PARTS_ARE_RUNS ? RESIDENT : sizeof(WEIGHT_TYPE) + sizeof(BIAS_TYPE) > 8 ? 1 : 4;
-    shared = static_cast<OfColumn*>(memory);
+  __device__ __forceinline__ void fetch(const WEIGHT_TYPE* weight, const BIAS_TYPE* bias, const OwnColumns& part,
+                                        const Units& own) {
 #pragma unroll
-    for (int first = 0; first < RESIDENT; first += AT_ONCE) {
-#pragma unroll
-      for (int i = first; i < RESIDENT && i < first + AT_ONCE; ++i) {
-        weights.fetch(weight, own, i);
-        biases.fetch(bias, own, i);
-      }
-#pragma unroll
-      for (int i = first; i < RESIDENT && i < first + AT_ONCE; ++i) put(own, i);
+    for (int i = 0; i < Units::COUNT; ++i) {
+      weights.fetch(weight, part, own.column(i), i);
+      biases.fetch(bias, part, own.column(i), i);
     }
   }
 
-  // Those of the i-th vector.
-  __device__ __forceinline__ void get(int i, const ColumnPlaces& places, Compute (&weight)[VECTOR],
-                                      Compute (&bias)[VECTOR]) {
-    if constexpr (PARTS_ARE_RUNS) {
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        if constexpr (!WEIGHT && !BIAS) break;
-        const OfColumn numbers = load<KEPT_TYPE, NUMBERS>(shared[places(i, j)].lane);
-        if constexpr (WEIGHT) weight[j] = widen(numbers, 0);
-        if constexpr (BIAS) bias[j] = widen(numbers, NUMBERS - 1);
-      }
-    } else {
-      weights.get(i, weight);
-      biases.get(i, bias);
-    }
+  // Those of the i-th unit.
+  __device__ __forceinline__ void get(int i, Compute (&weight)[UNIT], Compute (&bias)[UNIT]) {
+    weights.get(i, weight);
+    biases.get(i, bias);
     add_weight_offset(weight);
-  }
-
- private:
-  // Puts what was loaded where all threads find it.
-  __device__ __forceinline__ void put(const OwnColumns& own, int i) const {
-    if constexpr (!PARTS_ARE_RUNS || (!WEIGHT && !BIAS)) return;
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      const int column = column_of(i) + j;
-      if (column >= own.count) continue;
-      OfColumn numbers;
-      if constexpr (WEIGHT) narrow(widen(weights.vectors[i], j), numbers.lane[0]);
-      if constexpr (BIAS) narrow(widen(biases.vectors[i], j), numbers.lane[NUMBERS - 1]);
-      store(shared[ColumnPlaces::of_column(column)].lane, numbers);
-    }
   }
 };
 
 // Sums over rows of NUMBERS numbers of each column.
 template <int NUMBERS>
 struct KeptSums {
-  static constexpr int AT_LEAST_ONE = NUMBERS > 0 ? NUMBERS : 1;
-  using OfColumn = Vector<Compute, AT_LEAST_ONE>;
+  Compute sums[NUMBERS > 0 ? Units::COUNT : 1][UNIT][NUMBERS > 0 ? NUMBERS : 1];  // zeros at first
 
-  Compute sums[NUMBERS > 0 && !PARTS_ARE_RUNS ? RESIDENT : 1][VECTOR][AT_LEAST_ONE];  // zeros at first
-  OfColumn* shared;  // ColumnPlaces::COUNT of them
-
-  // With shared memory for them, where they lie there. A __syncthreads() must lie between this and the first `get`.
-  __device__ __forceinline__ void clear(void* memory) {
-    if constexpr (NUMBERS == 0 || !PARTS_ARE_RUNS) return;
-    shared = static_cast<OfColumn*>(memory);
-    for (int i = threadIdx.x; i < ColumnPlaces::COUNT; i += THREADS) shared[i] = {};
-  }
-
-  // Those of the i-th vector. Between two barriers, no other thread has one of its columns.
-  __device__ __forceinline__ void get(int i, const ColumnPlaces& places, OfColumn (&values)[VECTOR]) const {
-    if constexpr (NUMBERS == 0) return;
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      if constexpr (PARTS_ARE_RUNS) {
-        values[j] = load<Compute, AT_LEAST_ONE>(shared[places(i, j)].lane);
-      } else {
-#pragma unroll
-        for (int k = 0; k < NUMBERS; ++k) values[j].lane[k] = sums[i][j][k];
-      }
-    }
-  }
-  __device__ __forceinline__ void put(int i, const ColumnPlaces& places, const OfColumn (&values)[VECTOR]) {
-    if constexpr (NUMBERS == 0) return;
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      if constexpr (PARTS_ARE_RUNS) {
-        store(shared[places(i, j)].lane, values[j]);
-      } else {
-#pragma unroll
-        for (int k = 0; k < NUMBERS; ++k) sums[i][j][k] = values[j].lane[k];
-      }
-    }
-  }
-
-  // Writes the k-th of each column to what begins with that of the row's first, when all are complete.
+  // Writes the k-th of each column to what begins with that of the row's first. To be called by the whole block:
+  // PARTS_ARE_RUNS, through shared memory, of which nothing else is needed, since units do not begin where memory can
+  // be written at once.
   template <typename T>
-  __device__ __forceinline__ void write(int k, T* target, const OwnColumns& own) const {
-    if constexpr (PARTS_ARE_RUNS) {
-      for (int column = threadIdx.x; column < own.count; column += THREADS) {
-        narrow(shared[ColumnPlaces::of_column(column)].lane[k], target[own.first + column]);
+  __device__ __forceinline__ void write(int k, T* target, const OwnColumns& part, const Units& own,
+                                        Compute* shared) const {
+    if constexpr (PARTS_ARE_RUNS) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Units::COUNT; ++i) {
+      if (i >= own.own) continue;
+      Compute values[UNIT];
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) values[j] = sums[i][j][k];
+      if constexpr (PARTS_ARE_RUNS) {
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j) shared[own.column(i) + own.before + j] = values[j];
+      } else {
+        store_rounded(target + part.first + own.column(i), values);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < RESIDENT; ++i) {
-        Compute values[VECTOR];
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) values[j] = sums[i][j][k];
-        if (column_of(i) < own.count) store_rounded(target + own.first + column_of(i), values);
+    }
+    if constexpr (PARTS_ARE_RUNS) {
+      __syncthreads();
+      for (int column = threadIdx.x; column < part.count; column += BLOCK_THREADS) {
+        narrow(shared[column + own.before], target[part.first + column]);
       }
     }
   }

@@ -8,10 +8,20 @@
 // the other blocks what its own has of the row; the other waits for what all have, and puts it together in a fixed
 // order. What is told are words that carry the number of the turn beside the bits, so that it takes neither fence
 // nor barrier (see grid_words.cuh). The other warps of a block sum a row, meet, and finish an older one.
+//
+// PARTS_ARE_RUNS, a thread finishes what lies in slots of others, and stores what others have left in its own. So an
+// older row is finished in place before they meet, for which its sums are wanted a turn earlier, and stored behind that.
 constexpr int BLOCK_THREADS = THREADS + 64;
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be
 // reading what came up to LAG - 1 turns before that.
 constexpr int EXCHANGES = 2 * LAG;
+constexpr int FINISHES_EARLY = PARTS_ARE_RUNS;
+// Where runs are PEELED, so many elements behind a multiple of 16 bytes each may begin; where they are long, behind a
+// line, and as far behind one in shared memory. Else, in half of the rows, 16 bytes would go to another half of 32 there
+// than they come from, and all 32 come twice: layer norm of 67 x 1,000,001 float32 numbers takes 1.25 of a copy's time
+// on an H200 so, else 1.15.
+constexpr int PHASES = LONG_RUNS ? COPY_ALIGNMENT / sizeof(X_TYPE) : VECTOR;
+static_assert(LAG > FINISHES_EARLY);
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
 static_assert(!PARTS_ARE_RUNS || (PEELED && !HAS_CHANNELS));
@@ -74,7 +84,8 @@ struct Spot {
   __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
     copy_async<VECTOR>(slot, source + offset);
   }
-  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
+  template <int COUNT>
+  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, COUNT>& values) const {
     store_global(target + offset, values);
   }
 
@@ -94,10 +105,11 @@ struct CutSpot {
   __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
     if (bits != 0) copy_async_first<VECTOR>(slot, source + offset, 32 - __clz(static_cast<int>(bits)));
   }
-  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
+  template <int COUNT>
+  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, COUNT>& values) const {
     if (bits == ALL) return store_global(target + offset, values);
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
       if (bits >> i & 1) target[offset + i] = values.lane[i];
     }
   }
@@ -108,17 +120,23 @@ struct CutSpot {
   }
 };
 
-// The columns of a block's part: so many, from `first` on.
+// The columns of a block's part of a row: so many, from `first` on.
 struct OwnColumns {
   long long first;
   int count;
 };
 
+// PARTS_ARE_RUNS, those of the block of a rank.
+template <typename KernelArguments>
+__device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& arguments, int rank) {
+  const long long each = arguments.segment_columns, first = rank * each, left = arguments.columns - first;
+  return {first, static_cast<int>(left < each ? left : each)};
+}
+
 template <typename KernelArguments>
 __device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& arguments, const SharedPart& part) {
   if constexpr (!PARTS_ARE_RUNS) return {part.first, part.count};
-  const long long each = arguments.segment_columns, first = part.rank * each, left = arguments.columns - first;
-  return {first, static_cast<int>(left < each ? left : each)};
+  return own_columns_of(arguments, part.rank);
 }
 
 // Where a row has a thread's vectors. It is one run of memory; or SEGMENTED, in as many runs as there are samples, of
@@ -131,10 +149,11 @@ __device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& argu
 // (PARTS_ARE_RUNS); of the last one there may be fewer columns.
 struct Places {
   long long first;  // that of the first vector; 0, where SEGMENTED
-  int offsets[SEGMENTED ? RESIDENT : 1];
-  int left[PEELED ? RESIDENT : 1];  // how many numbers of its run there are from the offset on
-  int run;                          // how many there are in all
-  unsigned whole;                   // a bit for each vector that no lane of the warp ever has cut
+  // Of each vector; or of the first, where the part is a run.
+  int offsets[SEGMENTED && !PARTS_ARE_RUNS ? RESIDENT : 1];
+  int left[PEELED && !PARTS_ARE_RUNS ? RESIDENT : 1];  // how many numbers of its run there are from the offset on
+  int run;                                             // how many there are in all
+  unsigned whole;                                      // a bit for each vector that no lane of the warp ever has cut
 
   template <typename KernelArguments>
   __device__ __forceinline__ Places(const KernelArguments& arguments, const SharedPart& part, const OwnColumns& own)
@@ -148,13 +167,26 @@ struct Places {
       for (int i = 0; i < RESIDENT; ++i) {
         const unsigned column = static_cast<unsigned>(part.first) + column_of(i), segment = column / room;
         const int place = static_cast<int>(column - segment * room);
-        offsets[i] = static_cast<int>(segment * stride) + place;
-        if constexpr (PEELED) left[i] = run - place;
+        if (!PARTS_ARE_RUNS || i == 0) {
+          offsets[i] = static_cast<int>(segment * stride) + place;
+          if constexpr (PEELED) left[i] = run - place;
+        }
         if constexpr (LONG_RUNS) {
-          whole |= static_cast<unsigned>(__all_sync(0xffffffffu, place >= VECTOR && left[i] >= VECTOR)) << i;
+          whole |= static_cast<unsigned>(__all_sync(0xffffffffu, place >= PHASES && run - place >= VECTOR)) << i;
         }
       }
     }
+  }
+
+  // How many numbers of a part that is a run the warp has in its first COUNT vectors.
+  template <int COUNT>
+  __device__ __forceinline__ Compute numbers_of_warp(unsigned phase) const {
+    const int begin = static_cast<int>(threadIdx.x) / 32 * 32 * VECTOR - static_cast<int>(phase);
+    const auto within = [&](int column) { return min(max(column, 0), run); };
+    int numbers = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) numbers += within(begin + i * STEP + 32 * VECTOR) - within(begin + i * STEP);
+    return static_cast<Compute>(numbers);
   }
 
   // Calls use(spot) with that of the i-th vector, of a row that begins `phase` behind a multiple of 16 bytes, in
@@ -165,17 +197,20 @@ struct Places {
     if constexpr (!PEELED) {
       use(Spot{SEGMENTED ? offsets[i] : i * STEP});
     } else {
-      const int shift = static_cast<int>(PARTS_ARE_RUNS ? phase : (phase + static_cast<unsigned>(offsets[i])) % VECTOR);
-      if (LONG_RUNS && (whole >> i & 1)) return use(Spot{offsets[i] - shift});
-      const int missing = min(VECTOR, max(0, VECTOR - shift - left[i]));  // at the end
-      use(CutSpot{offsets[i] - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << (left[i] == run ? shift : 0))});
+      const int offset = PARTS_ARE_RUNS ? offsets[0] + i * STEP : offsets[i];
+      const int behind = PARTS_ARE_RUNS ? left[0] - i * STEP : left[i], place = run - behind;  // in its run
+      const unsigned begin = static_cast<unsigned>(offset - place);
+      const int shift = static_cast<int>(PARTS_ARE_RUNS ? phase : (phase + begin) % PHASES);
+      if (LONG_RUNS && (whole >> i & 1)) return use(Spot{offset - shift});
+      const int before = min(VECTOR, max(0, shift - place)), missing = min(VECTOR, max(0, VECTOR - shift - behind));
+      use(CutSpot{offset - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << before)});
     }
   }
 };
 
-// How far a row begins behind a multiple of 16 bytes, in elements.
+// How far a row begins behind a multiple of 16 bytes, or behind a line, in elements (see PHASES).
 __device__ __forceinline__ unsigned phase_of(long long row, long long stride) {
-  return PEELED ? static_cast<unsigned>(row * stride) % VECTOR : 0;
+  return PEELED ? static_cast<unsigned>(row * stride) % PHASES : 0;
 }
 
 // The weight and bias of a channel, as they lie in memory. Who widens a number waits for it, and the warp

@@ -102,12 +102,11 @@ struct Loaded {
 struct Affine {
   KeptAffine of_columns;
 
-  // Those of the thread's i-th vector.
-  __device__ __forceinline__ void get(int i, const ColumnPlaces& places, const Given& given, Compute (&weight)[VECTOR],
-                                      Compute (&bias)[VECTOR]) {
-    if constexpr (!HAS_CHANNELS) return of_columns.get(i, places, weight, bias);
+  // Those of the thread's i-th vector; PARTS_ARE_RUNS, of its i-th unit.
+  __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[UNIT], Compute (&bias)[UNIT]) {
+    if constexpr (!HAS_CHANNELS) return of_columns.get(i, weight, bias);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
+    for (int j = 0; j < UNIT; ++j) {
       if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
       if constexpr (HAS_BIAS) bias[j] = given.bias[0];
     }
@@ -165,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   __shared__ OfWarps of_warps[2];
   __shared__ Given givens[2];
   __shared__ OfRow of_row[2];
-  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out; then what is kept of columns
-  using Values = Vector<X_TYPE, VECTOR>;
+  extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
+  using Values = Vector<X_TYPE, UNIT>;
 
   const RowParts parts = row_parts_of(arguments);
   const SharedPart part = row_part_of_block(arguments, parts);
@@ -177,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
   const OwnColumns own_columns = own_columns_of(arguments, part);
+  const Units units(own_columns, phase_of(part.group, arguments.x_stride));
   const Places places(arguments, part, own_columns);
   const long long first = places.first;
   struct Sources {
@@ -209,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
 
   Affine affine = {};
-  using ColumnSums = KeptSums<COLUMN_SUMS>;
-  ColumnSums column_sums = {};
+  KeptSums<COLUMN_SUMS> column_sums = {};
   long long row = part.group;  // that is summed
   const int own_channel = parts.channel_of(part.rank);  // of those that a row has
   const auto load_given = [&](long long row) {
@@ -226,9 +225,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
-    Compute* kept = reinterpret_cast<Compute*>(staged + (2 + HAS_DRESIDUAL) * STAGED);
-    column_sums.clear(kept);
-    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, kept + COLUMN_SUMS * ColumnPlaces::COUNT);
+    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, units);
+    if constexpr (PARTS_ARE_RUNS) copy_async_wait<UNDER_WAY - RESIDENT>();
   } else if (waits) {
     if (lane == 0) givens[0] = load_given(row).widened();
     next_given = load_given(row + groups);
@@ -236,61 +234,106 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   __syncthreads();
   if (!works) wait_for_words();
 
+  // Of the i-th vector of a row, which begins there in its slots; PARTS_ARE_RUNS, of the i-th unit.
+  const auto finish = [&](int i, const X_TYPE* slot, const OfRow& of) {
+    const Values x = load<X_TYPE, UNIT>(slot), dy = load<X_TYPE, UNIT>(slot + STAGED);
+    Values added;
+    if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, UNIT>(slot + 2 * STAGED);
+    Compute weight[UNIT], bias[UNIT], results[UNIT];
+    affine.get(i, of.given, weight, bias);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) {
+      const Gradient gradient =
+          gradient_of(widen(x, j), widen(dy, j), of.given.mean, of.given.rstd, weight[j], bias[j]);
+      results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
+      if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
+    }
+    return rounded<X_TYPE>(results);
+  };
   const Exchange<2> exchange(arguments.words, part);
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
     const long long done_row = row - LAG * groups;  // that is finished
+    const int awaited_turn = done_turn + FINISHES_EARLY;
+    const long long awaited_row = done_row + FINISHES_EARLY * groups;  // whose sums are wanted in the end
     const bool sums_up = row < rows, finishes = done_turn >= 0;
-    if (works) {
+    const auto sum_up = [&] {
       // Reduce along the row, and add to the column sums on the way.
       const Given given = givens[turn % 2];
-      X_TYPE* const own = slots_of(staged, turn);
       const unsigned phase = phase_of(row, arguments.x_stride);
-      const ColumnPlaces column_places(phase);
       Compute sums[2] = {0, 0};
-      as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
-        if (!sums_up || !has(i)) return;
-        places.visit(i, phase, [&](const auto& spot) {
-          const auto there = spot.there();
-          const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
-          Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
-          ColumnSums::OfColumn of_columns[VECTOR];
-          affine.get(i, column_places, given, weight, bias);
-          column_sums.get(i, column_places, of_columns);
+      const auto add = [&](int i, const Values& x, const Values& dy, const auto& there) {
+        Compute weight[UNIT], bias[UNIT], of_unit[2] = {0, 0};
+        affine.get(i, given, weight, bias);
 #pragma unroll
-          for (int j = 0; j < VECTOR; ++j) {
-            Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
-            if (!there(j)) gradient = {0, 0, 0};
-            if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) of_columns[j].lane[0] += gradient.dz * gradient.xhat;
-            if constexpr (SUMS_COLUMNS && WANTS_DBIAS) of_columns[j].lane[COLUMN_SUMS - 1] += gradient.dz;
-            const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
-            of_vector[0] += summed;
-            of_vector[1] += summed * gradient.xhat;
-          }
-          column_sums.put(i, column_places, of_columns);
-          sums[0] += of_vector[0];
-          sums[1] += of_vector[1];
+        for (int j = 0; j < UNIT; ++j) {
+          Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
+          if (!there(j)) gradient = {0, 0, 0};
+          if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) column_sums.sums[i][j][0] += gradient.dz * gradient.xhat;
+          if constexpr (SUMS_COLUMNS && WANTS_DBIAS) column_sums.sums[i][j][COLUMN_SUMS - 1] += gradient.dz;
+          const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
+          of_unit[0] += summed;
+          of_unit[1] += summed * gradient.xhat;
+        }
+        sums[0] += of_unit[0];
+        sums[1] += of_unit[1];
+      };
+      if constexpr (PARTS_ARE_RUNS) {
+        // Behind the part there are zeros of dy, and so of all sums.
+        const X_TYPE* const first_unit = units.first_in(slots_of_block(staged, turn), phase);
+        if (sums_up) {
+          units.visit([&](int i) {
+            const X_TYPE* const unit = first_unit + i * Units::APART;
+            add(i, load<X_TYPE, UNIT>(unit), load<X_TYPE, UNIT>(unit + STAGED),
+                [&](int j) { return i > 0 || units.column(0) + j >= 0; });
+          });
+        }
+      } else {
+        X_TYPE* const own = slots_of(staged, turn);
+        as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
+          if (!sums_up || !has(i)) return;
+          places.visit(i, phase, [&](const auto& spot) {
+            add(i, load<X_TYPE, UNIT>(own + i * STEP), load<X_TYPE, UNIT>(own + STAGED + i * STEP), spot.there());
+          });
         });
-      });
+      }
       warp_sum<32, 1>(sums);
       if (lane == 0) {
         of_warps[turn % 2].sums[0][warp] = sums[0];
         of_warps[turn % 2].sums[1][warp] = sums[1];
       }
+    };
+    const auto finish_in_place = [&] {
+      if (!finishes) return;
+      const OfRow of = of_row[turn % 2];
+      const unsigned phase = phase_of(done_row, arguments.dx_stride);
+      X_TYPE* const first_unit = units.first_in(slots_of_block(staged, done_turn), phase);
+      units.visit([&](int i) {
+        X_TYPE* const unit = first_unit + i * Units::APART;
+        store(unit, finish(i, unit, of));
+      });
+    };
+    if (works) {
+      sum_up();
+      if constexpr (PARTS_ARE_RUNS) {
+        finish_in_place();
+        // Others may have what has come of the next row.
+        copy_async_wait<UNDER_WAY - 2 * RESIDENT>();
+      }
     } else if (waits) {
       if (lane == 0) givens[(turn + 1) % 2] = next_given.widened();
       next_given = load_given(row + 2 * groups);
-      if (finishes) {
-        const Loaded loaded = load_given(done_row);
+      if (awaited_turn >= 0 && awaited_row < rows) {
+        const Loaded loaded = load_given(awaited_row);
         Compute told[PARTS_PER_LANE][2], sums[2], of_channel[2];
         Compute factor = 1;  // of the sums, where the whole row has one weight
         if constexpr (SEVERAL_CHANNELS) {
-          const long long channel = channel_of_row(arguments, done_row);
+          const long long channel = channel_of_row(arguments, awaited_row);
           const ChannelMerge of_channels(parts, part.blocks, arguments.weight + channel);
-          exchange.await(told, done_turn);
+          exchange.await(told, awaited_turn);
           of_channels.merge(told, own_channel, sums, of_channel);
         } else {
-          exchange.await(told, done_turn);
+          exchange.await(told, awaited_turn);
           sum_parts(told, sums);
           of_channel[0] = sums[0];
           of_channel[1] = sums[1];
@@ -298,13 +341,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         if (lane == 0) {
           const Given given = loaded.widened();
           if (HAS_CHANNELS && parts.first_of(part.rank) == 0) {
-            const long long place = done_row * channels_per_row(arguments) + own_channel;
+            const long long place = awaited_row * channels_per_row(arguments) + own_channel;
             if constexpr (WANTS_DBIAS) narrow(of_channel[0], arguments.dbias[place]);
             if constexpr (WANTS_DWEIGHT) narrow(of_channel[1], arguments.dweight[place]);
           }
           if constexpr (HAS_CHANNELS && HAS_WEIGHT && !SEVERAL_CHANNELS) factor = given.weight[0];
           const Compute scale = -factor / static_cast<Compute>(arguments.columns);
-          of_row[turn % 2] = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
+          OfRow& target = of_row[(turn + FINISHES_EARLY) % 2];
+          target = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
         }
       }
     }
@@ -321,7 +365,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     const OfRow of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.dx_stride);
-    const ColumnPlaces column_places(done_phase);
     X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;
     pin(dx);
     const Sources next = sources_of(done_row + AHEAD * groups);
@@ -330,29 +373,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
       if (i < done_vectors) {
-        const Values x = load<X_TYPE, VECTOR>(slot), dy = load<X_TYPE, VECTOR>(slot + STAGED);
-        Values added;
-        if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(slot + 2 * STAGED);
-        Compute weight[VECTOR], bias[VECTOR], results[VECTOR];
-        affine.get(i, column_places, of.given, weight, bias);
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          const Gradient gradient =
-              gradient_of(widen(x, j), widen(dy, j), of.given.mean, of.given.rstd, weight[j], bias[j]);
-          results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
-          if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
-        }
-        places.visit(i, done_phase, [&](const auto& spot) { spot.write(dx, rounded<X_TYPE>(results)); });
+        const auto finished = vector_to_store(slot, [&] { return finish(i, slot, of); });
+        places.visit(i, done_phase, [&](const auto& spot) { spot.write(dx, finished); });
       }
       fill(slot, next, i);
     }
   }
 
   // Write the group's row of sums.
-  if (!works) return;
   const long long group_row = part.group * arguments.columns;
-  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) column_sums.write(0, arguments.dweight + group_row, own_columns);
+  Compute* const gathered = reinterpret_cast<Compute*>(staged);
+  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) {
+    column_sums.write(0, arguments.dweight + group_row, own_columns, units, gathered);
+  }
   if constexpr (SUMS_COLUMNS && WANTS_DBIAS) {
-    column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns);
+    column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns, units, gathered);
   }
 }

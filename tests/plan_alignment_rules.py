@@ -236,14 +236,4 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
             as_it_lies = segment, matrix.column_strides[0] if several else 0
             assert constants["PARTS_ARE_RUNS"] or told == as_it_lies, "segments lie otherwise"
             assert not constants["PEELED"] or matrix.row_strides == problem.x.row_strides, "rows begin otherwise"
-        if constants["PARTS_ARE_RUNS"]:
-            # For each column, and for those that a vector may have before and behind them: what is kept of it.
-            types = [DTYPES[vector.dtype] for vector in problem.parameters]
-            alike = all(constants["KEPT_TYPE"] == dtype.cuda for dtype in types)
-            kept = sum(dtype.itemsize if alike else compute_bytes(problem) for dtype in types)
-            assert alike or constants["KEPT_TYPE"] == constants["COMPUTE_TYPE"], "types that numbers do not survive"
-            sums = 0 if forward else len(problem.sums)  # type: ignore[union-attr]
-            columns = constants["VECTOR"] * (constants["THREADS"] * constants["RESIDENT"] + 1)
-            assert arguments["segment_columns"] + constants["VECTOR"] <= columns
-            numbers = columns * (kept + sums * compute_bytes(problem))
     assert item.shared_bytes == tensors * slots * 16 + numbers

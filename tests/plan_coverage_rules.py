@@ -123,6 +123,14 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert per_block % width == 0 and (of_channel - 1) * per_block < room <= of_channel * per_block
     assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
     assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
+    unit, runs = constants["UNIT"], constants["PARTS_ARE_RUNS"]
+    assert width % unit == 0 and (runs or unit == width)
+    if runs:
+        assert constants["LAG"] >= 2, "sums are wanted a turn earlier"
+        assert constants["AHEAD"] >= constants["LAG"] + 2, "a row comes while another is summed"
+        groups = item.grid // blocks
+        alike = arguments["rows"] <= groups or groups * arguments["x_stride"] % unit == 0
+        assert alike, "a thread has other columns from row to row"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
     segment, stride, room = (arguments[f"segment_{name}"] for name in ("columns", "stride", "room"))
@@ -131,16 +139,17 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     if not segment:
         assert arguments["room"] == arguments["columns"] and not constants["PEELED"]
     elif constants["PARTS_ARE_RUNS"]:
-        # Each of a row's blocks has so many of its columns, a multiple of a vector, and the last one what is left.
+        # Each of a row's blocks has so many of its columns, a multiple of a line, and the last one what is left.
         assert constants["PEELED"] and constants["WEIGHTS_OF"] == "columns" and not arguments.get("channels")
-        assert segment % width == 0 and stride == segment and per_block == room
+        assert segment % (8 * width) == 0 and stride == segment and per_block == room
         assert arguments["room"] == blocks * room and (blocks - 1) * segment < arguments["columns"] <= blocks * segment
-        assert room == segment + width and arguments["columns"] < 2**31, "a vector begins anywhere in 16 bytes"
+        assert room == segment + 8 * width and arguments["columns"] < 2**31, "a row begins anywhere in a line"
     else:
         assert arguments["columns"] % segment == 0
         assert arguments["room"] == arguments["columns"] // segment * room
         # The vectors of a segment that begins anywhere: with none of its numbers to spare, and with the most before it.
-        cut = (segment + width - 1 + width - 1) // width if constants["PEELED"] else segment // width
+        most = 8 * width if constants["LONG_RUNS"] else width
+        cut = (segment + most - 1 + width - 1) // width if constants["PEELED"] else segment // width
         assert room == cut * width and (constants["PEELED"] or segment % width == stride % width == 0)
         kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
         assert constants["WEIGHTS_OF"] == "part" or not any(kept), "what is kept of a column is lost"

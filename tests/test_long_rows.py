@@ -60,8 +60,18 @@ class Family:
     def geometry(self, dtype: str, columns: int, **changes: Any) -> Any:
         """The small one with vectors of 16 bytes; peeled, where the columns are no multiple of them."""
         width = 16 // DTYPES[dtype].itemsize
-        peeled = {"peeled": True} if columns % width else {}
-        return replace(self.small, width=width, **peeled, **changes)
+        geometry = replace(self.small, width=width, **changes)
+        if columns % width == 0:
+            return geometry
+        if isinstance(geometry, RowPipeline):
+            # Which finishes a row a turn earlier, in place, and backward sums it when all of it has come.
+            lag = max(2, geometry.lag)
+            geometry = replace(geometry, lag=lag, rows_ahead=max(lag + 2, geometry.rows_ahead))
+            # Parts are whole lines of the cache.
+            line = 128 // DTYPES[dtype].itemsize
+            part = -(-columns // (geometry.blocks_per_row * line)) * line
+            geometry = replace(geometry, blocks_per_row=-(-columns // part))
+        return replace(geometry, peeled=True)
 
     @property
     def layouts_and_dtypes(self) -> list[tuple[str, str]]:
@@ -110,7 +120,7 @@ PIPELINE = Family(
         "two groups": {"groups": 2, "blocks_per_row": 2, "resident": 6, "rows_ahead": 3},
         "five groups of three blocks": {"groups": 5, "blocks_per_row": 3, "resident": 4},
         "four groups of one block": {"groups": 4, "blocks_per_row": 1, "resident": 11},
-        "more blocks than a warp has lanes": {"blocks_per_row": 37, "resident": 1, "rows_ahead": 3},
+        "more blocks than a warp has lanes": {"blocks_per_row": 42, "resident": 1, "rows_ahead": 3},
         "more turns of delay than rows": {"rows_ahead": 7, "lag": 6},
     },
     in_every_dtype="two turns later",
@@ -119,7 +129,7 @@ PIPELINE = Family(
     few={},
     ahead={"rows_ahead": 3},
     # Down to one of three vectors, so that most warps have none; and of rows that begin anywhere, to one of one column.
-    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072, 49, 83, 769, 2305, 3053),
+    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072, 97, 115, 769, 2305, 2941),
     with_residual={
         "a turn later": "bfloat16",
         "two turns later": "float32",

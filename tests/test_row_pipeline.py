@@ -61,7 +61,8 @@ def test_geometries_fit_the_device_and_cover_the_row(device: Device) -> None:
         assert blocks == channels * of_channel
         if way.parts_are_runs(problem):
             own = way.segment_columns(problem)
-            assert own % way.width == 0 and (blocks - 1) * own < columns <= blocks * own and part == own + way.width
+            line = 128 // problem.itemsize
+            assert own % line == 0 and (blocks - 1) * own < columns <= blocks * own and part == own + line
         else:
             assert part % way.width == 0 and (of_channel - 1) * part < columns <= of_channel * part
         assert way.resident == way.vectors(problem) and way.width * DTYPES[problem.x.dtype].itemsize == 16
@@ -97,7 +98,9 @@ def test_rows_that_begin_anywhere_share_a_pipeline_if_there_are_some(make: Calla
     mebi = 2**20 // DTYPES[dtype].itemsize
     assert [plan(make(rows, mebi // 2 + 1, dtype), H200).strategy for rows in (2, 64)] == ["row_split", "row_pipeline"]
     assert plan(make(64, 2 * mebi + 1, dtype), H200).strategy == "row_pipeline"
-    assert plan(make(1024, mebi // 8 + 1, dtype), H200).strategy == "row_cluster"
+    many = plan(make(4096, mebi // 8 + 1, dtype), H200).strategy
+    assert many == ("row_cluster" if (make, dtype) == (plain_forward, "bfloat16") else "row_pipeline")
+    assert plan(make(4096, mebi // 8 + 1, dtype), H100).strategy == "row_cluster"
     assert plan(make(64, mebi // 2 + 1, dtype), replace(A100, arch="sm_75")).strategy == "row_split"
 
 
@@ -119,8 +122,13 @@ def test_two_rows_are_under_way_and_a_few_wait_for_their_statistics() -> None:
     """A turn more where there are more than a few; where there is no room, rows wait for each other."""
     for device in (H200, A100, RTX):
         for problem, way in long_problems(device):
-            waiting = {2} if way.turns(problem) <= 2 else {2, 3}
-            assert way.lag in waiting and way.rows_ahead in (way.lag + 2, 3)
+            if way.parts_are_runs(problem):
+                # Which are finished before a block's threads meet, and backward summed when all of them have come.
+                under_way = 2 if isinstance(problem, ForwardProblem) else 3
+                assert way.lag in (2, 3, 4) and way.rows_ahead == way.lag + under_way
+            else:
+                waiting = {2} if way.turns(problem) <= 2 else {2, 3}
+                assert way.lag in waiting and way.rows_ahead in (way.lag + 2, 3)
     few, many = (row_pipeline_geometry.geometry(plain_forward(rows, 1_000_000), H200) for rows in (4, 6))
     assert few is not None and many is not None and (few.lag, many.lag) == (2, 3)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants
-from cunorm.plan.row_memory import compute_itemsize, vector_width
-from cunorm.plan.row_runs import LINE_BYTES, RowRuns, are_runs
+from cunorm.plan.row_memory import LINE_BYTES, compute_itemsize, vector_width
+from cunorm.plan.row_runs import RowRuns, are_runs
 from cunorm.problem import DTYPES, GELUS, ForwardProblem, Problem
 
 __all__ = ["RowBulk", "affine_words", "geometry", "is_possible", "threads_per_row", "with_room"]

@@ -13,8 +13,8 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.row_bulk import affine_words, threads_per_row
-from cunorm.plan.row_memory import compute_itemsize, vector_width
-from cunorm.plan.row_runs import LINE_BYTES, RowRuns, are_runs
+from cunorm.plan.row_memory import LINE_BYTES, compute_itemsize, vector_width
+from cunorm.plan.row_runs import RowRuns, are_runs
 from cunorm.problem import DTYPES, BackwardProblem, Problem
 
 __all__ = ["RowBulkBackward", "geometry", "is_possible", "least_rows", "with_room"]

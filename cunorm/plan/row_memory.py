@@ -7,6 +7,7 @@ import math
 from cunorm.problem import DTYPES, AnyProblem, BackwardProblem, PointwiseProblem, Problem, Vector
 
 __all__ = [
+    "LINE_BYTES",
     "are_dense",
     "are_rows",
     "are_segmented",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 # A line of the cache, and from how many of them on a part of a row is whole lines.
-_LINE_BYTES = 128
+LINE_BYTES = 128
 _LEAST_LINES = 64
 
 
@@ -156,14 +157,14 @@ def columns_per_block(problem: Problem, blocks: int, width: int) -> int:
 
 def columns_of_part(problem: Problem, columns: int, blocks: int, width: int, in_lines: bool) -> int:
     """How many of so many columns each of the blocks that share them takes: in lines, if that is wanted, or vectors."""
-    part, line = -(-columns // blocks), _LINE_BYTES // problem.itemsize
+    part, line = -(-columns // blocks), LINE_BYTES // problem.itemsize
     unit = line if in_lines and part >= _LEAST_LINES * line else width
     return -(-part // unit) * unit
 
 
 def are_whole_lines(problem: Problem, columns: int) -> bool:
     """Whether so many columns are whole lines of memory."""
-    return columns * problem.itemsize % _LINE_BYTES == 0
+    return columns * problem.itemsize % LINE_BYTES == 0
 
 
 def can_be_shared(problem: Problem, blocks: int, width: int) -> bool:

@@ -11,6 +11,7 @@ from cunorm.plan.constants import affine_constants, channel_numbers, dtype_const
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.plan.row_memory import (
+    LINE_BYTES,
     are_whole_lines,
     columns_of_part,
     columns_per_block,
@@ -39,6 +40,8 @@ __all__ = [
 _LEAST_OF_LONG_RUNS = 4096
 # Threads of a block that have no slots: two warps.
 OTHER_THREADS = 64
+# What a kernel declares of shared memory itself.
+_STATIC_SHARED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ class RowPipeline:
         columns = problem.column_sizes[-1]
         if not self.parts_are_runs(problem):
             return columns
-        return -(-columns // (self.blocks_per_row * self.width)) * self.width
+        line = LINE_BYTES // problem.itemsize
+        return -(-columns // (self.blocks_per_row * line)) * line
 
     def segment_room(self, problem: Problem) -> int:
         """Columns of the vectors that a run of memory may need, however it begins."""
         columns = self.segment_columns(problem)
-        return (columns + 2 * self.width - 2) // self.width * self.width if self.peeled else columns
+        most = LINE_BYTES // problem.itemsize if self.has_long_runs(problem) else self.width
+        return (columns + most + self.width - 2) // self.width * self.width if self.peeled else columns
 
     def room(self, problem: Problem) -> int:
         """The same of a row: what its blocks have parts of."""
@@ -110,18 +115,23 @@ class RowPipeline:
         """Shared memory for a block's part of a row, in all matrices that are read."""
         return self.threads * self.resident * len(problem.matrices_read) * 16
 
-    def kept_bytes(self, problem: Problem) -> int:
-        """Shared memory for what is kept of columns; none where that is in registers."""
-        if not self.parts_are_runs(problem):
-            return 0
-        of_column = len(problem.parameters) * DTYPES[_kept_dtype(problem)].itemsize
-        if isinstance(problem, BackwardProblem):
-            of_column += len(problem.sums) * compute_itemsize(problem)
-        return self.width * (self.resident * self.threads + 1) * of_column
+    def rows_that_fit(self, problem: Problem, device: Device) -> int:
+        """Of how many rows shared memory holds a block's part."""
+        room = device.shared_bytes_of(self.blocks_per_multiprocessor) - _STATIC_SHARED_BYTES
+        return room // self.row_bytes(problem)
+
+    def unit(self, problem: Problem) -> int:
+        """Columns that a thread takes at once where something is kept of them (see kernels/part_columns.cuh).
+
+        All rows of a group begin equally far behind a multiple of so many numbers.
+        """
+        if not self.parts_are_runs(problem) or self.turns(problem) == 1:
+            return self.width
+        return math.gcd(self.width, self.groups * problem.x.row_strides[0])
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory."""
-        return self.rows_ahead * self.row_bytes(problem) + self.kept_bytes(problem)
+        return self.rows_ahead * self.row_bytes(problem)
 
     def constants(self, problem: Problem) -> Constants:
         added: Constants
@@ -136,7 +146,7 @@ class RowPipeline:
             "PEELED": int(self.peeled),
             "PARTS_ARE_RUNS": int(self.parts_are_runs(problem)),
             "LONG_RUNS": int(self.has_long_runs(problem)),
-            "KEPT_TYPE": DTYPES[_kept_dtype(problem)].cuda,
+            "UNIT": self.unit(problem),
             "VECTOR": self.width,
             "RESIDENT": self.resident,
             "AHEAD": self.rows_ahead,
@@ -198,13 +208,6 @@ def kept_bytes_of_column(problem: Problem) -> int:
     if isinstance(problem, BackwardProblem):
         kept += compute_itemsize(problem) * len(problem.sums)
     return kept
-
-
-def _kept_dtype(problem: Problem) -> str:
-    """Of weights and biases that lie side by side: their own, if they have the same, and it is not a wider one."""
-    dtypes, compute = {item.dtype for item in problem.parameters}, DTYPES[problem.x.dtype].compute
-    dtype = dtypes.pop() if len(dtypes) == 1 else compute
-    return dtype if DTYPES[dtype].itemsize <= DTYPES[compute].itemsize else compute
 
 
 # ---- Launches.

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cunorm.plan import row_pipeline_runs
 from cunorm.plan.device import Device
-from cunorm.plan.row_memory import are_rows, are_segmented, compute_itemsize, lie_alike, vector_width
+from cunorm.plan.row_memory import are_rows, are_segmented, compute_itemsize, lie_alike
 from cunorm.plan.row_pipeline import (
     OTHER_THREADS,
     RowPipeline,
@@ -34,8 +35,8 @@ _LEAST_ROWS, _LEAST_BYTES_OF_FEWER = 4, 2_000_000
 # float32 numbers takes 205 us backward, by slabs 163.
 _LEAST_OF_SEGMENT = 16
 # Forward, where blocks keep something of every column, as many rows are to fit into shared memory: 200 rows of 655,360
-# float16 numbers take 1.15 where 7 do and 1.19 where 5 do. Of rows that begin anywhere, whose turns take longer, fewer.
-_ENOUGH, _ENOUGH_PEELED = 6, 4
+# float16 numbers take 1.15 where 7 do and 1.19 where 5 do.
+_ENOUGH = 6
 _LEAST_ROWS_AHEAD = 3
 # Rows under way. More would only be in the way of the first ones: with 2 in place of 3 or 4, 4 rows of 400,000 float32
 # numbers take 0.88 of the time backward, 8 forward 0.85, 4 of 1,000,000 0.90, 12 of 300,000 float16 numbers 0.86 and
@@ -51,8 +52,6 @@ _LAG, _LAG_OF_FEW, _TURNS_OF_FEW_FORWARD, _TURNS_OF_FEW_BACKWARD = 3, 2, 5, 2
 _TURNS_BY_POWERS = 4
 # The loops over a thread's slots are unrolled.
 _MOST_RESIDENT = 12
-# What a kernel declares of shared memory itself.
-_STATIC_SHARED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,6 @@ _FORWARD = _Block(384, 1, 48)
 # Backward, 100 rows of 1,000,000 float16 numbers take 1.20 with 256 threads, 1.29 with 384; 400 of 300,000 float32 1.13
 # and 1.09.
 _BACKWARD = {2: _Block(256, 1, 104), 4: _Block(384, 1, 64)}
-# Rows that begin anywhere keep what they keep in shared memory: 256 threads of two blocks take 0.97 to 1.09 of the time
-# where both have room for as many rows ahead, 384 of one 0.95 to 1.18.
-_PEELED = _Block(512, 1, 0)
 # Where they keep nothing, and read nothing besides: those that were best or nearly so of 256 to 512 threads, one or two
 # blocks, in 31 problems; of equals the first. Rows of 1,000,000 with a residual would take 1.43 with two, not 1.11.
 _FORWARD_BARE = (_Block(384, 1, 0), _Block(256, 2, 0))
@@ -107,20 +103,20 @@ _LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _TIMES_MOVED = 1.0, {3: 1.2, 4: 1
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    Forward, where blocks keep something of every column, this is the way with the longest parts of those for whose rows
-    there is enough room, since a turn takes some time however short they are: 130 norms of 1 to 200 rows take 1.005 of
-    the best of all ways on average, and at most 1.08. Else it is the one that is expected to take the least time.
+    Forward, where blocks keep something of every column, and rows are whole vectors, this is the way with the longest
+    parts of those for whose rows there is enough room, since a turn takes some time however short they are: 130 norms
+    of 1 to 200 rows take 1.005 of the best of all ways on average, and at most 1.08. Else it is the one that is
+    expected to take the least time.
     """
     problem = less_channels(problem)
     if not _is_for(problem, device):
         return None
     ways = _geometries(problem, device)
-    if keeps_nothing(problem) or isinstance(problem, BackwardProblem):
+    if keeps_nothing(problem) or are_peeled(problem) or isinstance(problem, BackwardProblem):
         return min(ways, key=lambda way: cost(way, problem, device), default=None)
-    most_wanted = _ENOUGH_PEELED if are_peeled(problem) else _ENOUGH
 
     def enough(way: RowPipeline) -> float:
-        return min(1.0, _rows_that_fit(way, problem, device) / min(most_wanted, way.turns(problem) + 2))
+        return min(1.0, way.rows_that_fit(problem, device) / min(_ENOUGH, way.turns(problem) + 2))
 
     return max(ways, key=lambda way: (enough(way), way.groups), default=None)
 
@@ -167,32 +163,28 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
         elif -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
+        if peeled and not keeps_nothing(problem):
+            way = row_pipeline_runs.laid(groups, together, problem, device)
+            if way is not None:
+                yield way
+            continue
         for block in _blocks(problem, device, together):
             if together * block.share < channels:
                 continue
             way = RowPipeline(width, 1, together * block.share, groups, 1, 1, block.threads, block.share, peeled)
-            if way.parts_are_runs(problem):
-                of_channel = -(-problem.columns // way.segment_columns(problem))
-            else:
-                of_channel = -(-way.room(problem) // (channels * way.columns_per_block(problem)))
+            of_channel = -(-way.room(problem) // (channels * way.columns_per_block(problem)))
             way = replace(way, blocks_per_row=channels * of_channel)
             way = replace(way, resident=way.vectors(problem))
             if way.resident > _MOST_RESIDENT or way.resident * _registers(problem) > block.registers:
                 continue
             if (block.threads + OTHER_THREADS) * block.share > device.threads_per_multiprocessor:
                 continue
-            fit = _rows_that_fit(way, problem, device)
+            fit = way.rows_that_fit(problem, device)
             few_turns = _TURNS_OF_FEW_FORWARD if isinstance(problem, ForwardProblem) else _TURNS_OF_FEW_BACKWARD
             lag = _LAG_OF_FEW if turns <= few_turns else _LAG
             if fit >= _LEAST_ROWS_AHEAD:
                 lag = min(lag, max(_LAG_OF_FEW, fit - _UNDER_WAY))
                 yield replace(way, rows_ahead=min(lag + _UNDER_WAY, fit), lag=lag)
-
-
-def _rows_that_fit(way: RowPipeline, problem: Problem, device: Device) -> int:
-    """Of how many rows shared memory holds a block's part."""
-    room = device.shared_bytes_of(way.blocks_per_multiprocessor) - _STATIC_SHARED_BYTES - way.kept_bytes(problem)
-    return room // way.row_bytes(problem)
 
 
 def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[_Block]:
@@ -208,15 +200,13 @@ def _blocks(problem: Problem, device: Device, multiprocessors: int) -> Iterator[
         for block in _FORWARD_BARE if forward else _BACKWARD_BARE:
             if block.share == 1 or multiprocessors * block.share <= most:
                 yield block
-    elif are_peeled(problem):
-        yield _PEELED
     else:
         yield _FORWARD if forward else _BACKWARD[problem.itemsize]
 
 
 def _registers(problem: Problem) -> int:
     """Those in which a thread keeps that of each of its vectors, or of a part of one."""
-    return 0 if are_peeled(problem) else -(-kept_bytes_of_column(problem) * vector_width(problem) // 4)
+    return -(-kept_bytes_of_column(problem) * (16 // problem.itemsize) // 4)
 
 
 def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
@@ -226,8 +216,11 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     if not keeps_nothing(problem):
         turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
-        turn *= _FEW_AHEAD_WITH_COLUMNS.get(_rows_that_fit(way, problem, device), 1.0)
-        return way.turns(problem) * turn + _cost_of_sums(way, problem, device)
+        if way.peeled:
+            turns = row_pipeline_runs.turns(way, problem)
+        else:
+            turns = way.turns(problem) * _FEW_AHEAD_WITH_COLUMNS.get(way.rows_that_fit(problem, device), 1.0)
+        return turns * turn + _cost_of_sums(way, problem, device)
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     segment = way.segment_room(problem)
     if len(problem.column_sizes) > 1 and part % segment and segment % part:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from cunorm.plan.constants import affine_constants, dtype_constants
 from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.launches import Constants
-from cunorm.plan.row_memory import are_dense
+from cunorm.plan.row_memory import LINE_BYTES, are_dense
 from cunorm.problem import Problem
 
-__all__ = ["LINE_BYTES", "RowRuns", "are_runs"]
-
-LINE_BYTES = 128
+__all__ = ["RowRuns", "are_runs"]
 
 
 @dataclass(frozen=True)
