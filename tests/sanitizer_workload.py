@@ -78,8 +78,9 @@ PROBLEMS = [
     ((2, 262_144), (-1,), "bfloat16"),
     ((5, 600_000), (-1,), "float32"),  # rows that all blocks share, in a pipeline
     ((37, 400_000), (-1,), "bfloat16"),  # several groups of blocks
-    ((12, 700_001), (-1,), "float32"),  # that begin anywhere
-    ((37, 200_003), (-1,), "bfloat16"),
+    ((12, 300_001), (-1,), "float32"),  # that begin anywhere
+    ((40, 200_003), (-1,), "bfloat16"),
+    ((16, 500_003), (-1,), "bfloat16"),
     ((3, 1000), (-1,), "float64"),
     ((2, 17000), (-1,), "float64"),
     ((300, 70), (0,), "float32"),

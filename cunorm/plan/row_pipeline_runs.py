@@ -24,10 +24,11 @@ _MOST_THREADS, _MOST_RESIDENT = ((576, 448, 320), (384, 320)), 12
 _UNDER_WAY = 2, 3
 # Turns after which a row is finished. Many rows take 1.02 of the time with one more forward, a few 1.09; but with a
 # residual 500,001 float32 columns take 1.06 with one more, else 1.15, and backward, where turns are short, 400,001 take
-# 1.20 and 1.42. With one less there would be none to wait for what blocks tell.
-_LAG, _LONG_LAG, _LEAST_LAG, _MOST_TURNS_OF_SHORT_LAG = 3, 4, 2, 8
+# 1.20 and 1.42. With two, which leave one to wait for what blocks tell, they take 1.9 to 3.2 backward; 500,001 with a
+# residual, of which there is room for no more, 2.58, read twice 1.86.
+_LAG, _LONG_LAG, _LEAST_LAG, _MOST_TURNS_OF_SHORT_LAG = 3, 4, (2, 3), 8
 # Turns that count besides, until a row has come and until it is finished: 8 rows of 400,001 float32 numbers take 1.23
-# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. How much longer turns take with the least lag; forward by the
+# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. How much longer turns take forward with the least lag, and by the
 # vectors of a thread; and where 16-bit numbers go one by one.
 _MORE_TURNS, _WITH_LEAST_LAG, _WITH_VECTORS, _ONE_BY_ONE = 2, 1.25, {5: 1.04, 6: 1.06, 7: 1.06, 8: 1.06}, 1.08
 
@@ -43,16 +44,16 @@ def laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowPipel
         threads = -(-vectors // (32 * resident)) * 32
         found = replace(way, threads=threads, resident=-(-vectors // threads))
         lag = min(_wanted_lag(found, problem), found.rows_that_fit(problem, device) - _UNDER_WAY[direction])
-        if found.resident <= _MOST_RESIDENT and lag >= _LEAST_LAG and _has_registers(found, problem):
+        if found.resident <= _MOST_RESIDENT and lag >= _LEAST_LAG[direction] and _has_registers(found, problem):
             return replace(found, rows_ahead=lag + _UNDER_WAY[direction], lag=lag)
     return None
 
 
 def turns(way: RowPipeline, problem: Problem) -> float:
     """Turns, those counted more that take longer."""
-    longer = _WITH_LEAST_LAG if way.lag == _LEAST_LAG else 1.0
-    longer *= _WITH_VECTORS.get(way.resident, 1.0) if isinstance(problem, ForwardProblem) else 1.0
-    longer *= _ONE_BY_ONE if problem.itemsize * way.unit(problem) < 4 else 1.0
+    longer = _ONE_BY_ONE if problem.itemsize * way.unit(problem) < 4 else 1.0
+    if isinstance(problem, ForwardProblem):
+        longer *= _WITH_VECTORS.get(way.resident, 1.0) * (_WITH_LEAST_LAG if way.lag == _LEAST_LAG[0] else 1.0)
     return (way.turns(problem) + _MORE_TURNS) * longer
 
 
@@ -71,5 +72,6 @@ def _has_registers(way: RowPipeline, problem: Problem) -> bool:
     if way.unit(problem) * problem.itemsize < 4:
         of_vector += way.width // 2 * len(problem.parameters)  # of which each has a register of its own
     if isinstance(problem, BackwardProblem) and problem.norm.activation is not None:
-        more += 16
+        more += 16 if problem.dresidual_out is None else 32
+        of_vector += 2
     return 42 + more + of_vector * way.resident <= there
