@@ -5,6 +5,7 @@
 // is so many numbers that all rows of a block begin equally far behind a multiple of them. A part lies in the slots as
 // in memory, so a thread's units are in those of others, and move with the row by whole units. The first one may have
 // columns before the part, and the last one columns behind it.
+static_assert(!KEEPS_WIDENED || PARTS_ARE_RUNS);
 static_assert(VECTOR % UNIT == 0 && (PARTS_ARE_RUNS || UNIT == VECTOR));
 
 struct Units {
@@ -58,10 +59,21 @@ __device__ __forceinline__ Vector<X_TYPE, VECTOR> vector_to_store(const X_TYPE* 
   }
 }
 
-// Weights or biases of a thread's columns, as they lie in memory: widened they would have no registers.
+// What a thread holds of numbers T: themselves or, where it KEEPS_WIDENED, what they are computed with.
+template <typename T, bool WIDENED>
+struct HeldAs {
+  using Type = T;
+};
+template <typename T>
+struct HeldAs<T, true> {
+  using Type = Compute;
+};
+
+// Weights or biases of a thread's columns. Most are as they lie in memory, since widened they would have no registers.
 template <typename T, bool HAS, int ACCESS_BYTES>
 struct Kept {
-  Vector<T, UNIT> units[HAS ? Units::COUNT : 1];
+  using Held = typename HeldAs<T, KEEPS_WIDENED>::Type;
+  Vector<Held, UNIT> units[HAS ? Units::COUNT : 1];
 
   // Those of the i-th unit, if its columns are there.
   __device__ __forceinline__ void fetch(const T* source, const OwnColumns& part, int column, int i) {
@@ -72,14 +84,14 @@ struct Kept {
     } else {
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
-        if (column + j >= 0 && column + j < part.count) units[i].lane[j] = from[j];
+        if (column + j >= 0 && column + j < part.count) narrow(widen(from[j]), units[i].lane[j]);
       }
     }
   }
 
   __device__ __forceinline__ void get(int i, Compute (&widened)[UNIT]) {
     if constexpr (HAS) widen_all(units[i], widened);
-    if constexpr (HAS && sizeof(T) < sizeof(Compute)) forget_widened(units[i]);
+    if constexpr (HAS && sizeof(Held) < sizeof(Compute)) forget_widened(units[i]);
   }
 };
 

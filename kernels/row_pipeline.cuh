@@ -10,16 +10,16 @@
 // nor barrier (see grid_words.cuh). The other warps of a block sum a row, meet, and finish an older one.
 //
 // PARTS_ARE_RUNS, a thread finishes what lies in slots of others, and stores what others have left in its own. So an
-// older row is finished in place before they meet, for which its sums are wanted a turn earlier, and stored behind that.
+// older row is finished in place before they meet, for which its sums are wanted a turn earlier, and stored then.
 constexpr int BLOCK_THREADS = THREADS + 64;
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be
 // reading what came up to LAG - 1 turns before that.
 constexpr int EXCHANGES = 2 * LAG;
 constexpr int FINISHES_EARLY = PARTS_ARE_RUNS;
 // Where runs are PEELED, so many elements behind a multiple of 16 bytes each may begin; where they are long, behind a
-// line, and as far behind one in shared memory. Else, in half of the rows, 16 bytes would go to another half of 32 there
-// than they come from, and all 32 come twice: layer norm of 67 x 1,000,001 float32 numbers takes 1.25 of a copy's time
-// on an H200 so, else 1.15.
+// line, and as far behind one in shared memory. Else, in half of the rows, 16 bytes would go to another half of 32
+// there than they come from, and all 32 come twice: layer norm of 67 x 1,000,001 float32 numbers takes 1.25 of a copy's
+// time on an H200 so, else 1.15.
 constexpr int PHASES = LONG_RUNS ? COPY_ALIGNMENT / sizeof(X_TYPE) : VECTOR;
 static_assert(LAG > FINISHES_EARLY);
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");

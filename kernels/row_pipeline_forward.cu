@@ -25,6 +25,7 @@ constexpr bool TAKES_TURNS = true;
 #include "group_part.cuh"
 #include "pipeline.cuh"
 #include "row_pipeline.cuh"
+constexpr bool KEEPS_WIDENED = false;
 #include "part_columns.cuh"
 
 struct Arguments {

@@ -9,16 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cunorm.plan.device import REGISTERS, Device
-from cunorm.plan.row_pipeline import OTHER_THREADS, RowPipeline, kept_bytes_of_column
-from cunorm.problem import BackwardProblem, ForwardProblem, Problem
+from cunorm.plan.row_pipeline import OTHER_THREADS, RowPipeline
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["laid", "turns"]
 
 # How many threads a block has at most, the first with registers enough, forward and backward. They are as few as all
 # have as many vectors with. 131,073 columns of bfloat16 take 1.33 with 544 threads of 4 vectors, 1.48 with 352 of 6;
-# 50,257 of float32 1.08 and 1.11. Backward 100,001 of bfloat16 take 1.24 with 384 of 3, 1.36 with 576 of 2 and 1.46
-# with 288 of 4, of float32 1.02 to 1.05.
-_MOST_THREADS, _MOST_RESIDENT = ((576, 448, 320), (384, 320)), 12
+# 50,257 of float32 1.08 and 1.11. Backward 100,001 of bfloat16 take 1.21 with 384 of 3, 1.29 with 576 of 2, 262,145
+# 1.20 with 512 of 2, 1.24 with 352 of 3, and 1,000,001 1.51 with 480 of 2, 1.59 with 320 of 3; of float32 100,001 1.02
+# to 1.05 with any of these.
+_MOST_THREADS, _MOST_RESIDENT = ((576, 448, 320), (512, 384, 320)), 12
 # Rows under way: backward one more, since all of a row must have come before it is summed. With a row less 131,073
 # float32 columns take 1.48, else 1.06.
 _UNDER_WAY = 2, 3
@@ -26,11 +27,14 @@ _UNDER_WAY = 2, 3
 # residual 500,001 float32 columns take 1.06 with one more, else 1.15, and backward, where turns are short, 400,001 take
 # 1.20 and 1.42. With two, which leave one to wait for what blocks tell, they take 1.9 to 3.2 backward; 500,001 with a
 # residual, of which there is room for no more, 2.58, read twice 1.86.
-_LAG, _LONG_LAG, _LEAST_LAG, _MOST_TURNS_OF_SHORT_LAG = 3, 4, (2, 3), 8
+_LAG, _LONG_LAG, _LEAST_LAG = 3, 4, (2, 3)
 # Turns that count besides, until a row has come and until it is finished: 8 rows of 400,001 float32 numbers take 1.23
-# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. How much longer turns take forward with the least lag, and by the
-# vectors of a thread; and where 16-bit numbers go one by one.
-_MORE_TURNS, _WITH_LEAST_LAG, _WITH_VECTORS, _ONE_BY_ONE = 2, 1.25, {5: 1.04, 6: 1.06, 7: 1.06, 8: 1.06}, 1.08
+# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. Of more turns than those of a few the last is not counted in full, or
+# many a batch would have a kernel of its own.
+_MORE_TURNS, _A_FEW_TURNS = 2, 8
+# How much longer turns take forward with the least lag, and by the vectors of a thread; and where 16-bit numbers go one
+# by one.
+_WITH_LEAST_LAG, _WITH_VECTORS, _ONE_BY_ONE = 1.25, {5: 1.04, 6: 1.06, 7: 1.06, 8: 1.06}, 1.08
 
 
 def laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowPipeline | None:
@@ -44,7 +48,7 @@ def laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowPipel
         threads = -(-vectors // (32 * resident)) * 32
         found = replace(way, threads=threads, resident=-(-vectors // threads))
         lag = min(_wanted_lag(found, problem), found.rows_that_fit(problem, device) - _UNDER_WAY[direction])
-        if found.resident <= _MOST_RESIDENT and lag >= _LEAST_LAG[direction] and _has_registers(found, problem):
+        if found.resident <= _MOST_RESIDENT and lag >= _LEAST_LAG[direction] and _has_registers(found, problem, device):
             return replace(found, rows_ahead=lag + _UNDER_WAY[direction], lag=lag)
     return None
 
@@ -54,24 +58,27 @@ def turns(way: RowPipeline, problem: Problem) -> float:
     longer = _ONE_BY_ONE if problem.itemsize * way.unit(problem) < 4 else 1.0
     if isinstance(problem, ForwardProblem):
         longer *= _WITH_VECTORS.get(way.resident, 1.0) * (_WITH_LEAST_LAG if way.lag == _LEAST_LAG[0] else 1.0)
-    return (way.turns(problem) + _MORE_TURNS) * longer
+    few = way.turns(problem) <= _A_FEW_TURNS
+    return ((way.turns(problem) if few else problem.rows / way.groups) + _MORE_TURNS) * longer
 
 
 def _wanted_lag(way: RowPipeline, problem: Problem) -> int:
     if isinstance(problem, ForwardProblem):
         return _LAG if problem.residual is None else _LONG_LAG
-    return _LAG if way.turns(problem) <= _MOST_TURNS_OF_SHORT_LAG else _LONG_LAG
+    return _LAG if way.turns(problem) <= _A_FEW_TURNS else _LONG_LAG
 
 
-def _has_registers(way: RowPipeline, problem: Problem) -> bool:
+def _has_registers(way: RowPipeline, problem: Problem, device: Device) -> bool:
     """Whether threads have the registers for what they keep; a quarter of a multiprocessor has whole warps."""
     quarter = -(-(way.threads + OTHER_THREADS) // 128)
     there = REGISTERS // 4 // (32 * quarter) // 8 * 8
-    of_vector = -(-kept_bytes_of_column(problem) * way.width // 4) + 2
-    more = 8 * (way.unit(problem) == 1)
-    if way.unit(problem) * problem.itemsize < 4:
-        of_vector += way.width // 2 * len(problem.parameters)  # of which each has a register of its own
-    if isinstance(problem, BackwardProblem) and problem.norm.activation is not None:
-        more += 16 if problem.dresidual_out is None else 32
-        of_vector += 2
+    each = [DTYPES[item.dtype].itemsize for item in problem.parameters]
+    more, sums = 8 * (way.unit(problem) == 1), 0
+    if isinstance(problem, BackwardProblem):
+        sums, more = len(problem.sums), more // 4 if device.capability < 100 else more
+        if problem.norm.activation is not None:
+            more += 16 if problem.dresidual_out is None else 32
+    if isinstance(problem, BackwardProblem) or way.unit(problem) * problem.itemsize < 4:
+        each = [max(4, itemsize) for itemsize in each]  # widened, or a register of its own for each
+    of_vector = -(-(sum(each) + 4 * sums) * way.width // 4) + 2
     return 42 + more + of_vector * way.resident <= there
