@@ -148,9 +148,10 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
         assert arguments["columns"] % segment == 0
         assert arguments["room"] == arguments["columns"] // segment * room
         # The vectors of a segment that begins anywhere: with none of its numbers to spare, and with the most before it.
-        most = 8 * width if constants["LONG_RUNS"] else width
-        cut = (segment + most - 1 + width - 1) // width if constants["PEELED"] else segment // width
-        assert room == cut * width and (constants["PEELED"] or segment % width == stride % width == 0)
+        aligned = 8 * width if constants["LONG_RUNS"] else width
+        cut = (segment + aligned - 1 + aligned - 1) // aligned if constants["PEELED"] else segment // width
+        assert room == cut * aligned and (constants["PEELED"] or segment % width == stride % width == 0)
+        assert not constants["LONG_RUNS"] or per_block % aligned == 0, "a line lies otherwise than in memory"
         kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
         assert constants["WEIGHTS_OF"] == "part" or not any(kept), "what is kept of a column is lost"
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"

@@ -78,8 +78,11 @@ class RowPipeline:
     def segment_room(self, problem: Problem) -> int:
         """Columns of the vectors that a run of memory may need, however it begins."""
         columns = self.segment_columns(problem)
-        most = LINE_BYTES // problem.itemsize if self.has_long_runs(problem) else self.width
-        return (columns + most + self.width - 2) // self.width * self.width if self.peeled else columns
+        if not self.peeled:
+            return columns
+        # Where a long run begins in a line, it lies so in shared memory too.
+        aligned = LINE_BYTES // problem.itemsize if self.has_long_runs(problem) else self.width
+        return (columns + 2 * aligned - 2) // aligned * aligned
 
     def room(self, problem: Problem) -> int:
         """The same of a row: what its blocks have parts of."""
@@ -95,6 +98,9 @@ class RowPipeline:
             return columns_per_block(problem, self.blocks_per_row, self.width)
         channels = channels_per_row(problem)
         columns, blocks = self.room(problem) // channels, self.blocks_per_row // channels
+        if self.has_long_runs(problem):
+            line = LINE_BYTES // problem.itemsize
+            return -(-columns // (blocks * line)) * line
         in_lines = not self.peeled and len(problem.column_sizes) == 1 and are_whole_lines(problem, columns)
         return columns_of_part(problem, columns, blocks, self.width, in_lines)
 
