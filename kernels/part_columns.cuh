@@ -24,7 +24,7 @@ struct Units {
   __device__ __forceinline__ int column(int i) const {
     return static_cast<int>(threadIdx.x) * UNIT - before + i * APART;
   }
-  // Where the thread's first lies in the slots of a row that begins `phase` behind a multiple of 16 bytes, in elements.
+  // Where the thread's first lies in the slots of a row that begins at such a phase (see phase_of).
   __device__ __forceinline__ X_TYPE* first_in(X_TYPE* slots, unsigned phase) const {
     return pinned_shared(slots + static_cast<int>(phase) + column(0));
   }
@@ -47,7 +47,6 @@ struct Units {
     }
   }
 };
-
 
 // A thread's vector to be stored: what finish() makes of its slot or, PARTS_ARE_RUNS, what others have put there.
 template <typename Finish>

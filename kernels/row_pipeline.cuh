@@ -84,8 +84,7 @@ struct Spot {
   __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
     copy_async<VECTOR>(slot, source + offset);
   }
-  template <int COUNT>
-  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, COUNT>& values) const {
+  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
     store_global(target + offset, values);
   }
 
@@ -105,11 +104,10 @@ struct CutSpot {
   __device__ __forceinline__ void copy(X_TYPE* slot, const X_TYPE* source) const {
     if (bits != 0) copy_async_first<VECTOR>(slot, source + offset, 32 - __clz(static_cast<int>(bits)));
   }
-  template <int COUNT>
-  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, COUNT>& values) const {
+  __device__ __forceinline__ void write(X_TYPE* target, const Vector<X_TYPE, VECTOR>& values) const {
     if (bits == ALL) return store_global(target + offset, values);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < VECTOR; ++i) {
       if (bits >> i & 1) target[offset + i] = values.lane[i];
     }
   }
@@ -189,9 +187,9 @@ struct Places {
     return static_cast<Compute>(numbers);
   }
 
-  // Calls use(spot) with that of the i-th vector, of a row that begins `phase` behind a multiple of 16 bytes, in
-  // elements. Where runs are short, vectors that are whole go the same way as those that are cut: forward, a branch for
-  // these takes 1.03 of the time on an H100, and a vote of the warp, so that its lanes stay together, 1.05.
+  // Calls use(spot) with that of the i-th vector, of a row that begins at such a phase (see phase_of). Where runs are
+  // short, vectors that are whole go the same way as those that are cut: forward, a branch for these takes 1.03 of the
+  // time on an H100, and a vote of the warp, so that its lanes stay together, 1.05.
   template <typename Use>
   __device__ __forceinline__ void visit(int i, unsigned phase, const Use& use) const {
     if constexpr (!PEELED) {

@@ -62,6 +62,7 @@ struct Arguments {
 };
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
+static_assert(!PARTS_ARE_RUNS || AHEAD >= LAG + 2, "a row comes while another is summed");
 // Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
 constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
 constexpr int COLUMN_SUMS = SUMS_COLUMNS ? WANTS_DWEIGHT + WANTS_DBIAS : 0;  // of a column
@@ -282,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         sums[1] += of_unit[1];
       };
       if constexpr (PARTS_ARE_RUNS) {
-        // Behind the part there are zeros of dy, and so of all sums.
+        // Behind the part there are zeros of x and dy, and so of all sums, as long as mean * rstd is finite. To ask for
+        // these columns, too, would spill.
         const X_TYPE* const first_unit = units.first_in(slots_of_block(staged, turn), phase);
         if (sums_up) {
           units.visit([&](int i) {
@@ -364,8 +366,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     }
     if (!works) continue;
 
-    // Finish and store; and fill again what was stored.
-    const OfRow of = of_row[turn % 2];
+    // Finish, if that is not done, and store; and fill again what was stored.
+    OfRow of;
+    if constexpr (!PARTS_ARE_RUNS) of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.dx_stride);
     X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;

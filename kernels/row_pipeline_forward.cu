@@ -348,8 +348,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     if (tells && sums_up) merge_warps.tell(of_warps[turn % 2], exchange, turn);
     if (!works) continue;
 
-    // Finish and store; and fill again what was stored.
-    const OfRow statistics = of_row[turn % 2];
+    // Finish, if that is not done, and store; and fill again what was stored.
+    OfRow statistics;
+    if constexpr (!PARTS_ARE_RUNS) statistics = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.y_stride);
     X_TYPE* y = arguments.y + done_row * arguments.y_stride + first;

@@ -543,6 +543,10 @@ def _in_a_pipeline(problem: Problem) -> RowPipeline | None:
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
     geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64, peeled=peeled)
+    if geometry.parts_are_runs(problem):
+        # Which are whole lines; and such a row is finished a turn earlier, and backward summed when all of it has come.
+        blocks = -(-problem.columns // geometry.segment_columns(problem))
+        geometry = replace(geometry, blocks_per_row=blocks, rows_ahead=4, lag=2)
     return replace(geometry, resident=geometry.vectors(problem))
 
 

@@ -246,7 +246,7 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
 
 
 def _plan_forward(problem: ForwardProblem, way: RowPipeline, device: Device, builder: Builder) -> None:
-    shared = _launch_words(problem, way, 4 if way.peeled else 3, builder)
+    shared = _launch_words(problem, way, 4 if way.peeled and not way.parts_are_runs(problem) else 3, builder)
     builder.launch(
         "row_pipeline_forward",
         dtype_constants(problem)

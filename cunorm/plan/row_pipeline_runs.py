@@ -79,7 +79,6 @@ def _has_registers(way: RowPipeline, problem: Problem, device: Device) -> bool:
         sums, more = len(problem.sums), more // 4 if device.capability < 100 else more
         if problem.norm.activation is not None:
             more += 16 if problem.dresidual_out is None else 32
-    if isinstance(problem, BackwardProblem) or way.unit(problem) * problem.itemsize < 4:
-        each = [max(4, itemsize) for itemsize in each]  # widened, or a register of its own for each
-    of_vector = -(-(sum(each) + 4 * sums) * way.width // 4) + 2
+    least = 4 if isinstance(problem, BackwardProblem) else -(-4 // way.unit(problem))  # widened; or whole registers
+    of_vector = -(-(sum(max(least, itemsize) for itemsize in each) + 4 * sums) * way.width // 4) + 2
     return 42 + more + of_vector * way.resident <= there
