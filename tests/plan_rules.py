@@ -143,7 +143,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "one a row": lambda a, groups, size: a["rows"] * size,
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
     "three a block, with a tag beside each word, for turns that are kept; or four": lambda a, groups, size: (
-        _words_of_turns(a, groups) * (3 + a["PEELED"]) * 2 * size
+        _words_of_turns(a, groups) * (3 + (a["PEELED"] and not a["PARTS_ARE_RUNS"])) * 2 * size
     ),
     "two a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
         _words_of_turns(a, groups) * 2 * 2 * size

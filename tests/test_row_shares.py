@@ -11,7 +11,7 @@ from emulator_cases import NEEDS_COMPILER
 from plan_cases import plain_backward
 from plan_rules import RULES
 
-from cunorm.plan import Device, Plan, RowBlock, plan, plan_with
+from cunorm.plan import Device, Plan, RowBlock, plan, plan_with, row_geometry, rows
 from cunorm.problem import BackwardProblem
 
 PAIR = RowBlock(8, 1, 64, 1, 2, "ahead", True, "staged", blocks_per_multiprocessor=1)
@@ -78,8 +78,12 @@ H200 = Device()
     [(50_257, "bfloat16", 30, 8), (120_001, "bfloat16", 7, 8), (60_001, "float32", 7, 4), (20_001, "bfloat16", 88, 1)],
 )
 def test_no_multiprocessors_are_idle(columns: int, dtype: str, groups: int, classes: int) -> None:
-    """Where groups as many as a multiple of the ways in which rows begin would leave a tenth of them so."""
-    item = plan(plain_backward(8192, columns, dtype), H200).launches[0]
+    """Where groups as many as a multiple of the ways in which rows begin would leave a tenth of them so.
+
+    That is of clusters, where they are not better shared by all blocks.
+    """
+    problem = plain_backward(8192, columns, dtype)
+    item = rows.plan_with(problem, H200, row_geometry.backward_geometry(problem, H200)).launches[0]
     assert item.grid // item.cluster == groups and dict(item.constants)["CLASSES"] == classes
 
 

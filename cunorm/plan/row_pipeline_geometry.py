@@ -151,6 +151,7 @@ def _least_rows(problem: Problem) -> int:
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     width, peeled, channels = 16 // problem.itemsize, are_peeled(problem), channels_per_row(problem)
+    are_runs = peeled and not keeps_nothing(problem)  # see RowPipeline.parts_are_runs
     # Rows that a block has in whole are better left to slabs (forward 16 x 1024 x 32^2 float32 numbers take 53.8 us so
     # on an H100, by slabs 51.2), but where these would go number by number.
     most_groups = device.multiprocessors // (1 if peeled else 2)
@@ -160,10 +161,10 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
             idle = turns * groups - problem.rows
             if groups & (groups - 1) or idle * (4 if groups < 8 else 8) > turns * groups:
                 continue
-        elif -(-problem.rows // turns) < groups:
+        elif -(-problem.rows // turns) < groups and not (are_runs and turns > row_pipeline_runs.A_FEW_TURNS):
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
-        if peeled and not keeps_nothing(problem):
+        if are_runs:
             way = row_pipeline_runs.laid(groups, together, problem, device)
             if way is not None:
                 yield way
@@ -217,7 +218,7 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     if not keeps_nothing(problem):
         turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
         if way.peeled:
-            turns = row_pipeline_runs.turns(way, problem)
+            turns = row_pipeline_runs.turns(way, problem, device)
         else:
             turns = way.turns(problem) * _FEW_AHEAD_WITH_COLUMNS.get(way.rows_that_fit(problem, device), 1.0)
         return turns * turn + _cost_of_sums(way, problem, device)

@@ -12,7 +12,7 @@ from cunorm.plan.device import REGISTERS, Device
 from cunorm.plan.row_pipeline import OTHER_THREADS, RowPipeline
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["laid", "turns"]
+__all__ = ["A_FEW_TURNS", "laid", "turns"]
 
 # How many threads a block has at most, the first with registers enough, forward and backward. They are as few as all
 # have as many vectors with. 131,073 columns of bfloat16 take 1.33 with 544 threads of 4 vectors, 1.48 with 352 of 6;
@@ -29,9 +29,9 @@ _UNDER_WAY = 2, 3
 # residual, of which there is room for no more, 2.58, read twice 1.86.
 _LAG, _LONG_LAG, _LEAST_LAG = 3, 4, (2, 3)
 # Turns that count besides, until a row has come and until it is finished: 8 rows of 400,001 float32 numbers take 1.23
-# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. Of more turns than those of a few the last is not counted in full, or
-# many a batch would have a kernel of its own.
-_MORE_TURNS, _A_FEW_TURNS = 2, 8
+# by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. Of more turns than a few the last is not counted in full, and of more
+# rows for each multiprocessor than that no more are counted, or many a batch would have a kernel of its own.
+_MORE_TURNS, A_FEW_TURNS, _MOST_ROWS_COUNTED = 2, 8, 64
 # How much longer turns take forward with the least lag, and by the bytes of a number with so many vectors a thread
 # (512 x 131,073 bfloat16 numbers take 105 us with 5, 98 with 4); and where 16-bit numbers go one by one.
 _WITH_LEAST_LAG, _MANY_VECTORS, _WITH_MANY_VECTORS, _ONE_BY_ONE = 1.25, 5, {2: 1.08, 4: 1.05}, 1.08
@@ -53,20 +53,22 @@ def laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowPipel
     return None
 
 
-def turns(way: RowPipeline, problem: Problem) -> float:
+def turns(way: RowPipeline, problem: Problem, device: Device) -> float:
     """Turns, those counted more that take longer."""
     longer = _ONE_BY_ONE if problem.itemsize * way.unit(problem) < 4 else 1.0
     if isinstance(problem, ForwardProblem):
         longer *= _WITH_MANY_VECTORS[problem.itemsize] if way.resident >= _MANY_VECTORS else 1.0
         longer *= _WITH_LEAST_LAG if way.lag == _LEAST_LAG[0] else 1.0
-    few = way.turns(problem) <= _A_FEW_TURNS
-    return ((way.turns(problem) if few else problem.rows / way.groups) + _MORE_TURNS) * longer
+    counted: float = way.turns(problem)
+    if counted > A_FEW_TURNS:
+        counted = min(problem.rows, _MOST_ROWS_COUNTED * device.multiprocessors) / way.groups
+    return (counted + _MORE_TURNS) * longer
 
 
 def _wanted_lag(way: RowPipeline, problem: Problem) -> int:
     if isinstance(problem, ForwardProblem):
         return _LAG if problem.residual is None else _LONG_LAG
-    return _LAG if way.turns(problem) <= _A_FEW_TURNS else _LONG_LAG
+    return _LAG if way.turns(problem) <= A_FEW_TURNS else _LONG_LAG
 
 
 def _has_registers(way: RowPipeline, problem: Problem, device: Device) -> bool:
