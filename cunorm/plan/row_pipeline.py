@@ -72,8 +72,7 @@ class RowPipeline:
         columns = problem.column_sizes[-1]
         if not self.parts_are_runs(problem):
             return columns
-        line = LINE_BYTES // problem.itemsize
-        return -(-columns // (self.blocks_per_row * line)) * line
+        return _in_lines(columns, self.blocks_per_row, problem)
 
     def segment_room(self, problem: Problem) -> int:
         """Columns of the vectors that a run of memory may need, however it begins."""
@@ -99,8 +98,7 @@ class RowPipeline:
         channels = channels_per_row(problem)
         columns, blocks = self.room(problem) // channels, self.blocks_per_row // channels
         if self.has_long_runs(problem):
-            line = LINE_BYTES // problem.itemsize
-            return -(-columns // (blocks * line)) * line
+            return _in_lines(columns, blocks, problem)
         in_lines = not self.peeled and len(problem.column_sizes) == 1 and are_whole_lines(problem, columns)
         return columns_of_part(problem, columns, blocks, self.width, in_lines)
 
@@ -173,6 +171,12 @@ class RowPipeline:
         else:
             _plan_backward(problem, self, builder)
         return "row_pipeline"
+
+
+def _in_lines(columns: int, blocks: int, problem: Problem) -> int:
+    """How many of so many columns each of the blocks takes, in whole lines however short that is."""
+    line = LINE_BYTES // problem.itemsize
+    return -(-columns // (blocks * line)) * line
 
 
 # ---- What there is to keep, and where rows begin.

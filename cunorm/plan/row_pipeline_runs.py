@@ -20,13 +20,13 @@ __all__ = ["A_FEW_TURNS", "laid", "turns"]
 # 1.20 with 512 of 2, 1.24 with 352 of 3, and 1,000,001 1.51 with 480 of 2, 1.59 with 320 of 3; of float32 100,001 1.02
 # to 1.05 with any of these.
 _MOST_THREADS, _MOST_RESIDENT = ((576, 448, 320), (512, 384, 320)), 12
-# Rows under way: backward one more, since all of a row must have come before it is summed. With a row less 131,073
-# float32 columns take 1.48, else 1.06.
+# Rows under way: backward one more, since all of a row must have come before it is summed. With a row less 262,145
+# float32 columns take 1.24, else 1.07.
 _UNDER_WAY = 2, 3
 # Turns after which a row is finished. Many rows take 1.02 of the time with one more forward, a few 1.09; but with a
 # residual 500,001 float32 columns take 1.06 with one more, else 1.15, and backward, where turns are short, 400,001 take
-# 1.20 and 1.42. With two, which leave one to wait for what blocks tell, they take 1.9 to 3.2 backward; 500,001 with a
-# residual, of which there is room for no more, 2.58, read twice 1.86.
+# 1.20 and 1.42. With two, which leave one to wait for what blocks tell, they take 2.0 to 3.6; 500,001 with a residual,
+# of which there is room for no more, 2.58, read twice 1.86.
 _LAG, _LONG_LAG, _LEAST_LAG = 3, 4, (2, 3)
 # Turns that count besides, until a row has come and until it is finished: 8 rows of 400,001 float32 numbers take 1.23
 # by 2 groups, 1.43 by 3, 1.47 by 1 and 1.54 by 4. Of more turns than a few the last is not counted in full, and of more
