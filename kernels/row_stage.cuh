@@ -14,17 +14,28 @@
 // begins before the tensor does, where there is memory too, since allocations begin at such multiples. Ahead, a thread
 // copies the first piece of its vectors, and one thread the piece behind the last: what it has beside the row's is the
 // next row's, or lies between the two, but behind the last row, of which nothing else is read.
+//
+// Memory gives sectors of 32 bytes, an asynchronous copy takes 16: where a row begins in the middle of a sector, and its
+// place in shared memory at a multiple of 32 bytes, L2 is asked twice for most sectors. Rows ahead that are STAGGERED lie
+// in a sector as they do in memory. What a thread copies may then go to where another of its warp has read the row
+// before, but none of another warp: beside the vectors of each is room for a piece more.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 static_assert(!SEGMENTED || (!PEELED && !SHIFTED && stage != Stage::run));
 static_assert(!SHIFTED || VECTOR * sizeof(X_TYPE) == 16);
+static_assert(!STAGGERED || (stage == Stage::ahead && VECTOR * sizeof(X_TYPE) == 16 && !SHIFTED && !SEGMENTED));
 
 constexpr int BLOCK_THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
 // A row ahead, in elements: one that is SHIFTED has a piece more, and room, so that the next begins where copies are
 // fast.
 constexpr int ROW_ELEMENTS = THREADS_PER_ROW * VECTORS * VECTOR + (SHIFTED ? COPY_ALIGNMENT / sizeof(X_TYPE) : 0);
+// Threads of a warp that have the same row, and what there is beside their vectors.
+constexpr int SECTOR = 32;
+constexpr int LANES_OF_ROW = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
+constexpr int STAGGER_ELEMENTS = STAGGERED ? SECTOR / sizeof(X_TYPE) : 0;
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
-constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS + (stage == Stage::run ? 2 * PIECE : 0);
+constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS + BLOCK_THREADS / LANES_OF_ROW * VECTORS * STAGGER_ELEMENTS +
+                              (stage == Stage::run ? 2 * PIECE : 0);
 constexpr int STAGE_ELEMENTS = ROWS_AHEAD * SLOT_ELEMENTS;
 
 __device__ __forceinline__ int slot_after(int slot) { return slot + 1 == ROWS_AHEAD ? 0 : slot + 1; }
@@ -65,11 +76,14 @@ struct Rows {
   __device__ __forceinline__ T* at(const Part& part, long long row) const {
     return memory + row * stride + (SEGMENTED ? 0 : part.first_column);
   }
-  // A thread's i-th vector in shared memory, where the stage is ahead; or the piece that it begins in.
-  __device__ __forceinline__ X_TYPE* own(int slot, int i) const {
+  // A thread's i-th vector of its row in shared memory, where the stage is ahead; or the piece that it begins in.
+  __device__ __forceinline__ X_TYPE* own(const X_TYPE* row, int slot, int i) const {
     X_TYPE* place = staged + slot * SLOT_ELEMENTS;
     if constexpr (SHIFTED) return place + row_in_block() * ROW_ELEMENTS + (i * THREADS_PER_ROW + threadIdx.x) * VECTOR;
-    return place + (i * BLOCK_THREADS + thread_in_block()) * VECTOR;
+    const int vector = i * BLOCK_THREADS + thread_in_block();
+    if constexpr (!STAGGERED) return place + vector * VECTOR;
+    const int behind = static_cast<int>(reinterpret_cast<size_t>(row) % SECTOR / sizeof(X_TYPE));
+    return place + vector * VECTOR + vector / LANES_OF_ROW * STAGGER_ELEMENTS + behind;
   }
   __device__ __forceinline__ int shift(const Part& part, long long row) const { return shift_of(at(part, row)); }
 };
@@ -185,15 +199,15 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, con
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (!place.has(i)) continue;
-      copy_async<VECTOR>(rows.own(slot, i), row + place.offset(part, i));
+      copy_async<VECTOR>(rows.own(row, slot, i), row + place.offset(part, i));
       keep_in_l2<KEPT_IN_L2>(row + place.offset(part, i));
     }
     if (SHIFT > 0 && threadIdx.x == 0) {
       const int end = place.cut.vectors * VECTOR;
       if (place.row + 1 < part.rows) {
-        copy_async<VECTOR>(rows.own(slot, 0) + end, row + end);
+        copy_async<VECTOR>(rows.own(row, slot, 0) + end, row + end);
       } else {
-        for (int i = end; i < end + SHIFT; ++i) rows.own(slot, 0)[i] = row[i];
+        for (int i = end; i < end + SHIFT; ++i) rows.own(row, slot, 0)[i] = row[i];
       }
     }
   }
@@ -206,7 +220,7 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, con
 __device__ __forceinline__ void meet() {
   if constexpr (stage == Stage::run || (stage == Stage::ahead && SHIFTED && THREADS_PER_ROW > 32)) {
     __syncthreads();
-  } else if constexpr (stage == Stage::ahead && SHIFTED) {
+  } else if constexpr (stage == Stage::ahead && (SHIFTED || STAGGERED)) {
     __syncwarp();
   }
 }
@@ -222,7 +236,8 @@ __device__ __forceinline__ void wait_for_rows() {
 template <typename T, int SHIFT>
 __device__ __forceinline__ Vector<X_TYPE, VECTOR> staged_vector(const Rows<T, SHIFT>& rows, const Part& part,
                                                                 const Place& place, int slot, int i) {
-  if constexpr (stage == Stage::ahead) return load_shifted<SHIFT, VECTOR>(rows.own(slot, i) + SHIFT);
+  const X_TYPE* row = rows.at(part, place.row);
+  if constexpr (stage == Stage::ahead) return load_shifted<SHIFT, VECTOR>(rows.own(row, slot, i) + SHIFT);
   return load<X_TYPE, VECTOR>(in_run(rows, part, place, i));
 }
 

@@ -61,7 +61,8 @@ void* cluster_map(const void* address, unsigned rank, Site site);
 void arrive_at_grid(Site site = Site::here());
 void wait_for_grid();
 
-// Copies to shared memory that arrive when the thread waits, not before: until then there is what poison leaves.
+// Copies to shared memory that arrive when the thread waits: until then there is what poison leaves. With a seed other
+// than 0 half of them, at random, arrive at once: before another thread may have read what was there.
 void copy_async(void* shared, const void* global, unsigned bytes, Site site = Site::here());
 // The same, of which only the first `read` bytes are read; zeros follow.
 void copy_async_first(void* shared, const void* global, unsigned bytes, unsigned read, Site site = Site::here());
