@@ -74,6 +74,13 @@ def case_of(
         (50, 200, LAYER_NORM, True, "bfloat16", (8, 8, 4, 8, 1, "ahead", "early")),
         (45, 512, RMS_NORM, True, "bfloat16", (8, 16, 4, 4, 1, "ahead", "early")),
         (20, 768, LAYER_NORM, True, "bfloat16", (8, 32, 3, 2, 1, "ahead", "early")),
+        # row_clusters
+        (7, 7200, LAYER_NORM, False, "bfloat16", (8, 128, 4, 1, 2, "ahead", "staged")),
+        (3, 12_280, RMS_NORM, False, "bfloat16", (8, 128, 3, 1, 4, "ahead", "staged")),
+        (5, 12_280, RMS_NORM, False, "bfloat16", (8, 128, 6, 1, 2, "ahead", "staged")),
+        (5, 8200, LAYER_NORM, True, "bfloat16", (8, 128, 5, 1, 2, "ahead", "staged")),
+        (9, 4104, RMS_NORM, True, "bfloat16", (8, 128, 5, 1, 1, "direct", "staged")),
+        (9, 8200, SILU, False, "bfloat16", (8, 128, 5, 1, 2, "ahead", "staged")),
         # row_half
         (160, 132, LAYER_NORM, False, "bfloat16", (4, 8, 5, 16, 1, "direct", "early")),
         (80, 260, LAYER_NORM, False, "bfloat16", (4, 16, 5, 8, 1, "direct", "staged")),
@@ -107,7 +114,12 @@ def test_each_way_forward(
         (20, 600, LAYER_NORM, False, (8, 32, 3, 4, 1, "ahead", "early")),
         (9, 2600, LAYER_NORM, True, (8, 128, 3, 1, 1, "ahead", "staged")),
         (17, 4200, RMS_NORM, False, (8, 256, 3, 1, 1, "ahead", "early")),
-        (9, 12_280, LAYER_NORM, False, (8, 256, 3, 1, 2, "ahead", "early")),
+        (34, 12_280, LAYER_NORM, False, (8, 256, 3, 1, 2, "ahead", "early")),
+        # row_clusters
+        (11, 5200, LAYER_NORM, False, (8, 128, 2, 1, 4, "ahead", "early")),
+        (10, 8192, RMS_NORM, False, (8, 128, 2, 1, 4, "ahead", "early")),
+        (13, 7400, LAYER_NORM, True, (8, 128, 2, 1, 4, "ahead", "early")),
+        (1, 6160, LAYER_NORM, False, (8, 128, 2, 1, 4, "direct", "early")),
         # of 8 bytes
         (70, 132, LAYER_NORM, False, (4, 8, 5, 16, 1, "ahead", "early")),
         (9, 1028, RMS_NORM, True, (4, 64, 5, 2, 1, "ahead", "early")),

@@ -1,4 +1,4 @@
-"""Rows that come ahead, and of which some begin at odd multiples of 16 bytes: they lie as far behind 32 as in memory."""
+"""Rows ahead, some of which begin in the middle of a sector of 32 bytes: so they do in shared memory."""
 
 from __future__ import annotations
 

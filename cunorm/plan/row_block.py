@@ -310,24 +310,28 @@ class RowBlock:
         }
 
     def is_staggered(self, problem: Problem, device: Device) -> bool:
-        """Whether rows ahead lie in a sector of memory as they do in shared memory (see kernels/row_stage.cuh).
+        """Whether rows ahead lie in a sector of shared memory as they do in memory (see kernels/row_stage.cuh).
 
         Of use where some begin in the middle of one. Backward 1000, 3000, 12,296 and 20,008 columns of bfloat16 take
         1.05, 1.04, 1.14 and 1.08 so, else 1.12, 1.14, 1.31 and 1.24, with a residual 1.08, 1.06, 1.10 and 1.10, else
-        1.13, 1.18, 1.22 and 1.29; of float32 500 and 15,876 1.08 and 1.10, else 1.15 and 1.23. Forward 40,008 take
-        1.07, else 1.08. But rows of 8 threads, 104 columns, take 1.18 and 1.15; under silu 16,392, of which threads
-        have different numbers of vectors, 1.71 and 1.62; with a residual 100,008, where 88 bytes spill, 1.37 and 1.16.
+        1.13, 1.18, 1.22 and 1.29; of float32 500 and 15,876 1.08 and 1.10, else 1.15 and 1.23. Forward 25,004 of
+        float32 take 1.03, else 1.05. But rows of 8 threads, 104 columns, take 1.18 and 1.15; under silu 520 1.56 and
+        1.51, and 16,392, of which threads have different numbers of vectors, 1.71 and 1.62; with a residual 100,008,
+        where 88 bytes spill, 1.37 and 1.16. Of channels, instance norm of 90^2 and 70^2 float32 numbers takes 0.94 and
+        1.10 of its time.
         """
         if self.stage != "ahead" or self.peeled or self.threads_per_row < _LEAST_STAGGERED or are_shifted(problem):
             return False
-        if self.width * problem.itemsize < 16 or len(problem.column_sizes) > 1:
+        if self.width * problem.itemsize < 16 or problem.channels is not None or len(problem.column_sizes) > 1:
             return False
         begin = [matrix.row_strides[0] for matrix in problem.matrices_read if problem.rows > 1]
         begin.append(self.columns_per_block(problem) if self.blocks_per_row > 1 else 0)
         if all(elements * problem.itemsize % _SECTOR == 0 for elements in begin):
             return False
-        if problem.norm.activation is not None and self.whole_vectors(problem) < self.vectors - 1:
-            return False
+        if problem.norm.activation is not None:
+            uneven = self.whole_vectors(problem) < self.vectors - 1
+            if uneven or self.threads_per_row <= 32:
+                return False
         held = self.vectors * self.threads * self.compiled_for(problem)
         adds = isinstance(problem, BackwardProblem) and problem.dresidual_out is not None and self.weights == "early"
         if adds and held > _MOST_STAGGERED:

@@ -14,6 +14,7 @@ from cunorm.plan import channel_row_geometry, channel_row_peeled, channel_row_si
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward, activated_row_forward
 from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_clusters import clusters_backward, clusters_forward
 from cunorm.plan.row_fit import crowded, fits, fits_early, fits_registers, with_registers, with_room
 from cunorm.plan.row_memory import are_rows, compute_itemsize, row_width
 from cunorm.plan.row_narrow import narrow
@@ -68,12 +69,10 @@ def _forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | Non
         return of_wide
     if width < piece:
         return narrow(problem, device, width)
-    in_turns = row_in_turns(problem, device, width)
-    if in_turns is not None:
-        return in_turns
-    activated = activated_row_forward(problem, device, width)
-    if activated is not None:
-        return activated
+    for better in (row_in_turns, clusters_forward, activated_row_forward):
+        geometry = better(problem, device, width)
+        if geometry is not None:
+            return geometry
     vectors_per_row = problem.columns // width
     if problem.rows <= 2 * device.multiprocessors:
         geometry = _few_rows(problem, device, width)
@@ -282,7 +281,8 @@ def _backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | N
     width, piece = row_width(problem), 16 // itemsize
     if width < piece:
         return narrow(problem, device, width)
-    for better in (activated_row_backward, shifted_row_backward, plain_row_backward, plain_float32_backward):
+    others = activated_row_backward, shifted_row_backward, plain_row_backward, plain_float32_backward
+    for better in (clusters_backward, *others):
         geometry = better(problem, device, width)
         if geometry is not None:
             return geometry

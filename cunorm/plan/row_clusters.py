@@ -1,0 +1,144 @@
+"""Long rows of which a multiprocessor has one to some: they are shared by clusters of small blocks, and come ahead.
+
+A block for each row has all its numbers on their way at first, and at the end none: of 140 to 264 long rows half of the
+multiprocessors have two and the others one. Shared by two, four or eight blocks of 128 threads, six or eight of which a
+multiprocessor has, rows are spread evenly, and while some are summed others arrive. Backward, several blocks that share
+a row leave fewer partial sums than such that have rows of their own.
+
+The numbers are of an H200, as the time over that of a copy of the same bytes. Where memory is slower none was timed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cunorm.plan.device import Device
+from cunorm.plan.row_block import RowBlock
+from cunorm.plan.row_fit import fits_crowd, that_fits
+from cunorm.plan.row_memory import are_shifted, can_be_shared
+from cunorm.plan.row_weights import are_wide
+from cunorm.problem import BackwardProblem, ForwardProblem, Problem
+
+__all__ = ["clusters_backward", "clusters_forward"]
+
+_THREADS = 128  # of a block
+# Vectors of a row, at most, of what was timed.
+_MOST_FORWARD, _MOST_BACKWARD, _MOST_OF_SINGLE = 4096, 2048, 3072
+
+
+class _Range(NamedTuple):
+    """From how many vectors on rows are better off so, and up to how many for each multiprocessor."""
+
+    least_vectors: int
+    most_rows: float
+
+
+def _are_timed(problem: Problem, device: Device, width: int) -> bool:
+    fast = device.capability == 90 and device.has_fast_memory and problem.itemsize <= 4
+    plain = problem.channels is None and bool(problem.parameters) and not are_wide(problem)
+    return fast and plain and width * problem.itemsize == 16 and not are_shifted(problem)
+
+
+def _blocks_for(problem: Problem, device: Device, width: int, most: int) -> int:
+    """How many blocks leave a thread no more vectors than that: two, four or eight; 0 where those cannot share a row."""
+    blocks = next((blocks for blocks in (2, 4, 8) if problem.columns // width <= blocks * _THREADS * most), 0)
+    return blocks if blocks and device.groups(blocks) and can_be_shared(problem, blocks, width) else 0
+
+
+def clusters_forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """The geometry; None for rows that take longer so, and where it was not timed.
+
+    Layer norm of 140, 264, 512 and 1024 rows of 8192 bfloat16 numbers takes 1.28, 1.15, 1.06 and 1.00 so, else 1.28,
+    1.17, 1.08 and 1.08; of 12,288 1.26, 1.13, 1.03 and 1.00, else 1.63, 1.38, 1.10 and 1.08; of 16,384 1.18, 1.07, 1.01
+    and 0.99, else 1.60, 1.34, 1.17 and 1.13; of 32,768 1.14, 1.06, 1.00 and 1.10, else 1.70, 1.40, 1.24 and 1.15. RMS
+    norm of 264 and 512 rows of 16,384 0.98 and 1.00, else 1.20 and 0.96. With a residual layer norm of 264 and 512 of
+    12,288 1.04 and 1.04, else 1.22 and 1.10. Under silu 1.22 and 1.18, else 1.47 and 1.28. Of float32 264 and 512 of
+    16,384 take 0.98 and 0.95, else 1.22 and 1.16.
+    """
+    vectors_per_row, rows = problem.columns // width, problem.rows / device.multiprocessors
+    if not _are_timed(problem, device, width) or rows <= 1 or vectors_per_row > _MOST_FORWARD:
+        return None
+    if any(vectors_per_row >= known.least_vectors and rows <= known.most_rows for known in _ranges(problem)):
+        # Of few rows each had better have more blocks, of which a thread of those of 128 to 384 vectors has less to do.
+        blocks = _blocks_for(problem, device, width, 5 if rows <= 2 else 6)
+        if not blocks:
+            return None
+        vectors = -(-vectors_per_row // (blocks * _THREADS))
+        light = problem.residual is None and problem.norm.activation is None
+        share = 8 if vectors <= 3 and light else 6
+        geometry = RowBlock(width, vectors, _THREADS, 1, blocks, "ahead", False, "staged", share)
+        return that_fits(geometry, problem, device) if fits_crowd(geometry, problem, device, share) else None
+    return _with_residual(problem, device, width)
+
+
+def _ranges(problem: ForwardProblem) -> tuple[_Range, ...]:
+    """Where clusters are better."""
+    sixteen_bit, residual, centered = problem.itemsize == 2, problem.residual is not None, problem.norm.centered
+    if problem.norm.activation is not None:
+        timed = sixteen_bit and not residual and problem.norm.activation in ("relu", "silu")
+        return (_Range(1024, 8),) if timed else ()
+    if not sixteen_bit:
+        return () if residual else (_Range(1280, 8),)
+    if residual:
+        return (_Range(896 if centered else 1025, 6),)
+    return (_Range(896, 16),) if centered else (_Range(1280, 8), _Range(1024, 4))
+
+
+def _with_residual(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
+    """RMS norm of up to 1024 vectors with a residual: a block for every row, whose weights come beside it.
+
+    640 rows of 4096, 5120, 7168 and 8192 bfloat16 numbers take 0.98, 0.96, 0.95 and 1.00 so, late 1.02, 1.04, 0.97 and
+    1.12; 320 1.04, 1.01, 1.02 and 0.95, late 1.07, 1.07, 1.10 and 1.03; 1536 1.01, 1.00, 1.03 and 1.02, late 1.05,
+    1.07, 1.06 and 1.04.
+    """
+    vectors_per_row = problem.columns // width
+    plain = problem.residual is not None and problem.norm.activation is None and not problem.norm.centered
+    if not plain or problem.itemsize != 2 or not 512 <= vectors_per_row <= 1024:
+        return None
+    if problem.rows > 16 * device.multiprocessors:
+        return None
+    geometry = RowBlock(width, -(-vectors_per_row // _THREADS), _THREADS, weights="staged", min_blocks=4)
+    return that_fits(geometry, problem, device)
+
+
+def clusters_backward(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """The same backward, of sixteen-bit numbers, where dweight and dbias are wanted.
+
+    Layer norm of 1024 and 2048 rows of 5120 bfloat16 numbers takes 1.42 and 1.28 so, else 1.67 and 1.36, of 6144 1.36
+    and 1.25, else 1.64 and 1.40, of 8192 1.49 and 1.27, else 1.57 and 1.31; of 512 and 1024 of 12,288 1.51 and 1.33,
+    else 1.70 and 1.43. RMS norm of 700 and 2048 of 8192 1.34 and 1.14, else 1.44 and 1.23. With a residual layer norm
+    of 1024 and 4096 of 8192 1.40 and 1.14, else 1.50 and 1.25, of 16,384 1.28 and 1.07, else 1.46 and 1.14.
+    """
+    vectors_per_row, rows = problem.columns // width, problem.rows / device.multiprocessors
+    residual, centered = problem.dresidual_out is not None, problem.norm.centered
+    wanted = problem.dx is not None and bool(problem.sums)
+    plain = problem.itemsize == 2 and problem.norm.activation is None and wanted
+    if not plain or not _are_timed(problem, device, width):
+        return None
+    if problem.rows == 1:
+        return _single_row(problem, device, width)
+    blocks = _blocks_for(problem, device, width, 2)
+    if vectors_per_row > _MOST_BACKWARD or not blocks:
+        return None
+    # How many of the threads' vectors there are. Where some are not, each of them has less to keep others busy with.
+    share = vectors_per_row / (2 * _THREADS * blocks)
+    least_share = 0.85 if residual and not centered else 0.7 if residual or not centered else 0.6
+    least_rows = 3 if vectors_per_row >= 1280 else 6 if residual else 5
+    most_rows = 16 if share < 0.85 else 32 if residual else 24
+    if vectors_per_row < 640 or share < least_share or not least_rows <= rows <= most_rows:
+        return None
+    ahead = 1 if residual else 2
+    geometry = RowBlock(width, 2, _THREADS, 1, blocks, "ahead", False, "early", 4, rows_ahead=ahead)
+    return that_fits(geometry, problem, device)
+
+
+def _single_row(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
+    """A single row: one of 6144, 8192, 12,288 and 16,384 takes 4.8, 4.7, 4.9 and 4.9 us so, by one block 5.1, 5.4, 6.5
+    and 7.1; RMS norm of 12,288 4.5 and 5.6.
+    """
+    vectors_per_row = problem.columns // width
+    blocks = _blocks_for(problem, device, width, 3)
+    if not (768 if problem.norm.centered else 1024) <= vectors_per_row <= _MOST_OF_SINGLE or not blocks:
+        return None
+    geometry = RowBlock(width, -(-vectors_per_row // (blocks * _THREADS)), _THREADS, 1, blocks, weights="early")
+    return that_fits(geometry, problem, device)
