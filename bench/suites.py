@@ -13,6 +13,7 @@ __all__ = [
     "DIRECTIONS",
     "DTYPES",
     "GELUS",
+    "HIDDEN_SIZES",
     "LAYOUTS",
     "LONG_ODD_NEIGHBOURS",
     "MODELS",
@@ -222,6 +223,20 @@ def _small() -> Iterator[Row]:
     return _rows("small", shapes, ["bfloat16"], ["forward", "backward"], _NORMS, lambda shape: of(shape[0]))
 
 
+# Of language models: of 13, 671, 70, 175 and 405 billion parameters.
+HIDDEN_SIZES = (5120, 7168, 8192, 12288, 16384)
+
+
+def _hidden_states() -> Iterator[Row]:
+    """Those of 200 to 1024 tokens in a large language model: what a prompt has, or a batch of answers."""
+    for rows in (200, 512, 1024):
+        sweep = f"{rows} tokens"
+        for size in HIDDEN_SIZES:
+            shapes, directions = [(rows, size)], ["forward", "backward"]
+            yield from _rows("hidden-states", shapes, ["bfloat16"], directions, _NORMS, sweep)
+            yield from _rows("hidden-states", shapes, ["bfloat16"], directions, ["rms_norm"], sweep, residual=True)
+
+
 def _mixed_precision() -> Iterator[Row]:
     """Sixteen-bit tensors with float32 weights, as mixed precision has them: of 17 and of 134 MB."""
     columns = (256, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
@@ -398,6 +413,7 @@ SUITES: dict[str, Callable[[], Iterator[Row]]] = {
     "fast-layernorm-tf": _fast_layernorm_tf,
     "quack": _quack,
     "small": _small,
+    "hidden-states": _hidden_states,
     "odd": _odd,
     "mixed-precision": _mixed_precision,
     "gelu": _gelu,

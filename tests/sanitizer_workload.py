@@ -118,6 +118,15 @@ KEPT_CHANNELS = [
     (Shape("group_norm", (8, 512, 64, 64), "NCHW", 32), "float16"),  # rows ahead, by clusters
     (Shape("instance_norm", (1, 2_000_000, 8), "NWC"), "float16"),  # read twice
 ]
+# Rows ahead, some of which begin in the middle of a sector; and long ones that clusters of small blocks share.
+STAGGERED = [((100, 1000), "bfloat16"), ((70, 500), "float32"), ((60, 5000), "float16"), ((40, 10_008), "bfloat16")]
+SHARED = [
+    ((9, 7400), "bfloat16"),
+    ((50, 8192), "float16"),
+    ((20, 12_280), "bfloat16"),
+    ((1, 8192), "bfloat16"),
+    ((30, 8200), "float32"),
+]
 # Rows of sixteen-bit numbers with float32 weights, as a GPU of few multiprocessors would get them.
 WIDE = [
     (900, 256),
@@ -212,6 +221,15 @@ def run_wide(shape: tuple[int, int]) -> None:
     weight, bias = (data(seed, shape[1:], "float32") for seed in (2, 3))
     case, runner = Case(data(0, shape, "bfloat16"), weight, bias), OnGpu(FEW)
     runner.backward(case.backward(runner.forward(case), data(1, shape, "bfloat16")))
+
+
+def run_few(shape: tuple[int, int], dtype: str) -> None:
+    """Forward and backward on few multiprocessors, each norm, with what is added and without."""
+    runner, weight, bias = OnGpu(FEW), *(data(seed, shape[1:], dtype) for seed in (2, 3))
+    for norm in (LAYER_NORM, RMS_NORM):
+        for added in (None, data(1, shape, dtype)):
+            case = Case(data(0, shape, dtype), weight, bias if norm.centered else None, norm=norm, residual=added)
+            runner.backward(case.backward(runner.forward(case), data(4, shape, dtype), dresidual_out=added))
 
 
 def run_runs(shape: tuple[int, int], dtype: str) -> None:
@@ -339,6 +357,8 @@ def main() -> None:
             run_channel_norm(channels, dtype, "relu")
     for shape in WIDE:
         run_wide(shape)
+    for shape, dtype in (*STAGGERED, *SHARED):
+        run_few(shape, dtype)
     for shape, dtype in IN_BULK:
         run_in_bulk(shape, dtype)
     for claimed in CLAIMED:
@@ -349,7 +369,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, WIDE, IN_BULK, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
+    every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, WIDE, STAGGERED, SHARED, IN_BULK, CLAIMED, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 
 

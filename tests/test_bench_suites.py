@@ -11,6 +11,7 @@ from bench_cases import ROW
 from cunorm.bench.suites import (
     DIRECTIONS,
     GELUS,
+    HIDDEN_SIZES,
     LAYOUTS,
     LONG_ODD_NEIGHBOURS,
     NV_INSTANCE_NORM,
@@ -79,6 +80,14 @@ def test_suites_of_channel_norms() -> None:
     assert {row.activation for row in group} == {"", "silu"}
     assert {(8, 320, 64, 64), (8, 128, 256, 256)} <= {row.shape for row in group}
     assert {(64, 256, 56, 56), (64, 2048, 7, 7)} <= {row.shape for row in rows["batch_norm"]}
+
+
+def test_hidden_states_are_long_rows_of_which_there_are_not_many() -> None:
+    rows = suite("hidden-states")
+    assert {row.rows for row in rows} == {200, 512, 1024} and {row.columns for row in rows} == set(HIDDEN_SIZES)
+    assert {(row.op, row.residual) for row in rows} == {
+        ("layer_norm", False), ("rms_norm", False), ("rms_norm", True),
+    }  # fmt: skip
 
 
 def test_the_decoder_has_long_groups() -> None:
