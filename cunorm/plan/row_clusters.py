@@ -40,7 +40,7 @@ def _are_timed(problem: Problem, device: Device, width: int) -> bool:
 
 
 def _blocks_for(problem: Problem, device: Device, width: int, most: int) -> int:
-    """How many blocks leave a thread no more vectors than that: two, four or eight; 0 where those cannot share a row."""
+    """How many blocks leave a thread no more vectors than that: two, four or eight; 0 where those can't share a row."""
     blocks = next((blocks for blocks in (2, 4, 8) if problem.columns // width <= blocks * _THREADS * most), 0)
     return blocks if blocks and device.groups(blocks) and can_be_shared(problem, blocks, width) else 0
 
