@@ -508,6 +508,28 @@ def test_asynchronous_copies_arrive_when_they_are_waited_for() -> None:
     assert np.isnan(y).all(), "they were read before"
 
 
+# Each thread reads its number, and copies another to where the thread behind it reads; both wait before, or only after.
+OVER_OTHERS = """
+__shared__ float stage[33];
+stage[threadIdx.x] = arguments.x[threadIdx.x];
+__syncthreads();
+arguments.y[threadIdx.x] = stage[threadIdx.x];
+{between}
+cunorm_emulator::copy_async(stage + threadIdx.x + 1, arguments.x, 4);
+cunorm_emulator::copy_async_commit();
+cunorm_emulator::copy_async_wait(0);
+"""
+
+
+def test_asynchronous_copies_may_arrive_before_others_have_read() -> None:
+    x = np.arange(1, 33, dtype=np.float32)
+    for between, fine in (("__syncwarp();", True), ("", False)):
+        y = np.zeros(32, np.float32)
+        launch(OVER_OTHERS.format(between=between), [x, y], [32], seed=1)
+        assert np.array_equal(y, x) == fine
+        assert fine or (y[1:] == x[0]).any(), "none has arrived early"
+
+
 def test_asynchronous_copies_that_nobody_waits_for() -> None:
     x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
     with pytest.raises(EmulatorError, match="asynchronous copies that it did not wait for"):

@@ -123,7 +123,7 @@ def clusters_backward(problem: BackwardProblem, device: Device, width: int) -> R
     # How many of the threads' vectors there are. Where some are not, each of them has less to keep others busy with.
     share = vectors_per_row / (2 * _THREADS * blocks)
     least_share = 0.85 if residual and not centered else 0.7 if residual or not centered else 0.6
-    least_rows = 3 if vectors_per_row >= 1280 else 6 if residual else 5
+    least_rows = 3 if vectors_per_row >= 1280 else 3.5 if share == 1 and not centered else 6 if residual else 5
     most_rows = 16 if share < 0.85 else 32 if residual else 24
     if vectors_per_row < 640 or share < least_share or not least_rows <= rows <= most_rows:
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from cunorm.plan import (
     row_bulk,
     row_bulk_backward,
+    row_clusters,
     row_geometry,
     row_grid,
     row_pipeline_geometry,
@@ -71,6 +72,9 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
     if pipeline is not None:
         return pipeline
     several = geometry is not None and geometry.partial_sums(problem, device) > 1
+    # Of those of clusters there are few.
+    if geometry is not None and geometry == row_clusters.clusters_backward(problem, device, geometry.width):
+        return geometry
     if several and row_weight_gradients.are_better_apart(problem, device):
         alone = _without_sums(problem)
         return Apart(None if problem.dx is None else row_geometry.backward_geometry(alone, device))
