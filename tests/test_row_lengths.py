@@ -26,6 +26,8 @@ from cunorm.plan.row_turns import row_in_turns
 from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Problem, Vector
 
 H200 = GPUS["sm_90"]
+# With clusters of eight blocks too.
+DEVICE = replace(SMALL_DEVICE, clusters=(1, 1, 1, 0))
 SILU, RMS_SILU, GELU = Norm(activation="silu"), Norm(centered=False, activation="silu"), Norm(activation="gelu")
 Way = tuple[object, ...]
 
@@ -81,6 +83,9 @@ def case_of(
         (5, 8200, LAYER_NORM, True, "bfloat16", (8, 128, 5, 1, 2, "ahead", "staged")),
         (9, 4104, RMS_NORM, True, "bfloat16", (8, 128, 5, 1, 1, "direct", "staged")),
         (9, 8200, SILU, False, "bfloat16", (8, 128, 5, 1, 2, "ahead", "staged")),
+        (17, 24_800, LAYER_NORM, False, "bfloat16", (8, 256, 4, 1, 4, "ahead", "staged")),
+        (13, 24_800, LAYER_NORM, True, "bfloat16", (8, 512, 4, 1, 2, "ahead", "staged")),
+        (3, 33_000, RMS_NORM, False, "bfloat16", (8, 128, 5, 1, 8, "ahead", "staged")),
         # row_half
         (160, 132, LAYER_NORM, False, "bfloat16", (4, 8, 5, 16, 1, "direct", "early")),
         (80, 260, LAYER_NORM, False, "bfloat16", (4, 16, 5, 8, 1, "direct", "staged")),
@@ -96,7 +101,7 @@ def test_each_way_forward(
     rows: int, columns: int, norm: Norm, residual: bool, weights: str, way: tuple[object, ...]
 ) -> None:
     choose, case = Choose(), case_of(rows, columns, norm, residual, weights)
-    assert_forward(case, EmulatorRunner(SMALL_DEVICE, choose).forward(case))
+    assert_forward(case, EmulatorRunner(DEVICE, choose).forward(case))
     assert choose.found == [way]
 
 
@@ -120,6 +125,9 @@ def test_each_way_forward(
         (10, 8192, RMS_NORM, False, (8, 128, 2, 1, 4, "ahead", "early")),
         (13, 7400, LAYER_NORM, True, (8, 128, 2, 1, 4, "ahead", "early")),
         (1, 6160, LAYER_NORM, False, (8, 128, 2, 1, 4, "direct", "early")),
+        (33, 12_400, LAYER_NORM, False, (8, 256, 4, 1, 2, "ahead", "early")),
+        (25, 17_000, RMS_NORM, False, (8, 128, 5, 1, 4, "ahead", "early")),
+        (11, 22_000, LAYER_NORM, False, (8, 128, 3, 1, 8, "ahead", "early")),
         # of 8 bytes
         (70, 132, LAYER_NORM, False, (4, 8, 5, 16, 1, "ahead", "early")),
         (9, 1028, RMS_NORM, True, (4, 64, 5, 2, 1, "ahead", "early")),
@@ -138,7 +146,7 @@ def test_each_way_forward(
 def test_each_way_backward(rows: int, columns: int, norm: Norm, residual: bool, way: Way) -> None:
     choose, case = Choose(), case_of(rows, columns, norm, residual)
     dy = data(4, (rows, columns), "bfloat16", outliers=False)
-    check(EmulatorRunner(SMALL_DEVICE, choose), case, dy, data(5, dy.shape, "bfloat16") if residual else None)
+    check(EmulatorRunner(DEVICE, choose), case, dy, data(5, dy.shape, "bfloat16") if residual else None)
     assert choose.found[-1] == way
 
 
