@@ -92,12 +92,12 @@ def _laid(problem: Problem, device: Device, width: int, way: _Way, weights: str,
 def clusters_forward(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """The geometry; None for rows that take longer so, and where it was not timed.
 
-    Layer norm of 140, 264, 512 and 1024 rows of 8192 bfloat16 numbers takes 1.28, 1.15, 1.06 and 1.00 so, else 1.28,
-    1.17, 1.08 and 1.08; of 12,288 1.26, 1.13, 1.03 and 1.00, else 1.63, 1.38, 1.10 and 1.08; of 16,384 1.18, 1.07, 1.01
-    and 0.99, else 1.60, 1.34, 1.17 and 1.13; of 32,768 1.14, 1.06, 1.00 and 1.10, else 1.70, 1.40, 1.24 and 1.15. RMS
-    norm of 264 and 512 rows of 16,384 0.98 and 1.00, else 1.20 and 0.96; of 910 of 36,864 1.01, else 1.12. With a
-    residual layer norm of 264 and 512 of 12,288 1.04 and 1.04, else 1.22 and 1.10. Under silu 1.22 and 1.18, else 1.47
-    and 1.28. Of float32 264 and 512 of 16,384 take 0.98 and 0.95, else 1.22 and 1.16.
+    Layer norm of 140, 264, 512 and 1024 rows of 8192 bfloat16 numbers takes 1.28, 1.15, 1.06 and 1.01 so, else 1.28,
+    1.17, 1.08 and 1.08; of 12,288 1.26, 1.14, 1.02 and 1.00, else 1.63, 1.38, 1.10 and 1.08; of 16,384 1.19, 1.07, 1.01
+    and 0.99, else 1.60, 1.34, 1.17 and 1.13; of 32,768 1.15, 1.06, 1.00 and 1.10, else 1.70, 1.40, 1.24 and 1.15. RMS
+    norm of 264 and 512 rows of 16,384 0.99 and 0.99, else 1.20 and 0.96; of 910 of 36,864 1.01, else 1.12. With a
+    residual layer norm of 264 and 512 of 12,288 1.03 and 1.06, else 1.22 and 1.10. Under silu 1.23 and 1.18, else 1.47
+    and 1.28. Of float32 264 and 512 of 16,384 take 0.97 and 0.95, else 1.22 and 1.16.
     """
     if not _are_timed(problem, device, width) or problem.rows <= device.multiprocessors:
         return None
@@ -141,7 +141,7 @@ def _ranges(problem: ForwardProblem) -> tuple[_Range, ...]:
 def _with_residual(problem: ForwardProblem, device: Device, width: int) -> RowBlock | None:
     """RMS norm of up to 1024 vectors with a residual: a block for every row, whose weights come beside it.
 
-    640 rows of 4096, 5120, 7168 and 8192 bfloat16 numbers take 0.98, 0.96, 0.95 and 1.00 so, late 1.02, 1.04, 0.97 and
+    640 rows of 4096, 5120, 7168 and 8192 bfloat16 numbers take 0.99, 0.96, 0.95 and 1.00 so, late 1.02, 1.04, 0.97 and
     1.12; 320 1.04, 1.01, 1.02 and 0.95, late 1.07, 1.07, 1.10 and 1.03; 1536 1.01, 1.00, 1.03 and 1.02, late 1.05,
     1.07, 1.06 and 1.04.
     """
@@ -174,10 +174,10 @@ def clusters_backward(problem: BackwardProblem, device: Device, width: int) -> R
 def _of_two_vectors(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
     """Rows of up to 2048 vectors, of which there are not many: two for each thread.
 
-    Layer norm of 1024 and 2048 rows of 5120 bfloat16 numbers takes 1.42 and 1.28 so, else 1.67 and 1.36, of 6144 1.36
-    and 1.25, else 1.64 and 1.40, of 8192 1.49 and 1.27, else 1.57 and 1.31; of 512 and 1024 of 12,288 1.51 and 1.33,
-    else 1.70 and 1.43. RMS norm of 700 and 2048 of 8192 1.34 and 1.14, else 1.44 and 1.23. With a residual layer norm
-    of 1024 and 4096 of 8192 1.40 and 1.14, else 1.50 and 1.25, of 16,384 1.28 and 1.07, else 1.46 and 1.14.
+    Layer norm of 1024 and 2048 rows of 5120 bfloat16 numbers takes 1.43 and 1.28 so, else 1.67 and 1.36, of 6144 1.36
+    and 1.25, else 1.64 and 1.40, of 8192 1.49 and 1.27, else 1.57 and 1.31; of 512 and 1024 of 12,288 1.52 and 1.33,
+    else 1.70 and 1.43. RMS norm of 512 and 2048 of 8192 1.43 and 1.14, else 1.59 and 1.23. With a residual layer norm
+    of 1024 and 4096 of 8192 1.39 and 1.14, else 1.50 and 1.25, of 16,384 1.28 and 1.07, else 1.46 and 1.14.
     """
     vectors_per_row, rows = problem.columns // width, problem.rows / device.multiprocessors
     residual, centered = problem.dresidual_out is not None, problem.norm.centered
