@@ -108,18 +108,17 @@ def clusters_forward(problem: ForwardProblem, device: Device, width: int) -> Row
         if geometry is not None:
             return that_fits(geometry, problem, device)
     vectors_per_row, rows = problem.columns // width, problem.rows / device.multiprocessors
-    light = plain and problem.residual is None
-    if vectors_per_row > (_MOST_OF_RMS if light and not problem.norm.centered else _MOST):
+    is_rms_alone = plain and problem.residual is None and not problem.norm.centered
+    if vectors_per_row > (_MOST_OF_RMS if is_rms_alone else _MOST):
         return None
     if any(vectors_per_row >= known.least_vectors and rows <= known.most_rows for known in _ranges(problem)):
-        # Of few rows each had better have more blocks, of which a thread of those of 128 to 384 vectors has less to do.
-        most = 5 if rows <= 2 and vectors_per_row <= _MOST else 6 if vectors_per_row <= 8 * _THREADS * 6 else 7
-        blocks = _blocks_for(problem, device, width, most)
+        # Of few rows each had better have more blocks, whose threads have less to do.
+        blocks = _blocks_for(problem, device, width, 5 if rows <= 2 else 6) or _blocks_for(problem, device, width, 7)
         if not blocks:
             return None
         vectors = -(-vectors_per_row // (blocks * _THREADS))
-        alone = problem.residual is None and problem.norm.activation is None
-        share = 8 if vectors <= 3 and alone else 6
+        light = problem.residual is None and problem.norm.activation is None
+        share = 8 if vectors <= 3 and light else 6
         geometry = RowBlock(width, vectors, _THREADS, 1, blocks, "ahead", False, "staged", share)
         return that_fits(geometry, problem, device) if fits_crowd(geometry, problem, device, share) else None
     return _with_residual(problem, device, width)

@@ -71,11 +71,9 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
     pipeline = _pipeline(problem, device, geometry)
     if pipeline is not None:
         return pipeline
-    several = geometry is not None and geometry.partial_sums(problem, device) > 1
-    # Of those of clusters there are few.
-    if geometry is not None and geometry == row_clusters.clusters_backward(problem, device, geometry.width):
-        return geometry
-    if several and row_weight_gradients.are_better_apart(problem, device):
+    if geometry is None or geometry == row_clusters.clusters_backward(problem, device, geometry.width):
+        return geometry  # clusters leave few partial sums
+    if geometry.partial_sums(problem, device) > 1 and row_weight_gradients.are_better_apart(problem, device):
         alone = _without_sums(problem)
         return Apart(None if problem.dx is None else row_geometry.backward_geometry(alone, device))
     return geometry
