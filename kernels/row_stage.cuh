@@ -16,8 +16,8 @@
 // next row's, or lies between the two, but behind the last row, of which nothing else is read.
 //
 // Memory gives sectors of 32 bytes, an asynchronous copy takes 16: where a row begins in the middle of a sector, and its
-// place in shared memory at a multiple of 32 bytes, L2 is asked twice for most sectors. Rows ahead that are STAGGERED lie
-// in a sector as they do in memory. What a thread copies may then go to where another of its warp has read the row
+// place in shared memory at a multiple of 32 bytes, L2 is asked twice for most sectors. Rows ahead that are STAGGERED
+// lie in a sector as they do in memory. What a thread copies may then go to where another of its warp has read the row
 // before, but none of another warp: beside the vectors of each is room for a piece more.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
@@ -34,7 +34,8 @@ constexpr int SECTOR = 32;
 constexpr int LANES_OF_ROW = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
 constexpr int STAGGER_ELEMENTS = STAGGERED ? SECTOR / sizeof(X_TYPE) : 0;
 // What one tensor takes in shared memory, in elements. A run lies as far behind a multiple of 16 bytes as in memory.
-constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS + BLOCK_THREADS / LANES_OF_ROW * VECTORS * STAGGER_ELEMENTS +
+constexpr int SLOT_ELEMENTS = ROWS_PER_BLOCK * ROW_ELEMENTS +
+                              BLOCK_THREADS / LANES_OF_ROW * VECTORS * STAGGER_ELEMENTS +
                               (stage == Stage::run ? 2 * PIECE : 0);
 constexpr int STAGE_ELEMENTS = ROWS_AHEAD * SLOT_ELEMENTS;
 
