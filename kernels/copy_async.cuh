@@ -25,7 +25,18 @@ __device__ __forceinline__ void copy_async(T* shared, const T* global) {
 #endif
 }
 
-// The same of the first `count` of COUNT elements, together 16 bytes; zeros in place of the others, which are not read.
+// Where a copy comes from and goes to lies equally far behind a multiple of so many bytes: the emulator sees to it,
+// since results do not tell.
+template <int BYTES>
+__device__ __forceinline__ void lie_alike(const void* shared, const void* global) {
+#if defined(CUNORM_EMULATOR)
+  const size_t apart = reinterpret_cast<size_t>(shared) - reinterpret_cast<size_t>(global);
+  cunorm_emulator::check_aligned(reinterpret_cast<const void*>(apart), BYTES, cunorm_emulator::Site::here());
+#endif
+}
+
+// copy_async of the first `count` of COUNT elements, together 16 bytes; zeros in place of the others, which it does not
+// read.
 template <int COUNT, typename T>
 __device__ __forceinline__ void copy_async_first(T* shared, const T* global, int count) {
   static_assert(sizeof(T) * COUNT == 16);

@@ -15,10 +15,11 @@
 // copies the first piece of its vectors, and one thread the piece behind the last: what it has beside the row's is the
 // next row's, or lies between the two, but behind the last row, of which nothing else is read.
 //
-// Memory gives sectors of 32 bytes, an asynchronous copy takes 16: where a row begins in the middle of a sector, and its
-// place in shared memory at a multiple of 32 bytes, L2 is asked twice for most sectors. Rows ahead that are STAGGERED
-// lie in a sector as they do in memory. What a thread copies may then go to where another of its warp has read the row
-// before, but none of another warp: beside the vectors of each is room for a piece more.
+// Memory gives sectors of 32 bytes, an asynchronous copy takes 16: where a row begins in the middle of a sector, and
+// its place in shared memory at a multiple of 32 bytes, L2 is asked twice for most sectors. Rows ahead that are
+// STAGGERED lie in a sector as they do in memory. What a thread copies may then go to where another of its warp has
+// read the row before, but none of another warp: beside the vectors of each is room for a piece more, in a sector of
+// its own.
 enum class Stage { direct, ahead, run };
 constexpr Stage stage = Stage::STAGE;
 static_assert(!SEGMENTED || (!PEELED && !SHIFTED && stage != Stage::run));
@@ -200,6 +201,7 @@ __device__ __forceinline__ void fetch(const Rows<const X_TYPE, SHIFT>& rows, con
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       if (!place.has(i)) continue;
+      if constexpr (STAGGERED) lie_alike<SECTOR>(rows.own(row, slot, i), row + place.offset(part, i));
       copy_async<VECTOR>(rows.own(row, slot, i), row + place.offset(part, i));
       keep_in_l2<KEPT_IN_L2>(row + place.offset(part, i));
     }

@@ -235,6 +235,13 @@ def cases(arch: str) -> list[Case]:
     lengths += [(1536, 4096), (3072, 8192), (6144, 4096), (12_288, 2048)]
     few_rows += [Case("bfloat16", *case, norm=norm) for case in lengths for norm in (LAYER_NORM, Norm(False))]
     few_rows += [Case("float16", *case, residual=True) for case in lengths]
+    # Those that begin in the middle of a sector, and those of row_clusters.
+    halves = [("bfloat16", 3000), ("float16", 20_008), ("bfloat16", 50_264), ("float32", 500), ("float32", 15_876)]
+    few_rows += [Case(*case, residual=residual) for case in halves for residual in (False, True)]
+    hidden = [(7168, 512), (12_288, 200), (14_336, 512), (16_384, 264), (26_624, 1260), (17_408, 2000), (22_528, 1400)]
+    few_rows += [Case("bfloat16", *case, residual=residual) for case in hidden for residual in (False, True)]
+    few_rows += [Case("bfloat16", *case, norm=Norm(False)) for case in ((8192, 512), (12_288, 400), (36_864, 900))]
+    few_rows += [Case("float32", 16_384, rows=264, backward=False), Case("bfloat16", 12_288, rows=1)]
     few_rows += [Case("bfloat16", *case, late=1) for case in ((3072, 4096), (4096, 4096), (8192, 2048), (10_240, 2048))]
     few_rows += [Case("bfloat16", size, rows=2048, norm=Norm(False), weight="float32") for size in (16_384, 24_576)]
     mine = [*PLAIN, *few_rows] if arch not in ALIKE else PLAIN[place :: len(ALIKE)]

@@ -135,7 +135,8 @@ def _assert_shared_memory_is_aligned(problem: Problem, item: Launch, constants: 
             slots += item.block[1] * 128 // itemsize
         if constants["STAGGERED"]:
             # The vectors of a warp that are of a row have two pieces more, so that they may begin at one.
-            assert stage == "ahead" and not constants["SHIFTED"] and width * itemsize == 16
+            assert stage == "ahead" and not constants["SHIFTED"] and not constants["SEGMENT_NUMBERS"]
+            assert width * itemsize == 16
             slots += threads // min(32, constants["THREADS_PER_ROW"]) * constants["VECTORS"] * 2 * width
         # A tensor's slots begin where the first one's do.
         assert slots * itemsize % 16 == 0

@@ -50,7 +50,7 @@ def test_rows_that_clusters_share_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize("columns", [512, 4096, 8192])
 def test_rows_that_come_ahead_backward(columns: int) -> None:
-    few, many = (plain_backward(nbytes // (2 * columns), columns, "float16") for nbytes in (20_000_000, 40_000_000))
+    few, many = (plain_backward(nbytes // (2 * columns), columns, "float16") for nbytes in (20_000_000, 60_000_000))
     activated = replace(many, norm=Norm(activation="silu"), bias=many.weight)
     late = replace(many, x=replace(many.x, offset=1))
     for problem, expected in ((few, 0), (many, 1), (activated, 0), (replace(many, dresidual_out=many.x), 0), (late, 0)):

@@ -13,6 +13,7 @@ from plan_rules import RULES
 
 from cunorm.plan import Device, Plan, plan_with
 from cunorm.plan.row_activated import activated_row_forward
+from cunorm.plan.row_clusters import clusters_backward, clusters_forward
 from cunorm.plan.row_geometry import backward_geometry, forward_geometry
 from cunorm.plan.row_half import row_of_half_vectors
 from cunorm.plan.row_plain import (
@@ -276,6 +277,42 @@ def test_others_lie_otherwise_under_an_activation(columns: int) -> None:
     # Of many rows under the exact gelu the arithmetic is the limit, but where others take long.
     many = replace(problem, norm=GELU, row_sizes=(131_072,))
     assert (activated_row_forward(many, H200, 8) is None) == (columns == 384)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(264, 12_288), (1260, 26_624), (5000, 26_624)])
+def test_others_are_shared_otherwise_forward(rows: int, columns: int) -> None:
+    problem = plain_forward(rows, columns, "bfloat16")
+    assert clusters_forward(problem, H200, 8) is not None
+    others: list[tuple[ForwardProblem, Device]] = [
+        (problem, replace(H200, memory_rate=20e3)),
+        (problem, replace(H200, arch="sm_100")),
+        (replace(problem, weight=Vector("float32")), H200),
+        (replace(problem, weight=None, bias=None), H200),
+        (replace(problem, norm=GELU), H200),
+        (replace(problem, row_sizes=(100,)), H200),
+        (plain_forward(100_000, 8192, "bfloat16"), H200),
+        (replace(problem, x=replace(problem.x, offset=2)), H200),
+    ]
+    for other, device in others:
+        assert clusters_forward(other, device, 8) is None
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 8192), (1260, 26_624), (10_000, 13_312), (1, 12_288)])
+def test_others_are_shared_otherwise_backward(rows: int, columns: int) -> None:
+    problem = plain_backward(rows, columns, "bfloat16")
+    assert clusters_backward(problem, H200, 8) is not None
+    others: list[tuple[BackwardProblem, Device]] = [
+        (problem, replace(H200, memory_rate=20e3)),
+        (problem, replace(H200, arch="sm_100")),
+        (replace(problem, weight=Vector("float32")), H200),
+        (replace(problem, dweight=None, dbias=None), H200),
+        (replace(problem, dx=None), H200),
+        (replace(problem, norm=SILU, bias=problem.weight), H200),
+        (replace(problem, row_sizes=(100,)), H200),
+        (plain_backward(100_000, 8192, "bfloat16"), H200),
+    ]
+    for other, device in others:
+        assert clusters_backward(other, device, 8) is None
 
 
 def test_others_lie_otherwise_backward_in_float32() -> None:

@@ -48,7 +48,7 @@ _COPY_ALIGNMENT = 128
 # Bytes that memory gives at a time, as kernels/row_stage.cuh has it.
 _SECTOR = 32
 # Threads of a row that is staggered, at least; and vectors of a multiprocessor, at most, where much else is kept.
-_LEAST_STAGGERED, _MOST_STAGGERED = 16, 1280
+_LEAST_STAGGERED_THREADS, _MOST_STAGGERED_VECTORS = 16, 1280
 
 
 @dataclass(frozen=True)
@@ -316,27 +316,28 @@ class RowBlock:
         1.05, 1.04, 1.14 and 1.08 so, else 1.12, 1.14, 1.31 and 1.24, with a residual 1.08, 1.06, 1.10 and 1.10, else
         1.13, 1.18, 1.22 and 1.29; of float32 500 and 15,876 1.08 and 1.10, else 1.15 and 1.23. Forward 25,004 of
         float32 take 1.03, else 1.05. But rows of 8 threads, 104 columns, take 1.18 and 1.15; under silu 520 1.56 and
-        1.51, and 16,392, of which threads have different numbers of vectors, 1.71 and 1.62; with a residual 100,008,
-        where 88 bytes spill, 1.37 and 1.16. Of channels, instance norm of 90^2 and 70^2 float32 numbers takes 0.94 and
-        1.10 of its time. On other GPUs than of compute capability 9.0 it was not timed.
+        1.51, and 16,392, of whose five vectors of a thread every row has only three, 1.71 and 1.62; with a residual
+        100,008, where 88 bytes spill, 1.37 and 1.16. Of channels, instance norm of 90^2 and 70^2 float32 numbers takes
+        0.94 and 1.10 of its time. What was not timed would spill 32 to 144 bytes in part: no weights, wider ones,
+        doubles, an activation beside a residual. Tensors all of whose rows begin in the middle of a sector are not
+        told from others.
         """
-        if device.capability != 90:
-            return False
-        if self.stage != "ahead" or self.peeled or self.threads_per_row < _LEAST_STAGGERED or are_shifted(problem):
-            return False
-        if self.width * problem.itemsize < 16 or problem.channels is not None or len(problem.column_sizes) > 1:
+        timed = device.capability == 90 and device.has_fast_memory and problem.itemsize <= 4
+        timed = timed and problem.channels is None and len(problem.column_sizes) == 1 and not are_shifted(problem)
+        timed = timed and {item.dtype for item in problem.parameters} == {problem.x.dtype}
+        if not timed or self.stage != "ahead" or self.peeled or self.width * problem.itemsize < 16:
             return False
         begin = [matrix.row_strides[0] for matrix in problem.matrices_read if problem.rows > 1]
         begin.append(self.columns_per_block(problem) if self.blocks_per_row > 1 else 0)
-        if all(elements * problem.itemsize % _SECTOR == 0 for elements in begin):
+        if self.threads_per_row < _LEAST_STAGGERED_THREADS or all(at * problem.itemsize % _SECTOR == 0 for at in begin):
             return False
+        added = problem.residual if isinstance(problem, ForwardProblem) else problem.dresidual_out
         if problem.norm.activation is not None:
             uneven = self.whole_vectors(problem) < self.vectors - 1
-            if uneven or self.threads_per_row <= 32:
+            if added is not None or uneven or self.threads_per_row <= 32:
                 return False
         held = self.vectors * self.threads * self.compiled_for(problem)
-        adds = isinstance(problem, BackwardProblem) and problem.dresidual_out is not None and self.weights == "early"
-        if adds and held > _MOST_STAGGERED:
+        if added is not None and self.weights == "early" and held > _MOST_STAGGERED_VECTORS:
             return False
         return self._blocks_with_room(problem, device, True) == max(1, self._blocks_with_room(problem, device))
 

@@ -1,9 +1,9 @@
 """Long rows that clusters of small blocks share, and that come ahead: where that is better than what holds them else.
 
-A block for each row has all its numbers on their way at first, and at the end none: of 140 to 264 long rows half of the
-multiprocessors have two and the others one. Shared by two, four or eight blocks of 128 threads, six or eight of which a
-multiprocessor has, rows are spread evenly, and while some are summed others arrive. Backward, several blocks that share
-a row leave fewer partial sums than such that have rows of their own.
+A block for each row has all its numbers on their way at first, and at the end none: of 200 long rows half of the
+multiprocessors have two and the others one. Forward, shared by two, four or eight blocks of 128 threads, six or eight
+of which a multiprocessor has, rows are spread evenly, and while some are summed others arrive. Backward, several blocks
+that share a row leave fewer partial sums than such that have rows of their own.
 
 The numbers are of an H200, as the time over that of a copy of the same bytes. Where memory is slower none was timed.
 """
@@ -112,7 +112,8 @@ def clusters_forward(problem: ForwardProblem, device: Device, width: int) -> Row
     if vectors_per_row > (_MOST_OF_RMS if is_rms_alone else _MOST):
         return None
     if any(vectors_per_row >= known.least_vectors and rows <= known.most_rows for known in _ranges(problem)):
-        # Of few rows each had better have more blocks, whose threads have less to do.
+        # Of few rows each had better have more blocks, whose threads have less to do. Seven vectors are for the longest
+        # rows of RMS norm, and for a GPU without clusters of eight blocks.
         blocks = _blocks_for(problem, device, width, 5 if rows <= 2 else 6) or _blocks_for(problem, device, width, 7)
         if not blocks:
             return None
@@ -184,11 +185,11 @@ def _of_two_vectors(problem: BackwardProblem, device: Device, width: int) -> Row
     if vectors_per_row < 640 or not blocks:
         return None
     # How many of the threads' vectors there are. Where some are not, each of them has less to keep others busy with.
-    share = vectors_per_row / (2 * _THREADS * blocks)
-    least_share = 0.85 if residual and not centered else 0.7 if residual or not centered else 0.6
-    least_rows = 3 if vectors_per_row >= 1280 else 3.5 if share == 1 and not centered else 6 if residual else 5
-    most_rows = 16 if share < 0.85 else 32 if residual else 24
-    if share < least_share or not least_rows <= rows <= most_rows:
+    filled = vectors_per_row / (2 * _THREADS * blocks)
+    least_filled = 0.85 if residual and not centered else 0.7 if residual or not centered else 0.6
+    least_rows = 3 if vectors_per_row >= 1280 else 3.5 if filled == 1 and not centered else 6 if residual else 5
+    most_rows = 16 if filled < 0.85 else 32 if residual else 24
+    if filled < least_filled or not least_rows <= rows <= most_rows:
         return None
     ahead = 1 if residual else 2
     geometry = RowBlock(width, 2, _THREADS, 1, blocks, "ahead", False, "early", 4, rows_ahead=ahead)

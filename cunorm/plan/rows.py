@@ -72,7 +72,7 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
     if pipeline is not None:
         return pipeline
     if geometry is None or geometry == row_clusters.clusters_backward(problem, device, geometry.width):
-        return geometry  # clusters leave few partial sums
+        return geometry  # it is of clusters, which leave few partial sums
     if geometry.partial_sums(problem, device) > 1 and row_weight_gradients.are_better_apart(problem, device):
         alone = _without_sums(problem)
         return Apart(None if problem.dx is None else row_geometry.backward_geometry(alone, device))
