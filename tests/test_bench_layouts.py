@@ -73,5 +73,5 @@ def test_kernels_that_ask_for_too_much_are_left_to_the_measurement(monkeypatch: 
         raise RuntimeError("too much")
 
     monkeypatch.setattr(layouts.compiling, "compiled_function", compiled_function)
-    layouts._compile([("row_block_forward", (), 0, 1), ("row_block_forward", (), 1, 1)])
+    layouts._compile([("row_block_forward", (), 0, 1, 0), ("row_block_forward", (), 1, 1, 0)])
     assert [key[2:] for key in asked] == [(0, 1, 0), (1, 1, 0)]

@@ -50,8 +50,7 @@ def problems(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _problem(options: dict[str, Any]) -> Problem:
     (problem,) = checked_problems(**options)
-    assert isinstance(problem, Problem)
-    return problem
+    return problem  # type: ignore[return-value]
 
 
 def layouts_of(problem: Problem, device: Device, most_vectors: int) -> dict[Plan, RowBlock | None]:
@@ -66,14 +65,14 @@ def layouts_of(problem: Problem, device: Device, most_vectors: int) -> dict[Plan
 def _compile(functions: Sequence[Any]) -> None:
     for function in functions:
         try:
-            compiling.compiled_function(*function, 0)
+            compiling.compiled_function(*function)
         except RuntimeError:  # it asks for more than there is, as `measure` will find too
             continue
 
 
 def compile_in_processes(plans: Sequence[Plan]) -> None:
     """Have all of their kernels in CuPy's cache on disk, by as many processes as there are cores."""
-    functions = list(dict.fromkeys(item.function_key for plan in plans for item in plan.launches))
+    functions = list(dict.fromkeys((*item.function_key, 0) for plan in plans for item in plan.launches))
     count = os.cpu_count() or 1
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(_compile, functions[i::count]) for i in range(count)]:
@@ -95,7 +94,7 @@ def measure(path: Path, every: Sequence[dict[str, Any]], most_vectors: int) -> N
             times = {plan: _microseconds(machine, plan, _FEW_SAMPLES) for plan in (built_in, *others)}
             for plan in {built_in, *sorted(others, key=lambda plan: times[plan])[:_BEST]}:
                 times[plan] = _microseconds(machine, plan, _MORE_SAMPLES)
-            ways = [[dataclasses.asdict(layouts[plan]), times[plan]] for plan in others]  # type: ignore[call-overload]
+            ways = [[dataclasses.asdict(way), times[plan]] for plan in others if (way := layouts[plan]) is not None]
             copy = _microseconds(machine, "copy", _MORE_SAMPLES)
             found.append(options | {"copy": copy, "built_in": times[built_in], "layouts": ways})
             content = {"gpu": machine.gpu}
