@@ -51,13 +51,14 @@ def test_what_is_measured_is_shown(
 
     compiled: list[int] = []
     monkeypatch.setattr(layouts, "current_gpu", current_gpu)
+    monkeypatch.setattr(layouts.cuda, "device", lambda index: DEVICE)
     monkeypatch.setattr(layouts, "compile_in_processes", lambda plans: compiled.append(len(plans)))
     path = tmp_path / "layouts.json"
     layouts.main(["measure", str(path), *ARGUMENTS])
     content = json.loads(path.read_text())
     assert content["gpu"] == GPU and all(machine.released for machine in machines)
     assert [entry["shape"] for entry in content["problems"]] == [[200, 4096], [200, 8192]]
-    assert compiled == [len(entry["layouts"]) + 1 for entry in content["problems"]]
+    assert compiled == [sum(len(entry["layouts"]) + 1 for entry in content["problems"])], "at once, for all"
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("0.50 layer_norm [200, 4096] bfloat16 forward: r 1.00, 0.50 by width=8, vectors=")
     assert second.startswith("0.50 layer_norm [200, 8192]")

@@ -431,8 +431,9 @@ def _long_rows_backward(problem: BackwardProblem, device: Device, width: int) ->
         if (threads, vectors) == (256, 4):
             # 8192 columns of bfloat16: 1.07, by 256 threads 1.09; with a residual 256 take 1.02.
             return RowBlock(width, 2, MOST_THREADS, 1, 1, stage, blocks_per_multiprocessor=1, rows_ahead=2)
-        if (threads, vectors) == (MOST_THREADS, 3) and device.has_fast_memory:
-            # 14,563 and 3640 rows of 9216 columns: 1.02 and 1.18, with one row ahead 1.07 and 1.23.
+        if (threads, vectors) == (MOST_THREADS, 3) and device.has_fast_memory and len(problem.sums) > 1:
+            # 14,563 and 3640 rows of 9216 columns, layer norm: 1.02 and 1.18, with one row ahead 1.07 and 1.23. With a
+            # single sum 8 bytes would spill.
             return RowBlock(width, vectors, threads, 1, 1, stage, blocks_per_multiprocessor=1, rows_ahead=2)
         if (threads, vectors) == (MOST_THREADS, 4) and problem.rows > device.multiprocessors:
             return None  # 16,384 columns of bfloat16: 1.06 by clusters of four blocks, 1.11 by one block
