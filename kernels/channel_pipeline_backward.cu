@@ -19,6 +19,7 @@
 #include "group_part.cuh"
 #include "handover.cuh"
 #include "pipeline.cuh"
+#include "collected.cuh"
 #include "channel_pipeline.cuh"
 
 struct Arguments {

@@ -3,10 +3,10 @@
 // one that has waited for that: for the phase, of those of a place, in which as many threads arrived as are to arrive.
 
 #ifdef CUNORM_EMULATOR
-template <int ARRIVING>
+template <int ARRIVING, int PLACES = 2>
 struct Phases {
-  int arrived[2];
-  unsigned ended[2];
+  int arrived[PLACES];
+  unsigned ended[PLACES];
 
   void begin() { *this = {}; }
   void arrive(int place) {
@@ -17,10 +17,12 @@ struct Phases {
   void wait(int place, int phase) {
     while (ended[place] <= static_cast<unsigned>(phase)) cunorm_emulator::yield();
   }
+  void arrive_in(int turn) { arrive(turn % PLACES); }
+  void wait_for(int turn) { wait(turn % PLACES, turn / PLACES); }
 };
 
-template <int ARRIVING>
-using Mbarriers = Phases<ARRIVING>;
+template <int ARRIVING, int PLACES = 2>
+using Mbarriers = Phases<ARRIVING, PLACES>;
 template <int FIRST, int ARRIVING, int WAITING>
 using WarpBarriers = Phases<ARRIVING>;
 #else
@@ -28,14 +30,14 @@ using WarpBarriers = Phases<ARRIVING>;
 //
 // One thread could arrive for its warp, after a __syncwarp. That takes as long, and compute-sanitizer's racecheck then
 // reports what the other lanes wrote as races.
-template <int ARRIVING>
+template <int ARRIVING, int PLACES = 2>
 struct Mbarriers {
-  unsigned long long states[2];
+  unsigned long long states[PLACES];
 
   // By one thread; all others see it after a barrier of the block.
   __device__ __forceinline__ void begin() {
 #if __CUDA_ARCH__ >= 800
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < PLACES; ++i) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(i)), "n"(ARRIVING) : "memory");
     }
 #endif
@@ -67,6 +69,10 @@ struct Mbarriers {
     } while (over == 0);
 #endif
   }
+
+  // Where the places are used in turns.
+  __device__ __forceinline__ void arrive_in(int turn) { arrive(turn % PLACES); }
+  __device__ __forceinline__ void wait_for(int turn) { wait(turn % PLACES, turn / PLACES); }
 
   __device__ __forceinline__ unsigned address(int place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(states + place));

@@ -1,12 +1,9 @@
-// What row_pipeline_* keep of the columns of a block's part, for all rows, in registers.
+// What row_stream_* keep of the columns of a block's part, for all rows, in registers.
 //
-// A thread keeps it of every THREADS-th unit of the part: UNIT columns behind each other. Where rows are whole vectors,
-// a unit is a vector, and a thread finds its units in its own slots. Where rows begin anywhere, and parts are runs, it
-// is so many numbers that all rows of a block begin equally far behind a multiple of them. A part lies in the slots as
-// in memory, so a thread's units are in those of others, and move with the row by whole units. The first one may have
-// columns before the part, and the last one columns behind it.
-static_assert(!KEEPS_WIDENED || PARTS_ARE_RUNS);
-static_assert(VECTOR % UNIT == 0 && (PARTS_ARE_RUNS || UNIT == VECTOR));
+// A thread keeps it of every THREADS-th unit of the part: UNIT columns behind each other, so many that all rows of a
+// block begin equally far behind a multiple of them. A part lies in a stage as in memory, so that a thread's units move
+// with the row, by whole units. The first one may have columns before the part, and the last one columns behind it.
+static_assert(VECTOR % UNIT == 0);
 
 struct Units {
   static constexpr int COUNT = RESIDENT * VECTOR / UNIT;  // of a thread, at most
@@ -15,7 +12,8 @@ struct Units {
   int before;  // columns before the part that its first unit has
   int own;     // of the thread
 
-  __device__ __forceinline__ Units(const OwnColumns& part, unsigned phase) : before(phase % UNIT), own(0) {
+  // `begin` is where the part of some row begins in its stage.
+  __device__ __forceinline__ Units(const SharedPart& part, int begin) : before(begin % UNIT), own(0) {
     const int units = (part.count + before + UNIT - 1) / UNIT, thread = threadIdx.x;
     if (thread < THREADS) own = (units + THREADS - 1 - thread) / THREADS;
   }
@@ -24,9 +22,9 @@ struct Units {
   __device__ __forceinline__ int column(int i) const {
     return static_cast<int>(threadIdx.x) * UNIT - before + i * APART;
   }
-  // Where the thread's first lies in the slots of a row that begins at such a phase (see phase_of).
-  __device__ __forceinline__ X_TYPE* first_in(X_TYPE* slots, unsigned phase) const {
-    return pinned_shared(slots + static_cast<int>(phase) + column(0));
+  // Where the thread's first lies in a stage in which the part begins there.
+  __device__ __forceinline__ X_TYPE* first_in(X_TYPE* stage, int begin) const {
+    return pinned_shared(stage + begin + column(0));
   }
 
   // Calls use(i) for each; as many as a vector has with one branch, where they are all there.
@@ -48,16 +46,6 @@ struct Units {
   }
 };
 
-// A thread's vector to be stored: what finish() makes of its slot or, PARTS_ARE_RUNS, what others have put there.
-template <typename Finish>
-__device__ __forceinline__ Vector<X_TYPE, VECTOR> vector_to_store(const X_TYPE* slot, const Finish& finish) {
-  if constexpr (PARTS_ARE_RUNS) {
-    return load<X_TYPE, VECTOR>(slot);
-  } else {
-    return finish();
-  }
-}
-
 // What a thread holds of numbers T: themselves or, where it KEEPS_WIDENED, what they are computed with.
 template <typename T, bool WIDENED>
 struct HeldAs {
@@ -68,23 +56,19 @@ struct HeldAs<T, true> {
   using Type = Compute;
 };
 
-// Weights or biases of a thread's columns. Most are as they lie in memory, since widened they would have no registers.
-template <typename T, bool HAS, int ACCESS_BYTES>
+// Weights or biases of a thread's columns.
+template <typename T, bool HAS>
 struct Kept {
   using Held = typename HeldAs<T, KEEPS_WIDENED>::Type;
   Vector<Held, UNIT> units[HAS ? Units::COUNT : 1];
 
-  // Those of the i-th unit, if its columns are there.
-  __device__ __forceinline__ void fetch(const T* source, const OwnColumns& part, int column, int i) {
+  // Those of the i-th unit, which begins in that column of the part, if its columns are there.
+  __device__ __forceinline__ void fetch(const T* source, const SharedPart& part, int column, int i) {
     if constexpr (!HAS) return;
-    const T* from = source + part.first + column;
-    if constexpr (!PARTS_ARE_RUNS) {
-      if (column < part.count) units[i] = load_in_pieces<VECTOR, ACCESS_BYTES>(from);
-    } else {
 #pragma unroll
-      for (int j = 0; j < UNIT; ++j) {
-        if (column + j >= 0 && column + j < part.count) narrow(widen(from[j]), units[i].lane[j]);
-      }
+    for (int j = 0; j < UNIT; ++j) {
+      const bool is_there = column + j >= 0 && column + j < part.count;
+      if (is_there) narrow(widen(source[part.first + column + j]), units[i].lane[j]);
     }
   }
 
@@ -94,12 +78,12 @@ struct Kept {
   }
 };
 
-// Weights and biases of the columns; none where they are by channel.
+// Weights and biases of the columns; zeros at first.
 struct KeptAffine {
-  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
-  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
+  Kept<WEIGHT_TYPE, HAS_WEIGHT> weights;
+  Kept<BIAS_TYPE, HAS_BIAS> biases;
 
-  __device__ __forceinline__ void fetch(const WEIGHT_TYPE* weight, const BIAS_TYPE* bias, const OwnColumns& part,
+  __device__ __forceinline__ void fetch(const WEIGHT_TYPE* weight, const BIAS_TYPE* bias, const SharedPart& part,
                                         const Units& own) {
 #pragma unroll
     for (int i = 0; i < Units::COUNT; ++i) {
@@ -122,30 +106,21 @@ struct KeptSums {
   Compute sums[NUMBERS > 0 ? Units::COUNT : 1][UNIT][NUMBERS > 0 ? NUMBERS : 1];  // zeros at first
 
   // Writes the k-th of each column to what begins with that of the row's first. To be called by the whole block:
-  // PARTS_ARE_RUNS, through shared memory, of which nothing else is needed, since units do not begin where memory can
-  // be written at once.
+  // through shared memory, of which nothing else is needed, since units do not begin where memory can be written at
+  // once.
   template <typename T>
-  __device__ __forceinline__ void write(int k, T* target, const OwnColumns& part, const Units& own,
+  __device__ __forceinline__ void write(int k, T* target, const SharedPart& part, const Units& own,
                                         Compute* shared) const {
-    if constexpr (PARTS_ARE_RUNS) __syncthreads();
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < Units::COUNT; ++i) {
       if (i >= own.own) continue;
-      Compute values[UNIT];
 #pragma unroll
-      for (int j = 0; j < UNIT; ++j) values[j] = sums[i][j][k];
-      if constexpr (PARTS_ARE_RUNS) {
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) shared[own.column(i) + own.before + j] = values[j];
-      } else {
-        store_rounded(target + part.first + own.column(i), values);
-      }
+      for (int j = 0; j < UNIT; ++j) shared[own.column(i) + own.before + j] = sums[i][j][k];
     }
-    if constexpr (PARTS_ARE_RUNS) {
-      __syncthreads();
-      for (int column = threadIdx.x; column < part.count; column += BLOCK_THREADS) {
-        narrow(shared[column + own.before], target[part.first + column]);
-      }
+    __syncthreads();
+    for (int column = threadIdx.x; column < part.count; column += BLOCK_THREADS) {
+      narrow(shared[column + own.before], target[part.first + column]);
     }
   }
 };

@@ -2,31 +2,25 @@
 // share, none of which waits for another.
 //
 // All blocks run at the same time, a group of blocks_per_row of them for every groups-th row, of which a block has a
-// part (see pipeline.cuh). What is kept of the columns of a part, for all rows, is in part_columns.cuh.
+// part (see pipeline.cuh).
 //
 // Between the turns in which a row is summed and finished, the last two warps of each block see to its sums. One tells
 // the other blocks what its own has of the row; the other waits for what all have, and puts it together in a fixed
 // order. What is told are words that carry the number of the turn beside the bits, so that it takes neither fence
 // nor barrier (see grid_words.cuh). The other warps of a block sum a row, meet, and finish an older one.
-//
-// PARTS_ARE_RUNS, a thread finishes what lies in slots of others, and stores what others have left in its own. So an
-// older row is finished in place before they meet, for which its sums are wanted a turn earlier, and stored then.
 constexpr int BLOCK_THREADS = THREADS + 64;
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be
 // reading what came up to LAG - 1 turns before that.
 constexpr int EXCHANGES = 2 * LAG;
-constexpr int FINISHES_EARLY = PARTS_ARE_RUNS;
 // Where runs are PEELED, so many elements behind a multiple of 16 bytes each may begin; where they are long, behind a
 // line, and as far behind one in shared memory. Else, in half of the rows, 16 bytes would go to another half of 32
 // there than they come from, and all 32 come twice: layer norm of 67 x 1,000,001 float32 numbers takes 1.25 of a copy's
 // time on an H200 so, else 1.15.
 constexpr int PHASES = LONG_RUNS ? COPY_ALIGNMENT / sizeof(X_TYPE) : VECTOR;
-static_assert(LAG > FINISHES_EARLY);
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
-static_assert(!PARTS_ARE_RUNS || (PEELED && !HAS_CHANNELS));
 static_assert(!LONG_RUNS || (PEELED && RESIDENT <= 32), "a bit for each of a thread's vectors");
-static_assert(!SEGMENTED || HAS_CHANNELS || PARTS_ARE_RUNS || (!HAS_WEIGHT && !HAS_BIAS),
+static_assert(!SEGMENTED || HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS),
               "only `first` has the column of a weight");
 
 // How blocks share the columns of a row. Where it has several channels, as many blocks have parts of each of them; else
@@ -118,45 +112,23 @@ struct CutSpot {
   }
 };
 
-// The columns of a block's part of a row: so many, from `first` on.
-struct OwnColumns {
-  long long first;
-  int count;
-};
-
-// PARTS_ARE_RUNS, those of the block of a rank.
-template <typename KernelArguments>
-__device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& arguments, int rank) {
-  const long long each = arguments.segment_columns, first = rank * each, left = arguments.columns - first;
-  return {first, static_cast<int>(left < each ? left : each)};
-}
-
-template <typename KernelArguments>
-__device__ __forceinline__ OwnColumns own_columns_of(const KernelArguments& arguments, const SharedPart& part) {
-  if constexpr (!PARTS_ARE_RUNS) return {part.first, part.count};
-  return own_columns_of(arguments, part.rank);
-}
-
 // Where a row has a thread's vectors. It is one run of memory; or SEGMENTED, in as many runs as there are samples, of
 // segment_columns columns each: a channel of batch norm. All rows and tensors have their segments equally far apart.
 //
 // PEELED, runs begin anywhere, but alike in all tensors. The vectors of a run are the pieces of 16 bytes that have some
 // of its numbers; of the first and the last not all may be the run's. However it begins, there are no more of them than
-// segment_room columns would be, so that a thread has the same vectors of every row, a few of which may be empty. Where
-// something is kept of every column, each block's part is such a run, so that it has the same columns of every row
-// (PARTS_ARE_RUNS); of the last one there may be fewer columns.
+// segment_room columns would be, so that a thread has the same vectors of every row, a few of which may be empty.
 struct Places {
-  long long first;  // that of the first vector; 0, where SEGMENTED
-  // Of each vector; or of the first, where the part is a run.
-  int offsets[SEGMENTED && !PARTS_ARE_RUNS ? RESIDENT : 1];
-  int left[PEELED && !PARTS_ARE_RUNS ? RESIDENT : 1];  // how many numbers of its run there are from the offset on
-  int run;                                             // how many there are in all
-  unsigned whole;                                      // a bit for each vector that no lane of the warp ever has cut
+  long long first;                   // that of the first vector; 0, where SEGMENTED
+  int offsets[SEGMENTED ? RESIDENT : 1];
+  int left[PEELED ? RESIDENT : 1];  // how many numbers of its run there are from the offset on
+  int run;                          // how many there are in all
+  unsigned whole;                   // a bit for each vector that no lane of the warp ever has cut
 
   template <typename KernelArguments>
-  __device__ __forceinline__ Places(const KernelArguments& arguments, const SharedPart& part, const OwnColumns& own)
+  __device__ __forceinline__ Places(const KernelArguments& arguments, const SharedPart& part)
       : first(SEGMENTED ? 0 : part.first + column_of(0)),
-        run(PARTS_ARE_RUNS ? own.count : static_cast<int>(arguments.segment_columns)),
+        run(static_cast<int>(arguments.segment_columns)),
         whole(0) {
     if constexpr (SEGMENTED) {
       const unsigned room = static_cast<unsigned>(arguments.segment_room);
@@ -165,26 +137,13 @@ struct Places {
       for (int i = 0; i < RESIDENT; ++i) {
         const unsigned column = static_cast<unsigned>(part.first) + column_of(i), segment = column / room;
         const int place = static_cast<int>(column - segment * room);
-        if (!PARTS_ARE_RUNS || i == 0) {
-          offsets[i] = static_cast<int>(segment * stride) + place;
-          if constexpr (PEELED) left[i] = run - place;
-        }
+        offsets[i] = static_cast<int>(segment * stride) + place;
+        if constexpr (PEELED) left[i] = run - place;
         if constexpr (LONG_RUNS) {
           whole |= static_cast<unsigned>(__all_sync(0xffffffffu, place >= PHASES && run - place >= VECTOR)) << i;
         }
       }
     }
-  }
-
-  // How many numbers of a part that is a run the warp has in its first COUNT vectors.
-  template <int COUNT>
-  __device__ __forceinline__ Compute numbers_of_warp(unsigned phase) const {
-    const int begin = static_cast<int>(threadIdx.x) / 32 * 32 * VECTOR - static_cast<int>(phase);
-    const auto within = [&](int column) { return min(max(column, 0), run); };
-    int numbers = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) numbers += within(begin + i * STEP + 32 * VECTOR) - within(begin + i * STEP);
-    return static_cast<Compute>(numbers);
   }
 
   // Calls use(spot) with that of the i-th vector, of a row that begins at such a phase (see phase_of). Where runs are
@@ -195,13 +154,12 @@ struct Places {
     if constexpr (!PEELED) {
       use(Spot{SEGMENTED ? offsets[i] : i * STEP});
     } else {
-      const int offset = PARTS_ARE_RUNS ? offsets[0] + i * STEP : offsets[i];
-      const int behind = PARTS_ARE_RUNS ? left[0] - i * STEP : left[i], place = run - behind;  // in its run
-      const unsigned begin = static_cast<unsigned>(offset - place);
-      const int shift = static_cast<int>(PARTS_ARE_RUNS ? phase : (phase + begin) % PHASES);
-      if (LONG_RUNS && (whole >> i & 1)) return use(Spot{offset - shift});
-      const int before = min(VECTOR, max(0, shift - place)), missing = min(VECTOR, max(0, VECTOR - shift - behind));
-      use(CutSpot{offset - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << before)});
+      const int place = run - left[i];  // in its run
+      const unsigned begin = static_cast<unsigned>(offsets[i] - place);
+      const int shift = static_cast<int>((phase + begin) % PHASES);
+      if (LONG_RUNS && (whole >> i & 1)) return use(Spot{offsets[i] - shift});
+      const int before = min(VECTOR, max(0, shift - place)), missing = min(VECTOR, max(0, VECTOR - shift - left[i]));
+      use(CutSpot{offsets[i] - shift, (CutSpot::ALL >> missing) & (CutSpot::ALL << before)});
     }
   }
 };
@@ -248,34 +206,16 @@ __device__ __forceinline__ int own_vectors_of(int vectors) {
   return thread < THREADS ? (vectors + THREADS - 1 - thread) / THREADS : 0;
 }
 
-// What the blocks of a group tell each other of EXCHANGES turns: COUNT numbers each.
-template <int COUNT>
-struct Exchange {
-  static constexpr int COUNT_WORDS = COUNT * WORDS;
+// Weights or biases of a thread's columns, as they lie in memory, for all rows: widened they would have no registers.
+template <typename T, bool HAS, int ACCESS_BYTES>
+struct Kept {
+  Vector<T, VECTOR> vectors[HAS ? RESIDENT : 1];
 
-  long long* words;  // of the group: [EXCHANGES][COUNT_WORDS][COLLECTED_PITCH]
-  int rank;
-  int blocks;
-
-  __device__ __forceinline__ Exchange(long long* all, const SharedPart& part)
-      : words(all + part.group * EXCHANGES * COUNT_WORDS * COLLECTED_PITCH), rank(part.rank), blocks(part.blocks) {}
-
-  __device__ __forceinline__ long long* of_turn(int turn) const {
-    return words + turn % EXCHANGES * COUNT_WORDS * COLLECTED_PITCH;
+  __device__ __forceinline__ void load(const T* source, int i) {
+    if constexpr (HAS) vectors[i] = load_in_pieces<VECTOR, ACCESS_BYTES>(source);
   }
-
-  // To be called by a warp whose lanes have the same numbers.
-  __device__ __forceinline__ void tell(const Compute (&numbers)[COUNT], int turn) const {
-    const int lane = threadIdx.x % 32;
-    if (lane >= COUNT_WORDS) return;
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT_WORDS; ++i) bits = lane == i ? bits_of(numbers[i / WORDS], i % WORDS) : bits;
-    store_word(of_turn(turn) + lane * COLLECTED_PITCH + rank, turn + 1, bits);
-  }
-
-  // What the blocks have of a row (see await_parts).
-  __device__ __forceinline__ void await(Compute (&numbers)[PARTS_PER_LANE][COUNT], int turn) const {
-    await_parts(numbers, of_turn(turn), blocks, turn + 1);
+  __device__ __forceinline__ void get(int i, Compute (&widened)[VECTOR]) {
+    if constexpr (HAS) widen_all(vectors[i], widened);
+    if constexpr (HAS && sizeof(T) < sizeof(Compute)) forget_widened(vectors[i]);
   }
 };

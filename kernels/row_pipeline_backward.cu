@@ -5,8 +5,8 @@
 // RMS norm (not CENTERED) has no mean, neither of x nor of g.
 //
 // Moves x and dy (and dresidual_out) once in and dx once out. How blocks share rows and tell each other what they have
-// of them is in row_pipeline.cuh. Blocks keep the sums of their columns (see part_columns.cuh), so that dweight and
-// dbias cost one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
+// of them is in row_pipeline.cuh. A thread keeps the sums of its columns in registers, so that dweight and dbias cost
+// one row of partial sums a group of blocks, which column_sums adds up in a fixed order.
 //
 // Instance norm is layer norm with weights by channel (see row_channels.cuh), a row being one channel, and group norm,
 // a row being several: each row leaves the sums of its channels, which column_sums adds over samples. Of batch norm a
@@ -23,11 +23,9 @@ constexpr bool TAKES_TURNS = true;
 #include "row_channels.cuh"
 #include "group_part.cuh"
 #include "pipeline.cuh"
+#include "collected.cuh"
 #include "row_pipeline.cuh"
-// Weights are used twice, and there are the registers. On an H200 100,001, 131,073 and 262,145 bfloat16 columns take
-// 1.21, 1.23 and 1.24 of a copy's time so, else 1.24, 1.27 and 1.27.
-constexpr bool KEEPS_WIDENED = PARTS_ARE_RUNS;
-#include "part_columns.cuh"
+#include "row_exchange.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -46,7 +44,7 @@ struct Arguments {
   long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
-  long long room;               // what blocks have parts of: the columns or, PEELED, the room of all segments, or parts
+  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
   long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
@@ -62,11 +60,9 @@ struct Arguments {
 };
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
-static_assert(!PARTS_ARE_RUNS || AHEAD >= LAG + 2, "a row comes while another is summed");
 // Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
 constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
-constexpr int COLUMN_SUMS = SUMS_COLUMNS ? WANTS_DWEIGHT + WANTS_DBIAS : 0;  // of a column
-static_assert(!SEGMENTED || PARTS_ARE_RUNS || COLUMN_SUMS == 0, "only `first` has the column of a sum");
+static_assert(!SEGMENTED || !SUMS_COLUMNS || (!WANTS_DWEIGHT && !WANTS_DBIAS), "only `first` has the column of a sum");
 
 // Of a turn's row, what each warp has of the sums of g (or dz) and of g (or dz) * xhat.
 struct OfWarps {
@@ -102,17 +98,23 @@ struct Loaded {
   }
 };
 
-// Weights and biases of the block's columns; or of the part's channel.
+// Weights and biases of a thread's columns; or of the part's channel.
 struct Affine {
-  KeptAffine of_columns;
+  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
+  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
 
-  // Those of the thread's i-th vector; PARTS_ARE_RUNS, of its i-th unit.
-  __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[UNIT], Compute (&bias)[UNIT]) {
-    if constexpr (!HAS_CHANNELS) return of_columns.get(i, weight, bias);
+  // Those of the thread's i-th vector.
+  __device__ __forceinline__ void get(int i, const Given& given, Compute (&weight)[VECTOR], Compute (&bias)[VECTOR]) {
+    if constexpr (HAS_CHANNELS) {
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-      if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
-      if constexpr (HAS_BIAS) bias[j] = given.bias[0];
+      for (int j = 0; j < VECTOR; ++j) {
+        if constexpr (HAS_WEIGHT) weight[j] = given.weight[0];
+        if constexpr (HAS_BIAS) bias[j] = given.bias[0];
+      }
+    } else {
+      weights.get(i, weight);
+      biases.get(i, bias);
+      add_weight_offset(weight);
     }
   }
 };
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   __shared__ Given givens[2];
   __shared__ OfRow of_row[2];
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
-  using Values = Vector<X_TYPE, UNIT>;
+  using Values = Vector<X_TYPE, VECTOR>;
 
   const RowParts parts = row_parts_of(arguments);
   const SharedPart part = row_part_of_block(arguments, parts);
@@ -179,9 +181,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const OwnColumns own_columns = own_columns_of(arguments, part);
-  const Units units(own_columns, phase_of(part.group, arguments.x_stride));
-  const Places places(arguments, part, own_columns);
+  const Places places(arguments, part);
   const long long first = places.first;
   struct Sources {
     const X_TYPE* x;
@@ -213,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   };
 
   Affine affine = {};
-  KeptSums<COLUMN_SUMS> column_sums = {};
   long long row = part.group;  // that is summed
   const int own_channel = parts.channel_of(part.rank);  // of those that a row has
   const auto load_given = [&](long long row) {
@@ -229,8 +228,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
-    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, units);
-    if constexpr (PARTS_ARE_RUNS) copy_async_wait<UNDER_WAY - RESIDENT>();
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (!has(i)) continue;
+      affine.weights.load(arguments.weight + first + i * STEP, i);
+      affine.biases.load(arguments.bias + first + i * STEP, i);
+    }
   } else if (waits) {
     if (lane == 0) givens[0] = load_given(row).widened();
     next_given = load_given(row + groups);
@@ -238,107 +241,59 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   __syncthreads();
   if (!works) wait_for_words();
 
-  // Of the i-th vector of a row, which begins there in its slots; PARTS_ARE_RUNS, of the i-th unit.
-  const auto finish = [&](int i, const X_TYPE* slot, const OfRow& of) {
-    const Values x = load<X_TYPE, UNIT>(slot), dy = load<X_TYPE, UNIT>(slot + STAGED);
-    Values added;
-    if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, UNIT>(slot + 2 * STAGED);
-    Compute weight[UNIT], bias[UNIT], results[UNIT];
-    affine.get(i, of.given, weight, bias);
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-      const Gradient gradient =
-          gradient_of(widen(x, j), widen(dy, j), of.given.mean, of.given.rstd, weight[j], bias[j]);
-      results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
-      if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
-    }
-    return rounded<X_TYPE>(results);
-  };
   const Exchange<2> exchange(arguments.words, part);
+  Compute dweight_sums[SUMS_COLUMNS && WANTS_DWEIGHT ? RESIDENT : 1][VECTOR] = {};
+  Compute dbias_sums[SUMS_COLUMNS && WANTS_DBIAS ? RESIDENT : 1][VECTOR] = {};
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
     const long long done_row = row - LAG * groups;  // that is finished
-    const int awaited_turn = done_turn + FINISHES_EARLY;
-    const long long awaited_row = done_row + FINISHES_EARLY * groups;  // whose sums are wanted in the end
     const bool sums_up = row < rows, finishes = done_turn >= 0;
-    const auto sum_up = [&] {
+    if (works) {
       // Reduce along the row, and add to the column sums on the way.
       const Given given = givens[turn % 2];
+      X_TYPE* const own = slots_of(staged, turn);
       const unsigned phase = phase_of(row, arguments.x_stride);
       Compute sums[2] = {0, 0};
-      const auto add = [&](int i, const Values& x, const Values& dy, const auto& there) {
-        Compute weight[UNIT], bias[UNIT], of_unit[2] = {0, 0};
-        affine.get(i, given, weight, bias);
+      as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
+        if (!sums_up || !has(i)) return;
+        places.visit(i, phase, [&](const auto& spot) {
+          const auto& there = spot.there();
+          const Values x = load<X_TYPE, VECTOR>(own + i * STEP), dy = load<X_TYPE, VECTOR>(own + STAGED + i * STEP);
+          Compute weight[VECTOR], bias[VECTOR], of_vector[2] = {0, 0};
+          affine.get(i, given, weight, bias);
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-          Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
-          if (!there(j)) gradient = {0, 0, 0};
-          if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) column_sums.sums[i][j][0] += gradient.dz * gradient.xhat;
-          if constexpr (SUMS_COLUMNS && WANTS_DBIAS) column_sums.sums[i][j][COLUMN_SUMS - 1] += gradient.dz;
-          const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
-          of_unit[0] += summed;
-          of_unit[1] += summed * gradient.xhat;
-        }
-        sums[0] += of_unit[0];
-        sums[1] += of_unit[1];
-      };
-      if constexpr (PARTS_ARE_RUNS) {
-        // Behind the part there are zeros of x and dy, and so of all sums, as long as mean * rstd is finite. To ask for
-        // these columns, too, would spill.
-        const X_TYPE* const first_unit = units.first_in(slots_of_block(staged, turn), phase);
-        if (sums_up) {
-          units.visit([&](int i) {
-            const X_TYPE* const unit = first_unit + i * Units::APART;
-            add(i, load<X_TYPE, UNIT>(unit), load<X_TYPE, UNIT>(unit + STAGED),
-                [&](int j) { return i > 0 || units.column(0) + j >= 0; });
-          });
-        }
-      } else {
-        X_TYPE* const own = slots_of(staged, turn);
-        as_they_arrive<UNDER_WAY, 0, RESIDENT>([&](int i) {
-          if (!sums_up || !has(i)) return;
-          places.visit(i, phase, [&](const auto& spot) {
-            add(i, load<X_TYPE, UNIT>(own + i * STEP), load<X_TYPE, UNIT>(own + STAGED + i * STEP), spot.there());
-          });
+          for (int j = 0; j < VECTOR; ++j) {
+            Gradient gradient = gradient_of(widen(x, j), widen(dy, j), given.mean, given.rstd, weight[j], bias[j]);
+            if (!there(j)) gradient = {0, 0, 0};
+            if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) dweight_sums[i][j] += gradient.dz * gradient.xhat;
+            if constexpr (SUMS_COLUMNS && WANTS_DBIAS) dbias_sums[i][j] += gradient.dz;
+            const Compute summed = HAS_CHANNELS ? gradient.dz : gradient.g;
+            of_vector[0] += summed;
+            of_vector[1] += summed * gradient.xhat;
+          }
+          sums[0] += of_vector[0];
+          sums[1] += of_vector[1];
         });
-      }
+      });
       warp_sum<32, 1>(sums);
       if (lane == 0) {
         of_warps[turn % 2].sums[0][warp] = sums[0];
         of_warps[turn % 2].sums[1][warp] = sums[1];
       }
-    };
-    const auto finish_in_place = [&] {
-      if (!finishes) return;
-      const OfRow of = of_row[turn % 2];
-      const unsigned phase = phase_of(done_row, arguments.dx_stride);
-      X_TYPE* const first_unit = units.first_in(slots_of_block(staged, done_turn), phase);
-      units.visit([&](int i) {
-        X_TYPE* const unit = first_unit + i * Units::APART;
-        store(unit, finish(i, unit, of));
-      });
-    };
-    if (works) {
-      sum_up();
-      if constexpr (PARTS_ARE_RUNS) {
-        finish_in_place();
-        // Others may have what has come of the next row.
-        copy_async_wait<UNDER_WAY - 2 * RESIDENT>();
-      }
     } else if (waits) {
       if (lane == 0) givens[(turn + 1) % 2] = next_given.widened();
       next_given = load_given(row + 2 * groups);
-      if (awaited_turn >= 0 && awaited_row < rows) {
-        const Loaded loaded = load_given(awaited_row);
+      if (finishes) {
+        const Loaded loaded = load_given(done_row);
         Compute told[PARTS_PER_LANE][2], sums[2], of_channel[2];
         Compute factor = 1;  // of the sums, where the whole row has one weight
         if constexpr (SEVERAL_CHANNELS) {
-          const long long channel = channel_of_row(arguments, awaited_row);
+          const long long channel = channel_of_row(arguments, done_row);
           const ChannelMerge of_channels(parts, part.blocks, arguments.weight + channel);
-          exchange.await(told, awaited_turn);
+          exchange.await(told, done_turn);
           of_channels.merge(told, own_channel, sums, of_channel);
         } else {
-          exchange.await(told, awaited_turn);
+          exchange.await(told, done_turn);
           sum_parts(told, sums);
           of_channel[0] = sums[0];
           of_channel[1] = sums[1];
@@ -346,14 +301,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         if (lane == 0) {
           const Given given = loaded.widened();
           if (HAS_CHANNELS && parts.first_of(part.rank) == 0) {
-            const long long place = awaited_row * channels_per_row(arguments) + own_channel;
+            const long long place = done_row * channels_per_row(arguments) + own_channel;
             if constexpr (WANTS_DBIAS) narrow(of_channel[0], arguments.dbias[place]);
             if constexpr (WANTS_DWEIGHT) narrow(of_channel[1], arguments.dweight[place]);
           }
           if constexpr (HAS_CHANNELS && HAS_WEIGHT && !SEVERAL_CHANNELS) factor = given.weight[0];
           const Compute scale = -factor / static_cast<Compute>(arguments.columns);
-          OfRow& target = of_row[(turn + FINISHES_EARLY) % 2];
-          target = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
+          of_row[turn % 2] = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
         }
       }
     }
@@ -366,9 +320,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     }
     if (!works) continue;
 
-    // Finish, if that is not done, and store; and fill again what was stored.
-    OfRow of;
-    if constexpr (!PARTS_ARE_RUNS) of = of_row[turn % 2];
+    // Finish and store; and fill again what was stored.
+    const OfRow of = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.dx_stride);
     X_TYPE* dx = arguments.dx + done_row * arguments.dx_stride + first;
@@ -379,7 +332,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
       if (i < done_vectors) {
-        const auto finished = vector_to_store(slot, [&] { return finish(i, slot, of); });
+        const Values x = load<X_TYPE, VECTOR>(slot), dy = load<X_TYPE, VECTOR>(slot + STAGED);
+        Values added;
+        if constexpr (HAS_DRESIDUAL) added = load<X_TYPE, VECTOR>(slot + 2 * STAGED);
+        Compute weight[VECTOR], bias[VECTOR], results[VECTOR];
+        affine.get(i, of.given, weight, bias);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          const Gradient gradient =
+              gradient_of(widen(x, j), widen(dy, j), of.given.mean, of.given.rstd, weight[j], bias[j]);
+          results[j] = gradient.g * of.given.rstd + (gradient.xhat * of.slope + of.offset);
+          if constexpr (HAS_DRESIDUAL) results[j] += widen(added, j);
+        }
+        const Values finished = rounded<X_TYPE>(results);
         places.visit(i, done_phase, [&](const auto& spot) { spot.write(dx, finished); });
       }
       fill(slot, next, i);
@@ -387,12 +352,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   }
 
   // Write the group's row of sums.
-  const long long group_row = part.group * arguments.columns;
-  Compute* const gathered = reinterpret_cast<Compute*>(staged);
-  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) {
-    column_sums.write(0, arguments.dweight + group_row, own_columns, units, gathered);
-  }
-  if constexpr (SUMS_COLUMNS && WANTS_DBIAS) {
-    column_sums.write(COLUMN_SUMS - 1, arguments.dbias + group_row, own_columns, units, gathered);
-  }
+  const auto write_sums = [&](const auto& values, auto* sums) {
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (has(i)) store_rounded(sums + part.group * arguments.columns + first + i * STEP, values[i]);
+    }
+  };
+  if constexpr (SUMS_COLUMNS && WANTS_DWEIGHT) write_sums(dweight_sums, arguments.dweight);
+  if constexpr (SUMS_COLUMNS && WANTS_DBIAS) write_sums(dbias_sums, arguments.dbias);
 }

@@ -24,9 +24,9 @@ constexpr bool TAKES_TURNS = true;
 #include "channel_running.cuh"
 #include "group_part.cuh"
 #include "pipeline.cuh"
+#include "collected.cuh"
 #include "row_pipeline.cuh"
-constexpr bool KEEPS_WIDENED = false;
-#include "part_columns.cuh"
+#include "row_exchange.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -43,7 +43,7 @@ struct Arguments {
   long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, unless PEELED
-  long long room;               // what blocks have parts of: the columns or, PEELED, the room of all segments, or parts
+  long long room;               // what blocks have parts of: the columns or, PEELED, all segments' room
   long long columns_per_block;  // a multiple of VECTOR, see RowParts
   long long blocks_per_row;     // divides gridDim.x; at most 32 * PARTS_PER_LANE
   long long x_stride;           // elements from one row to the next
@@ -63,6 +63,7 @@ struct Arguments {
 };
 
 static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
+static_assert(!PEELED || (HAS_CHANNELS || !(HAS_WEIGHT || HAS_BIAS)) && !HAS_RESIDUAL);
 static_assert(!PEELED || !KEPT_IN_L2, "a thread may have none of a vector, and no place of it");
 // Vectors that give the pivot.
 constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
@@ -77,9 +78,8 @@ struct OfWarps {
   Compute counts[PEELED ? WARPS : 1];
 };
 
-// What a block tells of its part: its statistics and, where that is not the same of every row, of how many numbers.
-constexpr bool COUNTS = PEELED && !PARTS_ARE_RUNS;
-constexpr int TOLD = COUNTS ? 4 : 3;
+// What a block tells of its part: its statistics and, PEELED, of how many numbers.
+constexpr int TOLD = PEELED ? 4 : 3;
 
 // What every warp needs to finish a row; weight and bias only where the block's part has one of each.
 struct OfRow {
@@ -109,7 +109,7 @@ struct WarpMerge {
       warp_sum<32, 1>(all);
       own_scale = count > 0 ? reciprocal_of(count) : 0;
       shares[0] = count * reciprocal_of(max(all[0], static_cast<Compute>(1)));
-      if constexpr (COUNTS) told[TOLD - 1] = all[0];
+      told[TOLD - 1] = all[0];
     }
     if (own_scale > 0) {
       own[0][0] = CENTERED ? of_warps.pivot[lane] : 0;
@@ -136,17 +136,19 @@ __device__ __forceinline__ WarpMerge warp_merge_of(int vectors) {
 
 // ---- Weights.
 
-// Those of the block's columns; or of the part's channel.
+// Those of a thread's columns; or of the part's channel.
 struct Affine {
-  KeptAffine of_columns;
+  Kept<WEIGHT_TYPE, HAS_WEIGHT && !HAS_CHANNELS, WEIGHT_ACCESS> weights;
+  Kept<BIAS_TYPE, HAS_BIAS && !HAS_CHANNELS, BIAS_ACCESS> biases;
 
-  // Of the i-th vector; PARTS_ARE_RUNS, of the i-th unit.
-  __device__ __forceinline__ Vector<X_TYPE, UNIT> finish(const Vector<X_TYPE, UNIT>& x, int i, const OfRow& row) {
-    if constexpr (HAS_CHANNELS || (PEELED && !PARTS_ARE_RUNS)) {
+  __device__ __forceinline__ Vector<X_TYPE, VECTOR> finish(const Vector<X_TYPE, VECTOR>& x, int i, const OfRow& row) {
+    if constexpr (HAS_CHANNELS || PEELED) {
       return normalized_alike(x, row.mean, row.remainder, row.rstd, row.weight[0], row.bias[0]);
     }
-    Compute weight[UNIT], bias[UNIT];
-    of_columns.get(i, weight, bias);
+    Compute weight[VECTOR], bias[VECTOR];
+    weights.get(i, weight);
+    biases.get(i, bias);
+    add_weight_offset(weight);
     return normalized(x, row.mean, row.remainder, row.rstd, weight, bias);
   }
 };
@@ -168,9 +170,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool works = warp < WARPS, tells = warp == WARPS, waits = warp == WARPS + 1;
 
-  const OwnColumns own_columns = own_columns_of(arguments, part);
-  const Units units(own_columns, phase_of(part.group, arguments.x_stride));
-  const Places places(arguments, part, own_columns);
+  const Places places(arguments, part);
   const long long first = places.first;
   const auto sum_of_row = [&](long long row) {
     return arguments.residual_out + row * arguments.residual_out_stride + first;
@@ -211,7 +211,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 #pragma unroll
       for (int i = 0; i < RESIDENT; ++i) fill(slots + i * STEP, sources, i);
     }
-    affine.of_columns.fetch(arguments.weight, arguments.bias, own_columns, units);
+#pragma unroll
+    for (int i = 0; i < RESIDENT; ++i) {
+      if (!has(i)) continue;
+      affine.weights.load(arguments.weight + first + i * STEP, i);
+      affine.biases.load(arguments.bias + first + i * STEP, i);
+    }
   }
   __syncthreads();
   if (!works) wait_for_words();
@@ -220,24 +225,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   const Exchange<TOLD> exchange(arguments.words, part);
   const WarpMerge merge_warps = warp_merge_of(vectors);
   const Compute of_each = static_cast<Compute>(1) / arguments.columns;  // the share of a number
-  Compute shares[PARTS_PER_LANE];  // of every 32nd block, each lane
-  const auto count_of_part = [&](int rank) {
-    return PARTS_ARE_RUNS ? own_columns_of(arguments, rank).count : parts.count_of(rank);
-  };
-  if constexpr (!COUNTS) {
+  Compute shares[PARTS_PER_LANE];  // of every 32nd block, each lane; PEELED, of each row others
+  if constexpr (!PEELED) {
 #pragma unroll
     for (int i = 0; i < PARTS_PER_LANE; ++i) {
-      shares[i] = lane + 32 * i < part.blocks ? count_of_part(lane + 32 * i) * of_each : 0;
+      shares[i] = lane + 32 * i < part.blocks ? parts.count_of(lane + 32 * i) * of_each : 0;
     }
   }
 
   for (int turn = 0; row - LAG * groups < rows; ++turn, row += groups) {
     const int done_turn = turn - LAG;
     const long long done_row = row - LAG * groups;  // that is finished
-    const int awaited_turn = done_turn + FINISHES_EARLY;
-    const long long awaited_row = done_row + FINISHES_EARLY * groups;  // whose statistics are wanted in the end
     const bool sums_up = row < rows, finishes = done_turn >= 0;
-    const auto sum_up = [&] {
+    if (works) {
       // Load. With a residual, the sum takes the place of x.
       X_TYPE* const own = slots_of(staged, turn);
       const unsigned phase = phase_of(row, arguments.x_stride);
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       // Reduce: the pivot, then the differences from it.
       Compute pivot[1] = {0}, sums[2] = {0, 0}, count[1] = {0};
       const auto count_in = [&](const auto& spot) {
-        if constexpr (COUNTS) count[0] += static_cast<Compute>(spot.count());
+        if constexpr (PEELED) count[0] += static_cast<Compute>(spot.count());
       };
       const auto visit = [&](int i, const auto& use) {
         if (sums_up && has(i)) places.visit(i, phase, use);
@@ -268,10 +268,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         });
         warp_sum<32, 1>(pivot);
         Compute pivot_count[1] = {count[0]};
-        if constexpr (COUNTS) {
+        if constexpr (PEELED) {
           warp_sum<32, 1>(pivot_count);
-        } else if constexpr (PARTS_ARE_RUNS) {
-          pivot_count[0] = places.numbers_of_warp<PIVOT_VECTORS>(phase);
         } else {
           int lanes = 0;
 #pragma unroll
@@ -293,8 +291,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         });
       });
       warp_sum<32, 1>(sums);
-      if constexpr (COUNTS) warp_sum<32, 1>(count);
-      if constexpr (PARTS_ARE_RUNS) count[0] = places.numbers_of_warp<RESIDENT>(phase);
+      if constexpr (PEELED) warp_sum<32, 1>(count);
       if (lane == 0) {
         OfWarps& target = of_warps[turn % 2];
         target.pivot[warp] = pivot[0];
@@ -302,45 +299,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
         target.sums[1][warp] = sums[1];
         if constexpr (PEELED) target.counts[warp] = count[0];
       }
-    };
-    const auto finish_in_place = [&] {
-      if (!finishes) return;
-      const OfRow statistics = of_row[turn % 2];
-      const unsigned phase = phase_of(done_row, arguments.y_stride);
-      X_TYPE* const first_unit = units.first_in(slots_of_block(staged, done_turn), phase);
-      units.visit([&](int i) {
-        X_TYPE* const unit = first_unit + i * Units::APART;
-        store(unit, affine.finish(load<X_TYPE, UNIT>(unit), i, statistics));
-      });
-    };
-    if (works) {
-      sum_up();
-      if constexpr (PARTS_ARE_RUNS) finish_in_place();
-    } else if (waits && awaited_turn >= 0 && awaited_row < rows) {
-      const long long channel = channel_of_row(arguments, awaited_row) + parts.channel_of(part.rank);
+    } else if (waits && finishes) {
+      const long long channel = channel_of_row(arguments, done_row) + parts.channel_of(part.rank);
       const OfChannel of_channel(arguments.weight, arguments.bias, channel);
       const bool updates = UPDATES_RUNNING && part.rank == 0;
       Running before = {};
-      if (updates) before = {arguments.running_mean[awaited_row], arguments.running_var[awaited_row]};
+      if (updates) before = {arguments.running_mean[done_row], arguments.running_var[done_row]};
       Compute told[PARTS_PER_LANE][TOLD];
-      exchange.await(told, awaited_turn);
-      if constexpr (COUNTS) {
+      exchange.await(told, done_turn);
+      if constexpr (PEELED) {
 #pragma unroll
         for (int i = 0; i < PARTS_PER_LANE; ++i) shares[i] = told[i][TOLD - 1] * of_each;
       }
       const Statistics whole = merged_of_lanes(told, shares);
       const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
       if (lane == 0) {
-        OfRow& target = of_row[(turn + FINISHES_EARLY) % 2];
+        OfRow& target = of_row[turn % 2];
         target = {whole.mean, whole.remainder, rstd, {}, {}};
         of_channel.widened(target.weight, target.bias);
         if (part.rank == 0 && arguments.rstd != nullptr) {
-          if constexpr (CENTERED) arguments.mean[awaited_row] = whole.mean + whole.remainder;
-          arguments.rstd[awaited_row] = rstd;
+          if constexpr (CENTERED) arguments.mean[done_row] = whole.mean + whole.remainder;
+          arguments.rstd[done_row] = rstd;
         }
         if (updates) {
           const double mean = static_cast<double>(whole.mean) + whole.remainder;
-          update_running(arguments, before, mean, whole.variance, awaited_row);
+          update_running(arguments, before, mean, whole.variance, done_row);
         }
       }
     }
@@ -348,9 +331,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     if (tells && sums_up) merge_warps.tell(of_warps[turn % 2], exchange, turn);
     if (!works) continue;
 
-    // Finish, if that is not done, and store; and fill again what was stored.
-    OfRow statistics;
-    if constexpr (!PARTS_ARE_RUNS) statistics = of_row[turn % 2];
+    // Finish and store; and fill again what was stored.
+    const OfRow statistics = of_row[turn % 2];
     X_TYPE* const own = slots_of(staged, done_turn + AHEAD);  // those of done_turn
     const unsigned done_phase = phase_of(done_row, arguments.y_stride);
     X_TYPE* y = arguments.y + done_row * arguments.y_stride + first;
@@ -361,8 +343,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
     for (int i = 0; i < RESIDENT; ++i) {
       X_TYPE* const slot = own + i * STEP;
       if (i < done_vectors) {
-        const auto finished =
-            vector_to_store(slot, [&] { return affine.finish(load<X_TYPE, UNIT>(slot), i, statistics); });
+        const Values finished = affine.finish(load<X_TYPE, VECTOR>(slot), i, statistics);
         places.visit(i, done_phase, [&](const auto& spot) { spot.write(y, finished); });
       }
       fill(slot, next, i);

@@ -11,11 +11,12 @@ which one takes from a tenth of a second to two. Listed is:
    spilled on its architecture.
 3. Rows of instance norm and group norm, of one channel each and of several, short and long, in blocks and clusters:
    sm_90 gets all of these, under some activations by turns; the others share them.
-4. Rows that come in bulk, with each activation and residual and weights of every type by turns.
+4. Rows that come in bulk, and those that blocks share so, with each activation and residual and weights of every type
+   by turns.
 5. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   row_pipeline_* with few rows on their way and many, short parts of them and long, and rows that begin anywhere,
-   channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels, split_merge,
-   row_weight_gradients, zeros and column_sums.
+   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets of
+   every kind, pointwise_*, channel_* along points and along channels, split_merge, row_weight_gradients, zeros and
+   column_sums.
 6. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
 The kernels are not listed here but asked of ``plan``. Of these some thousands those are compiled that together have
@@ -45,8 +46,9 @@ from plan_cases import (
     plan_rows,
 )
 
-from cunorm.plan import Device, Launch, channel_pipeline, plan
+from cunorm.plan import Device, Launch, channel_pipeline, plan, row_stream_geometry
 from cunorm.plan.channel_cost import cost
+from cunorm.plan.rows import plan_with as plan_with_way
 from cunorm.plan.rows_of_channels import as_rows
 from cunorm.problem import (
     ACTIVATIONS,
@@ -268,6 +270,24 @@ def bulk_launches(dtype: str, arch: str) -> Iterator[Launch]:
     for size, norm, residual in itertools.product(columns, norms, (False, True)):
         case = Case(dtype, size, 1 << 20, norm, residual, next(weights), backward=size in IN_BULK_BACKWARD)
         yield from (item for item in launches(case.problems(), arch) if item.kernel.startswith("row_bulk"))
+
+
+# Columns of rows that blocks share in bulk, by bytes of a number: by many groups of blocks, and by one.
+STREAMED = {
+    2: [20_001, 50_257, 100_001, 131_073, 262_145, 655_361, 1_600_001, 131_072],
+    4: [9001, 35_001, 100_001, 131_073, 400_001, 1_000_001, 131_072],
+}
+
+
+def stream_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Each of STREAMED under each activation, with and without a residual, few rows and many, with other weights."""
+    columns = STREAMED.get(DTYPES[dtype].itemsize, [])
+    weights = itertools.cycle((dtype, "float32", None, "float16", "float64", "bfloat16", dtype))
+    norms = [Norm(centered, 0.0, name) for centered, name in itertools.product((True, False), (None, *ACTIVATIONS))]
+    for size, norm, residual, rows in itertools.product(columns, norms, (False, True), (16, 1000)):
+        for problem in Case(dtype, size, rows, norm, residual, next(weights)).problems():
+            way = row_stream_geometry.geometry(problem, GPUS[arch])
+            yield from () if way is None else plan_with_way(problem, GPUS[arch], way).launches[:1]
 
 
 def split_problems(dtype: str) -> Iterator[Problem]:
@@ -553,6 +573,7 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
         launches(bare, arch),
         launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
         bulk_launches(dtype, arch),
+        stream_launches(dtype, arch),
         channel_launches(dtype, arch),
         segment_launches(dtype, arch),
     )

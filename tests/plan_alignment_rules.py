@@ -32,7 +32,9 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
             continue
         width = constants["VECTOR"]
         assert width * itemsize <= 16
-        if constants.get("PEELED"):
+        if item.kernel.startswith("row_stream"):
+            _assert_parts_lie_as_in_memory(problem, item, constants)
+        elif constants.get("PEELED"):
             _assert_peeled_vectors_are_aligned(problem, item, constants)
         else:
             _assert_vectors_are_aligned(problem, constants)
@@ -211,6 +213,24 @@ def _assert_runs_are_aligned(problem: Problem, item: Launch, constants: Constant
     assert item.shared_bytes == max(constants["STAGES"] * runs, sums)
 
 
+def _assert_parts_lie_as_in_memory(problem: Problem, item: Launch, constants: Constants) -> None:
+    """Every part begins as far behind a line in its stage as in memory, the same in all tensors."""
+    assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16
+    arguments: dict[str, Any] = dict(item.arguments)
+    for matrix in problem.matrices:
+        assert matrix.alignment == 16 and matrix.row_strides == (arguments["stride"],)
+    part = constants["THREADS"] * constants["RESIDENT"] * 16
+    assert part % 128 == 0, "the next stage begins in the middle of a line"
+    if isinstance(problem, ForwardProblem):
+        under_way = constants["AHEAD"] - constants["LAG"]
+        assert item.shared_bytes == part * (constants["AHEAD"] + under_way * constants["HAS_RESIDUAL"])
+        return
+    assert item.shared_bytes == part * constants["AHEAD"] * (2 + constants["HAS_DRESIDUAL"])
+    # At the end the sums of columns, or of what is before and behind them in the first and the last unit.
+    columns = arguments["columns_per_block"] + 2 * constants["UNIT"]
+    assert columns * compute_bytes(problem) <= item.shared_bytes
+
+
 def _channels_of_a_block(problem: Problem, item: Launch) -> int:
     """How many channels the block with the most of them has of a row."""
     assert problem.channels is not None
@@ -239,6 +259,6 @@ def _assert_slots_are_aligned(problem: Problem, item: Launch, constants: Constan
         segment = problem.column_sizes[-1] if constants["SEGMENTED"] else 0
         for matrix in problem.matrices:
             as_it_lies = segment, matrix.column_strides[0] if several else 0
-            assert constants["PARTS_ARE_RUNS"] or told == as_it_lies, "segments lie otherwise"
+            assert told == as_it_lies, "segments lie otherwise"
             assert not constants["PEELED"] or matrix.row_strides == problem.x.row_strides, "rows begin otherwise"
     assert item.shared_bytes == tensors * slots * 16 + numbers

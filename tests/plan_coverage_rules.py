@@ -123,14 +123,6 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert per_block % width == 0 and (of_channel - 1) * per_block < room <= of_channel * per_block
     assert constants["RESIDENT"] == -(-per_block // (width * threads)), "slots are not those that a part needs"
     assert 1 <= constants["LAG"] < constants["AHEAD"], "what is summed lies where another row is finished"
-    unit, runs = constants["UNIT"], constants["PARTS_ARE_RUNS"]
-    assert width % unit == 0 and (runs or unit == width)
-    if runs:
-        assert constants["LAG"] >= 2, "sums are wanted a turn earlier"
-        assert constants["AHEAD"] >= constants["LAG"] + 2, "a row comes while another is summed"
-        groups = item.grid // blocks
-        alike = arguments["rows"] <= groups or groups * arguments["x_stride"] % unit == 0
-        assert alike, "a thread has other columns from row to row"
     assert threads <= 1024, "a lane for each warp merges what the warps have"
     assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
     segment, stride, room = (arguments[f"segment_{name}"] for name in ("columns", "stride", "room"))
@@ -138,12 +130,6 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
     assert not (segment and channels > 1)
     if not segment:
         assert arguments["room"] == arguments["columns"] and not constants["PEELED"]
-    elif constants["PARTS_ARE_RUNS"]:
-        # Each of a row's blocks has so many of its columns, a multiple of a line, and the last one what is left.
-        assert constants["PEELED"] and constants["WEIGHTS_OF"] == "columns" and not arguments.get("channels")
-        assert segment % (8 * width) == 0 and stride == segment and per_block == room
-        assert arguments["room"] == blocks * room and (blocks - 1) * segment < arguments["columns"] <= blocks * segment
-        assert room == segment + 8 * width and arguments["columns"] < 2**31, "a row begins anywhere in a line"
     else:
         assert arguments["columns"] % segment == 0
         assert arguments["room"] == arguments["columns"] // segment * room
@@ -155,6 +141,24 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
         kept = [constants.get(name) for name in ("HAS_WEIGHT", "HAS_BIAS", "WANTS_DWEIGHT", "WANTS_DBIAS")]
         assert constants["WEIGHTS_OF"] == "part" or not any(kept), "what is kept of a column is lost"
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"
+
+
+def _covers_row_stream(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width, unit = constants["THREADS"], constants["VECTOR"], constants["UNIT"]
+    blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
+    assert item.cooperative and item.block == (threads + 96, 1) and threads % 32 == 0 and item.grid % blocks == 0
+    groups, line = item.grid // blocks, 8 * width
+    assert groups <= arguments["rows"], "a group of blocks has nothing to do"
+    # Each of a row's blocks has so many of its columns, whole lines, and the last one what is left.
+    assert per_block % line == 0 and (blocks - 1) * per_block < arguments["columns"] <= blocks * per_block
+    room = -(-(per_block + line) // (width * threads))
+    assert constants["RESIDENT"] == room, "a stage is not what a part needs that begins anywhere in a line"
+    assert 1 <= constants["LAG"] < constants["AHEAD"], "nothing comes while a row waits"
+    alike = arguments["rows"] <= groups or groups * arguments["stride"] % unit == 0
+    assert width % unit == 0 and alike, "a thread has other columns from row to row"
+    assert threads <= 1024, "a lane for each warp merges what the warps have"
+    assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
+    assert arguments["columns"] < 2**31, "a place in a row has 32 bits"
 
 
 def _covers_row_split(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
@@ -220,6 +224,8 @@ _COVERS = {
     "row_bulk_forward": _covers_row_bulk,
     "row_bulk_backward": _covers_row_bulk,
     "row_grid_forward": _covers_row_grid,
+    "row_stream_forward": _covers_row_stream,
+    "row_stream_backward": _covers_row_stream,
     "row_pipeline_forward": _covers_row_pipeline,
     "row_pipeline_backward": _covers_row_pipeline,
     "row_split_statistics": _covers_row_split,

@@ -85,6 +85,10 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
         # Of two turns: what each warp has of the row, and what all need to sum and to finish it.
         of_warp, of_row = (3 + constants["PEELED"], 5) if item.kernel.endswith("forward") else (2, 4 + 6)
         return int(2 * (of_warp * constants["THREADS"] // 32 + of_row) * size)
+    if item.kernel.startswith("row_stream"):
+        # Of each stage: what each warp has of the row, what all need to sum and to finish it, and four barriers.
+        of_warp, of_row = (3, 3) if item.kernel.endswith("forward") else (2, 4)
+        return int(constants["AHEAD"] * ((of_warp * constants["THREADS"] // 32 + of_row) * size + 4 * 8))
     if item.kernel.startswith("row_bulk"):
         # What the warps have of two sums in two places, the statistics of the run, or of two, and its barrier, or some.
         warps = -(-constants["THREADS_PER_ROW"] // 32) * constants["ROWS_AT_ONCE"]
@@ -132,7 +136,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
         (_channel_sums(a) if a["channels"] else (groups + a["CLASSES"] - 1) * a["columns"]) * size
     ),
     "a row a group that shares rows": lambda a, groups, size: (
-        (_channel_sums(a) if a["channels"] else groups // a["blocks_per_row"] * a["columns"]) * size
+        (_channel_sums(a) if a.get("channels") else groups // a["blocks_per_row"] * a["columns"]) * size
     ),
     "a row a block": lambda a, groups, size: groups * a["columns"] * size,
     "a row a group of rows": lambda a, groups, size: groups // a["tiles"] * a["columns"] * size,
@@ -143,7 +147,13 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "one a row": lambda a, groups, size: a["rows"] * size,
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
     "three a block, with a tag beside each word, for turns that are kept; or four": lambda a, groups, size: (
-        _words_of_turns(a, groups) * (3 + (a["PEELED"] and not a["PARTS_ARE_RUNS"])) * 2 * size
+        _words_of_turns(a, groups) * (3 + a["PEELED"]) * 2 * size
+    ),
+    "three a block, with a tag beside each word, for two turns more": lambda a, groups, size: (
+        _words_of_turns(a, groups, more=2) * 3 * 2 * size
+    ),
+    "two a block, with a tag beside each word, for two turns more": lambda a, groups, size: (
+        _words_of_turns(a, groups, more=2) * 2 * 2 * size
     ),
     "two a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
         _words_of_turns(a, groups) * 2 * 2 * size
@@ -159,6 +169,9 @@ _SCRATCH = {
     "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for turns that are kept; or four"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "two a block, with a tag beside each word, for the turns that are kept"},
+    "row_stream_forward": {"words": "three a block, with a tag beside each word, for two turns more"},
+    "row_stream_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
+    | {"words": "two a block, with a tag beside each word, for two turns more"},
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk of a set")
@@ -180,9 +193,9 @@ def _channel_sums(given: dict[str, Any]) -> int:
     return int(given["rows"]) * channels_per_row * parts
 
 
-def _words_of_turns(given: dict[str, Any], blocks: int) -> int:
+def _words_of_turns(given: dict[str, Any], blocks: int, more: int = 0) -> int:
     """Of each turn that is kept, one for every block that could share the rows of a group."""
-    return int(2 * given["LAG"] * blocks // given["blocks_per_row"] * 32 * given["PARTS_PER_LANE"])
+    return int((2 * given["LAG"] + more) * blocks // given["blocks_per_row"] * 32 * given["PARTS_PER_LANE"])
 
 
 def scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: Device, chosen: Plan) -> None:

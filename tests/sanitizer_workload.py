@@ -48,8 +48,9 @@ from test_rows_of_channels import Norm, backward_problem, forward_problem, norm_
 
 import cunorm
 from cunorm import cuda, launch
-from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with
-from cunorm.problem import ACTIVATIONS, ForwardProblem, Problem
+from cunorm.plan import Device, Plan, RowBlock, cache_hints, plan, plan_with, row_stream_geometry
+from cunorm.plan.rows import plan_with as plan_with_way
+from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Problem
 
 PROBLEMS = [
     ((70, 1), (-1,), "float32"),
@@ -103,6 +104,17 @@ IN_BULK = [
     ((333, 257), "bfloat16"),
     ((177, 770), "float16"),
     ((99, 1023), "bfloat16"),
+]
+# Rows that blocks share, and that come and leave in bulk, on few multiprocessors: of every number that threads take at
+# once, with cut parts of one column, and whole vectors.
+STREAMED = [
+    ((40, 12_001), "bfloat16"),
+    ((21, 20_003), "float16"),
+    ((33, 9001), "float32"),
+    ((9, 70_002), "float32"),
+    ((11, 80_001), "bfloat16"),
+    ((40, 4097), "bfloat16"),
+    ((40, 16_384), "float16"),
 ]
 # Of which L2 is asked to keep what is read, which such are taken to be too much for (see kernels/cache_hints.cuh).
 KEPT = [
@@ -256,6 +268,23 @@ def run_in_bulk(shape: tuple[int, int], dtype: str) -> None:
     runner.backward(case.backward(runner.forward(case), dy, dresidual_out=data(5, shape, dtype)))
 
 
+def run_streamed(shape: tuple[int, int], dtype: str) -> None:
+    """Forward and backward, with a residual and without."""
+
+    def choose(problem: Problem, device: Device) -> Plan:
+        assert isinstance(problem, ForwardProblem | BackwardProblem)
+        way = row_stream_geometry.geometry(problem, device)
+        assert way is not None
+        return plan_with_way(problem, device, way)
+
+    runner, (weight, bias) = OnGpu(FEW, choose), (data(seed, shape[1:], dtype) for seed in (2, 3))
+    dy = data(4, shape, dtype)
+    for norm in (LAYER_NORM, RMS_NORM, ACTIVATED_NORMS[0]):
+        for added in (None, data(1, shape, dtype)):
+            case = Case(data(0, shape, dtype), weight, bias if norm.centered else None, norm=norm, residual=added)
+            runner.backward(case.backward(runner.forward(case), dy, dresidual_out=added))
+
+
 CHANNEL_PROBLEMS = [
     (Shape("instance_norm", (2, 3, 7, 7), "NCHW"), "float32"),
     (Shape("instance_norm", (2, 7, 7, 40), "NHWC"), "float16"),
@@ -361,6 +390,8 @@ def main() -> None:
         run_few(shape, dtype)
     for shape, dtype in IN_BULK:
         run_in_bulk(shape, dtype)
+    for shape, dtype in STREAMED:
+        run_streamed(shape, dtype)
     for claimed in CLAIMED:
         run_claimed(*claimed)
     for sizes in ROWS_OF_CHANNELS:
@@ -369,7 +400,7 @@ def main() -> None:
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    few = WIDE, STAGGERED, SHARED, IN_BULK, CLAIMED
+    few = WIDE, STAGGERED, SHARED, IN_BULK, STREAMED, CLAIMED
     every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, *few, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 

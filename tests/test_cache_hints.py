@@ -42,7 +42,7 @@ def test_rows_that_are_more_than_l2_holds(columns: int, dtype: str) -> None:
 
 
 def test_rows_that_clusters_share_ask_for_nothing() -> None:
-    for problem in (plain_forward(10_000, 100_000, "bfloat16"), plain_backward(10_000, 100_000, "bfloat16")):
+    for problem in (plain_forward(10_000, 100_000, "bfloat16"), plain_backward(10_000, 65_536, "bfloat16")):
         stages = [dict(item.constants).get("STAGE") for item in plan(problem, H200).launches]
         assert "ahead" in stages
         assert set(kept(problem).values()) == {0}

@@ -42,6 +42,7 @@ from cunorm.problem import ACTIVATIONS, DTYPES
 from cunorm.resources import compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
+IN_BULK = "row_bulk", "row_stream"
 
 
 @pytest.mark.parametrize("kernel", kernels.kernel_names())
@@ -52,8 +53,8 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
     # Some copy asynchronously, which there is since sm_80, and of these some would spill doubles; and rows are claimed,
     # by counters that are cleared, and come in bulk, but for doubles, since sm_90.
     asked_for = not kernel.startswith(ASYNCHRONOUS) or GPUS[arch].capability >= 80
-    asked_for = asked_for and (not kernel.startswith(("zeros", "row_bulk")) or GPUS[arch].capability >= 90)
-    asked_for = asked_for and not (kernel.startswith("row_bulk") and dtype == "float64")
+    asked_for = asked_for and (not kernel.startswith(("zeros", *IN_BULK)) or GPUS[arch].capability >= 90)
+    asked_for = asked_for and not (kernel.startswith(IN_BULK) and dtype == "float64")
     if kernel == "channel_pipeline_backward" and DTYPES[dtype].itemsize == 2:
         asked_for = asked_for and GPUS[arch].shared_bytes > 100 << 10  # else it has no room for three parts
     assert bool(every) == (asked_for and not ("pipeline" in kernel and dtype == "float64"))
@@ -295,7 +296,7 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     earlier += plan(plain_forward(70_000, 131_072 // DTYPES[dtype].itemsize, dtype), GPUS["sm_90"]).launches[:-1]
     earlier += plan(plain_backward(100_000, 257, dtype), GPUS["sm_90"]).launches[:-1]
-    not_of_doubles = {"row_pipeline_backward", "channel_pipeline_backward", "row_bulk_backward"}
+    not_of_doubles = {"row_pipeline_backward", "channel_pipeline_backward", "row_bulk_backward", "row_stream_backward"}
     assert {item.kernel for item in earlier} == (set() if dtype == "float64" else not_of_doubles) | {
         "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",
         "row_split_statistics", "channel_split_statistics", "split_merge",
@@ -320,6 +321,23 @@ def test_runs_leave_when_copies_in_bulk_can_see_them(make: Callable[..., Any]) -
         assert max(stores) < fence, "something is written after the fence"
         assert any("cp.async.bulk.wait_group.read" in line for line in ptx[sent:])
     assert sends
+
+
+@pytest.mark.parametrize(("make", "residual"), [(plain_forward, False), (plain_forward, True), (plain_backward, False)])
+def test_parts_are_told_of_when_copies_in_bulk_can_see_them(make: Callable[..., Any], residual: bool) -> None:
+    """The same where who sends waits at an mbarrier: each thread fences what it wrote, and then arrives."""
+    more = {"residual": True} if residual else {}
+    item = plan(make(1000, 131_073, "bfloat16", **more), GPUS["sm_90"]).launches[0]
+    assert item.kernel.startswith("row_stream")
+    ptx = ptx_of(item)
+    fences = [i for i, line in enumerate(ptx) if "fence.proxy.async" in line]
+    assert len(fences) == 1 + residual
+    arrivals = [i for i, line in enumerate(ptx) if "mbarrier.arrive.shared" in line]
+    for fence in fences:
+        arrived = min(i for i in arrivals if i > fence)
+        # With a residual a few sums of the warp are written between, which nobody sends.
+        wide = [line for line in ptx[fence:arrived] if "st.shared" in line and (".v4" in line or ".v2" in line)]
+        assert not wide and any("st.shared" in line for line in ptx[:fence])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -269,7 +269,8 @@ def test_an_edited_header_changes_the_text(edited: Path, header: str) -> None:
 def test_every_kernel_is_used_by_some_plan() -> None:
     used = {launch.kernel for launch in plan(plain_forward(4, 4_000_000), Device()).launches}
     used |= {launch.kernel for launch in plan(plain_forward(9000, 8193, "float16"), Device()).launches}
-    for problem in (plain_forward(100_000, 257), plain_backward(100_000, 257)):
+    in_bulk = (100_000, 257), (1000, 50_257)
+    for problem in [make(*shape) for make in (plain_forward, plain_backward) for shape in in_bulk]:
         used |= {launch.kernel for launch in plan(problem, Device()).launches}
     for columns in (768, 1_000_000, 3_000_001, 10_000_000, 100_000_000):
         norms = plain_forward(1000, columns), plain_backward(1000, columns)

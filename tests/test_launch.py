@@ -171,7 +171,8 @@ LAUNCHES = {
     "row_pipeline forward": (forward, (100, 1_000_000), ["row_pipeline_forward"]),
     "row_split forward": (forward, (100, 3_000_000), ["row_split_statistics", "split_merge", "row_split_forward"]),
     "row_block backward": (backward, (4096, 1024), ["row_block_backward", "column_sums"]),
-    "row_pipeline backward": (backward, (1000, 300_000), ["row_pipeline_backward", "column_sums"]),
+    "row_pipeline backward": (backward, (100, 1_000_000), ["row_pipeline_backward"]),
+    "row_stream backward": (backward, (1000, 300_001), ["row_stream_backward", "column_sums"]),
     "row_split backward": (
         backward,
         (1000, 2_000_001),

@@ -27,6 +27,7 @@ from cases import (
 from cunorm.plan import Device, Plan, rows
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.row_stream import RowStream
 from cunorm.problem import DTYPES, ForwardProblem, Norm
 
 DEVICE = Device("sm_90", multiprocessors=4, threads_per_multiprocessor=128)
@@ -61,16 +62,14 @@ class Family:
         """The small one with vectors of 16 bytes; peeled, where the columns are no multiple of them."""
         width = 16 // DTYPES[dtype].itemsize
         geometry = replace(self.small, width=width, **changes)
-        if columns % width == 0:
-            return geometry
-        if isinstance(geometry, RowPipeline):
-            # Which finishes a row a turn earlier, in place, and backward sums it when all of it has come.
-            lag = max(2, geometry.lag)
-            geometry = replace(geometry, lag=lag, rows_ahead=max(lag + 2, geometry.rows_ahead))
-            # Parts are whole lines of the cache.
+        if isinstance(geometry, RowStream):
+            # Parts are whole lines of the cache, and begin anywhere in one.
             line = 128 // DTYPES[dtype].itemsize
             part = -(-columns // (geometry.blocks_per_row * line)) * line
-            geometry = replace(geometry, blocks_per_row=-(-columns // part))
+            resident = -(-(part + line) // (width * geometry.threads))
+            return replace(geometry, blocks_per_row=-(-columns // part), resident=resident)
+        if columns % width == 0:
+            return geometry
         return replace(geometry, peeled=True)
 
     @property
@@ -124,37 +123,67 @@ PIPELINE = Family(
         "more turns of delay than rows": {"rows_ahead": 7, "lag": 6},
     },
     in_every_dtype="two turns later",
-    columns=(2652, 2648, 2653),
-    odd=(0, 3),
+    columns=(2652, 2648),
+    odd=(0,),
     few={},
     ahead={"rows_ahead": 3},
-    # Down to one of three vectors, so that most warps have none; and of rows that begin anywhere, to one of one column.
-    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072, 97, 115, 769, 2305, 2941),
+    last_blocks=(84, 768, 772, 1020, 1028, 3068, 3072),  # down to one of three vectors, so that most warps have none
     with_residual={
         "a turn later": "bfloat16",
         "two turns later": "float32",
         "two groups": "float16",
         "five groups of three blocks": "float64",
     },
-    normed=((0, LAYER_NORM), (0, RMS_NORM), (1, LAYER_NORM)),
+    normed=((0, LAYER_NORM), (0, RMS_NORM)),
     far=("a turn later", "two groups"),
     in_place=("a turn later", "two turns later"),
     in_any_order=("two turns later", "five groups of three blocks"),
 )
-FAMILIES = {"grid": GRID, "pipeline": PIPELINE}
+STREAM = Family(
+    small=RowStream(4, resident=1, blocks_per_row=4, groups=1, rows_ahead=2, lag=1, threads=64),
+    layouts={
+        "a turn later": {},
+        "two turns later": {"rows_ahead": 4, "lag": 2},
+        "three turns later": {"rows_ahead": 6, "lag": 3},
+        "two groups": {"groups": 2, "blocks_per_row": 2, "rows_ahead": 3, "lag": 2},
+        "five groups of three blocks": {"groups": 5, "blocks_per_row": 3},
+        "four groups of one block": {"groups": 4, "blocks_per_row": 1, "threads": 128},
+        "more blocks than a warp has lanes": {"blocks_per_row": 42, "rows_ahead": 4},
+        "more turns of delay than rows": {"rows_ahead": 7, "lag": 6},
+        "more rows under way than rows": {"rows_ahead": 8},
+    },
+    in_every_dtype="two turns later",
+    columns=(2653, 2652, 2650),
+    odd=(0, 3),
+    few={},
+    ahead={"rows_ahead": 3, "lag": 2},
+    last_blocks=(97, 115, 769, 2305, 2941, 3072),  # down to one of one column
+    with_residual={
+        "a turn later": "bfloat16",
+        "two turns later": "float32",
+        "two groups": "float16",
+        "more rows under way than rows": "float16",
+    },
+    normed=((0, LAYER_NORM), (1, LAYER_NORM), (1, RMS_NORM)),
+    far=("a turn later", "two groups"),
+    in_place=("a turn later", "three turns later"),
+    in_any_order=("two turns later", "more rows under way than rows"),
+)
+FAMILIES = {"grid": GRID, "pipeline": PIPELINE, "stream": STREAM}
+ANYWHERE = {"grid": GRID, "stream": STREAM}  # that compute rows which begin anywhere
 
 
-def each(names: str, values: Callable[[Family], Iterable[Any]]) -> Any:
-    """Both families, each with values of its own for the arguments of these names."""
+def each(names: str, values: Callable[[Family], Iterable[Any]], families: dict[str, Family] = FAMILIES) -> Any:
+    """Families, each with values of its own for the arguments of these names."""
     argvalues = []
-    for name, family in FAMILIES.items():
+    for name, family in families.items():
         for value in values(family):
             several = value if isinstance(value, tuple) else (value,)
             argvalues.append(pytest.param(family, *several, id="-".join([name, *map(str, several)])))
     return pytest.mark.parametrize(f"family, {names}", argvalues)
 
 
-both = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+all_families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def run(case: Case, geometry: Any, stats: bool = True, out: Array | None = None, seed: int = 0) -> Results:
@@ -185,14 +214,14 @@ def test_layouts(family: Family, layout: str, dtype: str) -> None:
     check(case, family.geometry(dtype, columns, **family.layouts[layout]))
 
 
-@each("layout, dtype", lambda family: family.layouts_and_dtypes)
+@each("layout, dtype", lambda family: family.layouts_and_dtypes, ANYWHERE)
 def test_rows_that_begin_anywhere(family: Family, layout: str, dtype: str) -> None:
     columns = 16 // DTYPES[dtype].itemsize * 663 + 1
     case = Case(data(0, (5, columns), dtype), *affine(columns, dtype))
     check(case, family.geometry(dtype, columns, **family.layouts[layout]))
 
 
-@both
+@pytest.mark.parametrize("family", ANYWHERE.values(), ids=ANYWHERE)
 def test_numbers_far_from_the_pivot_in_rows_that_begin_anywhere(family: Family) -> None:
     for kind in FAR:
         case = Case(far_data(kind, (3, 2653)), *affine(2653, "float32"))
@@ -228,7 +257,7 @@ def test_residual(family: Family, layout: str, dtype: str, odd: int, norm: Norm)
 def test_weight_and_bias_are_each_optional(family: Family, columns: int, weight: bool, bias: bool) -> None:
     given = affine(columns, "float32")
     case = Case(data(0, (3, columns)), given[0] if weight else None, given[1] if bias else None)
-    check(case, family.geometry("float32", columns, resident=2 if family is GRID else 3))
+    check(case, family.geometry("float32", columns, **({"resident": 2} if family is GRID else {})))
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
@@ -247,7 +276,7 @@ def test_numbers_far_from_zero_or_from_the_pivot(family: Family, layout: str, ki
     check(case, family.geometry("float32", 2652, **family.layouts[layout]))
 
 
-@both
+@all_families
 def test_a_constant_row_is_its_own_mean(family: Family) -> None:
     x = np.full((2, 2652), 3.7, np.float32)
     results = run(Case(x), family.geometry("float32", 2652))
@@ -266,7 +295,7 @@ def test_what_is_not_finite_stays_in_its_row(family: Family, columns: int, bad: 
     assert np.isfinite(results.y[others]).all() and np.isfinite(results.mean[others]).all()
 
 
-@both
+@all_families
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
 def test_without_statistics(family: Family, norm: Norm) -> None:
     case, geometry = Case(data(0, (3, 2652)), *affine(2652, "float32"), norm=norm), family.geometry("float32", 2652)
@@ -292,7 +321,7 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(family: Family, lay
         assert result.rstd.tobytes() == results[0].rstd.tobytes()
 
 
-@both
+@pytest.mark.parametrize("family", [GRID, PIPELINE], ids=["grid", "pipeline"])
 def test_strided_rows(family: Family) -> None:
     wide = data(3, (5, 2700))
     case = Case(wide[:, 4:2656], *affine(2652, "float32"))

@@ -41,7 +41,8 @@ from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
-from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.row_pipeline import RowPipeline, keeps_nothing
+from cunorm.plan.row_stream import RowStream
 from cunorm.plan.rows import RowWay
 from cunorm.pointwise import Pointwise
 from cunorm.prepared import (
@@ -489,6 +490,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             shared = _claimed(problem)
         if family == "row_pipeline":
             shared = _in_a_pipeline(problem)
+        if family == "row_stream":
+            shared = _in_a_stream(problem)
         return own if shared is None else rows.plan_with(problem, SMALL_DEVICE, shared)
     if isinstance(problem, ChannelForward | ChannelBackward):
         way: Way | None = None
@@ -538,16 +541,26 @@ def _in_a_pipeline(problem: Problem) -> RowPipeline | None:
     """Four blocks of 64 threads that share rows of some vectors each; None for other rows."""
     width = 16 // problem.itemsize
     peeled = vector_width(problem) < width
-    if not are_rows(problem) or not 32 * width < problem.columns <= 2048 * width or (peeled and not lie_alike(problem)):
+    if not are_rows(problem) or not 32 * width < problem.columns <= 2048 * width:
+        return None
+    if peeled and not (keeps_nothing(problem) and lie_alike(problem)):
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
     geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64, peeled=peeled)
-    if geometry.parts_are_runs(problem):
-        # Which are whole lines; and such a row is finished a turn earlier, and backward summed when all of it has come.
-        blocks = -(-problem.columns // geometry.segment_columns(problem))
-        geometry = replace(geometry, blocks_per_row=blocks, rows_ahead=4, lag=2)
     return replace(geometry, resident=geometry.vectors(problem))
+
+
+def _in_a_stream(problem: Problem) -> RowStream | None:
+    """The same of parts that are runs of memory; None for other rows."""
+    width = 16 // problem.itemsize
+    if not are_rows(problem) or not lie_alike(problem) or not 32 * width < problem.columns <= 2048 * width:
+        return None
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return None
+    way = RowStream(width, 1, blocks_per_row=4, groups=1, rows_ahead=4, lag=2, threads=64)
+    way = replace(way, blocks_per_row=-(-problem.columns // way.columns_per_block(problem)))
+    return replace(way, resident=way.vectors(problem))
 
 
 def _slabs_in_a_pipeline(problem: ChannelProblem) -> ChannelPipeline | None:

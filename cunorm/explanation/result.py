@@ -79,7 +79,7 @@ class Explanation:
             return f"in the registers of {counted(main.threads_per_row, 'threads')}"
         if self.strategy == "row_cluster":
             return f"in the registers {together} of a cluster"
-        if self.strategy == "row_pipeline":
+        if self.strategy in ("row_pipeline", "row_stream"):
             return f"in the shared memory {together} that share it, with the rows after it"
         if self.strategy == "row_grid":
             held = " and the registers" * (main.constants["HELD"] != 0)

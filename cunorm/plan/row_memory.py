@@ -14,6 +14,7 @@ __all__ = [
     "are_shifted",
     "are_whole_lines",
     "can_be_shared",
+    "columns_in_lines",
     "columns_of_part",
     "columns_per_block",
     "compute_itemsize",
@@ -116,6 +117,12 @@ def lie_alike(problem: Problem) -> bool:
     """Whether each of such rows begins equally far from a multiple of 16 bytes in all tensors."""
     strides = {matrix.row_strides[0] for matrix in problem.matrices}
     return len(strides) == 1 and all(matrix.alignment == 16 for matrix in problem.matrices)
+
+
+def columns_in_lines(columns: int, blocks: int, problem: Problem) -> int:
+    """How many of so many columns each of the blocks takes, in whole lines however short that is."""
+    line = LINE_BYTES // problem.itemsize
+    return -(-columns // (blocks * line)) * line
 
 
 def margin_of(problem: Problem, width: int, weights: str) -> int:

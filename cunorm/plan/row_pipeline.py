@@ -13,6 +13,7 @@ from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.plan.row_memory import (
     LINE_BYTES,
     are_whole_lines,
+    columns_in_lines,
     columns_of_part,
     columns_per_block,
     compute_itemsize,
@@ -58,25 +59,13 @@ class RowPipeline:
     blocks_per_multiprocessor: int = 1
     peeled: bool = False  # runs begin anywhere
 
-    def parts_are_runs(self, problem: Problem) -> bool:
-        """Whether a block has the same columns of every row, wherever it begins: it keeps something of each."""
-        return self.peeled and not keeps_nothing(problem)
-
     def has_long_runs(self, problem: Problem) -> bool:
         """Whether runs begin anywhere, but most warps have none of the vectors that are cut."""
-        long = problem.column_sizes[-1] >= _LEAST_OF_LONG_RUNS * self.width
-        return self.parts_are_runs(problem) or (self.peeled and long)
-
-    def segment_columns(self, problem: Problem) -> int:
-        """Columns of a run of memory; the last may have fewer, if it is a block's part."""
-        columns = problem.column_sizes[-1]
-        if not self.parts_are_runs(problem):
-            return columns
-        return _in_lines(columns, self.blocks_per_row, problem)
+        return self.peeled and problem.column_sizes[-1] >= _LEAST_OF_LONG_RUNS * self.width
 
     def segment_room(self, problem: Problem) -> int:
         """Columns of the vectors that a run of memory may need, however it begins."""
-        columns = self.segment_columns(problem)
+        columns = problem.column_sizes[-1]
         if not self.peeled:
             return columns
         # Where a long run begins in a line, it lies so in shared memory too.
@@ -85,8 +74,7 @@ class RowPipeline:
 
     def room(self, problem: Problem) -> int:
         """The same of a row: what its blocks have parts of."""
-        runs = problem.columns // problem.column_sizes[-1]
-        return (self.blocks_per_row if self.parts_are_runs(problem) else runs) * self.segment_room(problem)
+        return problem.columns // problem.column_sizes[-1] * self.segment_room(problem)
 
     def columns_per_block(self, problem: Problem) -> int:
         """How many columns each block of a row takes, of those there is room for; the last may have fewer.
@@ -98,9 +86,9 @@ class RowPipeline:
         channels = channels_per_row(problem)
         columns, blocks = self.room(problem) // channels, self.blocks_per_row // channels
         if self.has_long_runs(problem):
-            return _in_lines(columns, blocks, problem)
-        in_lines = not self.peeled and len(problem.column_sizes) == 1 and are_whole_lines(problem, columns)
-        return columns_of_part(problem, columns, blocks, self.width, in_lines)
+            return columns_in_lines(columns, blocks, problem)
+        lines = not self.peeled and len(problem.column_sizes) == 1 and are_whole_lines(problem, columns)
+        return columns_of_part(problem, columns, blocks, self.width, lines)
 
     def vectors(self, problem: Problem) -> int:
         """Vectors of a thread in its part of a row."""
@@ -124,15 +112,6 @@ class RowPipeline:
         room = device.shared_bytes_of(self.blocks_per_multiprocessor) - _STATIC_SHARED_BYTES
         return room // self.row_bytes(problem)
 
-    def unit(self, problem: Problem) -> int:
-        """Columns that a thread takes at once where something is kept of them (see kernels/part_columns.cuh).
-
-        All rows of a group begin equally far behind a multiple of so many numbers.
-        """
-        if not self.parts_are_runs(problem) or self.turns(problem) == 1:
-            return self.width
-        return math.gcd(self.width, self.groups * problem.x.row_strides[0])
-
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory."""
         return self.rows_ahead * self.row_bytes(problem)
@@ -148,9 +127,7 @@ class RowPipeline:
             **added,
             "SEGMENTED": int(self.peeled or len(problem.column_sizes) > 1),
             "PEELED": int(self.peeled),
-            "PARTS_ARE_RUNS": int(self.parts_are_runs(problem)),
             "LONG_RUNS": int(self.has_long_runs(problem)),
-            "UNIT": self.unit(problem),
             "VECTOR": self.width,
             "RESIDENT": self.resident,
             "AHEAD": self.rows_ahead,
@@ -171,12 +148,6 @@ class RowPipeline:
         else:
             _plan_backward(problem, self, builder)
         return "row_pipeline"
-
-
-def _in_lines(columns: int, blocks: int, problem: Problem) -> int:
-    """How many of so many columns each of the blocks takes, in whole lines however short that is."""
-    line = LINE_BYTES // problem.itemsize
-    return -(-columns // (blocks * line)) * line
 
 
 # ---- What there is to keep, and where rows begin.
@@ -228,9 +199,9 @@ def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
     several = len(problem.column_sizes) > 1
     if not (several or way.peeled):
         return {"segment_columns": 0, "segment_room": 0, "segment_stride": 0}
-    columns = way.segment_columns(problem)
-    apart = problem.x.column_strides[0] if several else columns if way.parts_are_runs(problem) else 0
-    return {"segment_columns": columns, "segment_room": way.segment_room(problem), "segment_stride": apart}
+    apart = problem.x.column_strides[0] if several else 0
+    columns, room = problem.column_sizes[-1], way.segment_room(problem)
+    return {"segment_columns": columns, "segment_room": room, "segment_stride": apart}
 
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
@@ -250,7 +221,7 @@ def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Bui
 
 
 def _plan_forward(problem: ForwardProblem, way: RowPipeline, device: Device, builder: Builder) -> None:
-    shared = _launch_words(problem, way, 4 if way.peeled and not way.parts_are_runs(problem) else 3, builder)
+    shared = _launch_words(problem, way, 4 if way.peeled else 3, builder)
     builder.launch(
         "row_pipeline_forward",
         dtype_constants(problem)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cunorm.plan import row_pipeline_runs
 from cunorm.plan.device import Device
 from cunorm.plan.row_memory import are_rows, are_segmented, compute_itemsize, lie_alike
 from cunorm.plan.row_pipeline import (
@@ -112,7 +111,7 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     if not _is_for(problem, device):
         return None
     ways = _geometries(problem, device)
-    if keeps_nothing(problem) or are_peeled(problem) or isinstance(problem, BackwardProblem):
+    if keeps_nothing(problem) or isinstance(problem, BackwardProblem):
         return min(ways, key=lambda way: cost(way, problem, device), default=None)
 
     def enough(way: RowPipeline) -> float:
@@ -124,8 +123,9 @@ def geometry(problem: Problem, device: Device) -> RowPipeline | None:
 def _is_for(problem: Problem, device: Device) -> bool:
     """Whether the kernels are for such rows, and there are as many and as long ones as it takes.
 
-    They need cp.async (sm_80), and rows that are contiguous or, where blocks keep nothing of the columns, in equal
-    segments; which may begin anywhere, if they do so alike in all tensors. Of float64 ptxas would spill.
+    They need cp.async (sm_80), and rows that are contiguous and whole vectors of 16 bytes; where blocks keep nothing of
+    the columns, rows may be in equal segments and begin anywhere, if they do so alike in all tensors. Of float64 ptxas
+    would spill.
     """
     itemsize, peeled, bare = problem.itemsize, are_peeled(problem), keeps_nothing(problem)
     if device.capability < 80 or itemsize > 4 or problem.rows < (_least_rows(problem) if bare else 1):
@@ -134,11 +134,11 @@ def _is_for(problem: Problem, device: Device) -> bool:
         return False
     if not (are_rows(problem) or (bare and are_segmented(problem))):
         return False
-    if peeled and (not lie_alike(problem) or are_groups(problem)):
+    if peeled and (not bare or not lie_alike(problem) or are_groups(problem)):
         return False
     if peeled and problem.column_sizes[-1] * itemsize < 16 * _LEAST_OF_SEGMENT:
         return False
-    least = _LEAST_VECTORS_OF_PEELED if peeled and bare else _LEAST_VECTORS
+    least = _LEAST_VECTORS_OF_PEELED if peeled else _LEAST_VECTORS
     return problem.columns * itemsize // 16 >= least * device.multiprocessors
 
 
@@ -151,7 +151,6 @@ def _least_rows(problem: Problem) -> int:
 
 def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
     width, peeled, channels = 16 // problem.itemsize, are_peeled(problem), channels_per_row(problem)
-    are_runs = peeled and not keeps_nothing(problem)  # see RowPipeline.parts_are_runs
     # Rows that a block has in whole are better left to slabs (forward 16 x 1024 x 32^2 float32 numbers take 53.8 us so
     # on an H100, by slabs 51.2), but where these would go number by number.
     most_groups = device.multiprocessors // (1 if peeled else 2)
@@ -161,14 +160,9 @@ def _geometries(problem: Problem, device: Device) -> Iterator[RowPipeline]:
             idle = turns * groups - problem.rows
             if groups & (groups - 1) or idle * (4 if groups < 8 else 8) > turns * groups:
                 continue
-        elif -(-problem.rows // turns) < groups and not (are_runs and turns > row_pipeline_runs.A_FEW_TURNS):
+        elif -(-problem.rows // turns) < groups:
             continue  # as many turns as with fewer groups
         together = device.multiprocessors // groups
-        if are_runs:
-            way = row_pipeline_runs.laid(groups, together, problem, device)
-            if way is not None:
-                yield way
-            continue
         for block in _blocks(problem, device, together):
             if together * block.share < channels:
                 continue
@@ -217,10 +211,7 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     bytes_of_turn = part * way.blocks_per_multiprocessor * len(problem.matrices) * problem.itemsize
     if not keeps_nothing(problem):
         turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
-        if way.peeled:
-            turns = row_pipeline_runs.turns(way, problem, device)
-        else:
-            turns = way.turns(problem) * _FEW_AHEAD_WITH_COLUMNS.get(way.rows_that_fit(problem, device), 1.0)
+        turns = way.turns(problem) * _FEW_AHEAD_WITH_COLUMNS.get(way.rows_that_fit(problem, device), 1.0)
         return turns * turn + _cost_of_sums(way, problem, device)
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     segment = way.segment_room(problem)

@@ -27,29 +27,6 @@ _MOST_BYTES_BY_CHANNEL = 1 << 20
 # 390 KB take 0.92 and 0.87, 4 to 200 0.95 to 1.07.
 _LEAST_BYTES_BACKWARD, _LEAST_BYTES_OF_FEW_BACKWARD = 384 << 10, 90 << 10
 _MOST_ROWS_OF_FEW_BACKWARD, _MOST_VECTORS = 32, 4
-# Those that begin anywhere, where blocks keep something of every column: 8 to 64 of 200 KB and more take 0.39 to 1.00
-# of the time, of 16-bit numbers 6 to 16 of 100 KB 0.71 to 0.99; but 1024 of 200 KB 1.04.
-_LEAST_BYTES_BACKWARD_PEELED, _LEAST_BYTES_OF_MANY_PEELED, _LEAST_MANY_PEELED = 190 << 10, 256 << 10, 512
-_MOST_ROWS_OF_FEW_PEELED = 16
-# And forward these, by the bytes of each and of all: 64 rows of 300 KB of 16-bit numbers take 0.82 of the time, but 200
-# of 280 KB 1.11; of float32 12 to 200 of 540 KB take 0.55 to 0.97, but 8 1.06, and 64 and 32 of 420 KB 0.98 and 1.05. 8
-# of 1 MB take 0.92.
-_LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_LONG = (288 << 10, 16 << 20), (700 << 10, 6 << 20)
-_LEAST_FORWARD_PEELED_WIDE = (512 << 10, 6 << 20)
-# Where memory is fast, shorter ones do too, if there are so many bytes of them for each multiprocessor. Backward,
-# float32: 12,001, 15,873, 20,001 and 50,257 columns take 1.07, 1.10, 1.06 and 1.07, by clusters 1.11, 1.13, 1.11 and
-# 1.21; by RMS norm 20,001 1.03 and 1.23; under silu 50,257 1.39 and 1.99, but 20,001 1.68 and 1.69, under gelu 1.74 and
-# 1.51. 16-bit: 70,001 and 100,001 1.35 and 1.24, by clusters 1.48 and 1.49, but 50,257 1.40 and 1.33; with a residual
-# 100,001 1.52 and 1.38.
-_LEAST_OF_ALL_BACKWARD = 380 << 10
-_LEAST_WIDE_BACKWARD, _LEAST_WIDE_ACTIVATED_BACKWARD, _LEAST_NARROW_BACKWARD = 44 << 10, 128 << 10, 128 << 10
-# Forward, float32: 20,001, 35,001 and 50,257 columns take 1.10, 1.10 and 1.09, by clusters 1.13, 1.15 and 1.13, but
-# 15,873 1.11 and 1.09; 64 rows of 50,257 1.22 and 1.28, but 16 1.32 and 1.21; by RMS norm 50,257 1.09 and 1.12, but
-# 20,001 1.12 and 1.07. 16-bit: 100,001 and 131,073 1.34 and 1.33, by clusters 1.47 and 1.41, but 70,001 1.29 and 1.13;
-# 200 rows of 131,073 1.47 and 1.51, but 64 1.58 and 1.51; by RMS norm 100,001 1.15 and 1.14, 262,145 1.13 and 1.52.
-_LEAST_WIDE_FORWARD, _LEAST_WIDE_OF_RMS_FORWARD = 78 << 10, 190 << 10
-_LEAST_NARROW_FORWARD, _LEAST_NARROW_OF_RMS_FORWARD = 190 << 10, 256 << 10
-_LEAST_WIDE_OF_ALL_FORWARD, _LEAST_NARROW_OF_ALL_FORWARD = 95 << 10, 380 << 10
 # Groups of several channels do from these bytes on, where memory is fast: forward; backward; and backward under an
 # activation. 64 of 640 KB of float16 take 1.11, otherwise 1.19, 32 of 960 KB 1.15 and 1.38, of 2 MB 1.12 and 1.56,
 # under silu 1.28 and 1.64; but 64 of 576 KB 1.12 and 1.09. Backward 32 of 1 MB take 1.20 and 1.47, of 2 MB 1.16 and
@@ -75,7 +52,7 @@ def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock
     row_bytes, forward = problem.columns * problem.itemsize, isinstance(problem, ForwardProblem)
     if are_peeled(problem):
         if not keeps_nothing(problem):
-            return _is_faster_if_peeled(problem) or _is_faster_if_peeled_and_many(problem, device)
+            return False
         most = _MOST_BYTES_OF_WIDE if forward and problem.itemsize > 2 else _MOST_BYTES_OF_PEELED
         return clusters.blocks_per_row == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     as_long_will_do = not forward and device.has_fast_memory
@@ -98,40 +75,6 @@ def _is_faster_backward(problem: Problem, clusters: RowBlock) -> bool:
         return is_long and problem.rows <= 2
     is_long = is_long or (row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD and problem.rows <= _MOST_ROWS_OF_FEW_BACKWARD)
     return is_long and (problem.rows <= 2 or clusters.vectors > _MOST_VECTORS)
-
-
-def _is_faster_if_peeled(problem: Problem) -> bool:
-    """The same of rows that begin anywhere, where blocks keep something of every column."""
-    row_bytes = problem.columns * problem.itemsize
-    if isinstance(problem, ForwardProblem):
-        narrow = _LEAST_FORWARD_PEELED, _LEAST_FORWARD_PEELED_LONG
-        limits = narrow if problem.itemsize == 2 else (_LEAST_FORWARD_PEELED_WIDE,)
-        return any(row_bytes >= each and problem.rows * row_bytes >= in_all for each, in_all in limits)
-    if problem.itemsize == 2 and problem.rows <= _MOST_ROWS_OF_FEW_PEELED:
-        return row_bytes >= _LEAST_BYTES_OF_FEW_BACKWARD
-    many = problem.rows >= _LEAST_MANY_PEELED
-    return row_bytes >= (_LEAST_BYTES_OF_MANY_PEELED if many else _LEAST_BYTES_BACKWARD_PEELED)
-
-
-def _is_faster_if_peeled_and_many(problem: Problem, device: Device) -> bool:
-    """The same where memory is fast and there are many bytes in all."""
-    if not device.has_fast_memory:
-        return False
-    wide, activated = problem.itemsize > 2, problem.norm.activation is not None
-    row_bytes = problem.columns * problem.itemsize
-    if isinstance(problem, BackwardProblem):
-        if not wide and problem.dresidual_out is not None:
-            return False
-        least = _LEAST_WIDE_ACTIVATED_BACKWARD if activated else _LEAST_WIDE_BACKWARD
-        least = least if wide else _LEAST_NARROW_BACKWARD
-        in_all = _LEAST_OF_ALL_BACKWARD
-    elif wide:
-        least = _LEAST_WIDE_FORWARD if problem.norm.centered else _LEAST_WIDE_OF_RMS_FORWARD
-        in_all = _LEAST_WIDE_OF_ALL_FORWARD
-    else:
-        least = _LEAST_NARROW_FORWARD if problem.norm.centered else _LEAST_NARROW_OF_RMS_FORWARD
-        in_all = _LEAST_NARROW_OF_ALL_FORWARD
-    return row_bytes >= least and problem.rows * row_bytes >= in_all * device.multiprocessors
 
 
 def is_short_group(problem: Problem, device: Device) -> bool:

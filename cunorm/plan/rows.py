@@ -13,6 +13,8 @@ from cunorm.plan import (
     row_pipeline_geometry,
     row_sharing,
     row_split,
+    row_stream_choice,
+    row_stream_geometry,
     row_weight_gradients,
 )
 from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
@@ -23,6 +25,7 @@ from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.row_stream import RowStream
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["Apart", "RowWay", "plan_with", "way_of"]
@@ -45,11 +48,15 @@ class Apart:
         return strategy
 
 
-RowWay = RowBlock | RowBulk | RowBulkBackward | RowPipeline | RowGrid | Apart
+RowWay = RowBlock | RowBulk | RowBulkBackward | RowStream | RowPipeline | RowGrid | Apart
 
 
 def way_of(problem: Problem, device: Device) -> RowWay | None:
     """The built-in choice; None where rows are to be read twice."""
+    if row_stream_choice.is_better(problem, device):
+        stream = row_stream_geometry.geometry(problem, device)
+        if stream is not None:
+            return stream
     if row_split.is_better(problem, device):
         return None
     return _forward_way(problem, device) if isinstance(problem, ForwardProblem) else _backward_way(problem, device)

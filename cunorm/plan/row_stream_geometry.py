@@ -1,0 +1,122 @@
+"""How long rows lie over the blocks that share them in bulk: of all ways the one that takes least time.
+
+The numbers are of an H200, as the time over that of a copy of the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cunorm.plan.device import REGISTERS, Device
+from cunorm.plan.row_memory import are_rows, compute_itemsize, lie_alike
+from cunorm.plan.row_stream import OTHER_THREADS, RowStream
+from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
+
+__all__ = ["geometry", "ways"]
+
+# Turns after which a row is finished, and rows under way meanwhile; and how much longer turns take than with the first.
+# 512 x 131,073 bfloat16 numbers take 1.11 and 1.10 with three and three, 1.20 and 1.23 with two under way, 1.26 and
+# 1.27 with two and two; of float32 1,000,001 columns, of which there is room for no more, 1.34 with two and one.
+_STAGES = {(3, 3): 1.0, (3, 2): 1.1, (2, 2): 1.3, (2, 1): 1.6}
+# How many threads a block has at most, the first with registers enough, forward and backward, and where numbers go one
+# by one. They are as few as all have as many vectors with.
+_MOST_THREADS, _MOST_THREADS_ONE_BY_ONE, _MOST_RESIDENT = ((576, 448, 320), (384, 320, 256)), (704, 512, 320), 8
+# Bytes of a row for each multiprocessor, at least.
+_LEAST_BYTES = 256
+# What a turn takes however short it is, in microseconds, forward and backward, and how many turns count besides, until
+# a row has come and until it is finished: fitted to 3000 times of 450 layer norms, with what stages and few bytes at
+# once cost. The way that comes out first takes 1.008 of the best on average, and at most 1.13. Of more rows for each
+# multiprocessor than that no more are counted.
+_LEAST_TURN, _MORE_TURNS, _MOST_ROWS_COUNTED = (1.1, 0.9), 2, 64
+# How much longer turns take where a thread takes so many bytes at once.
+_FEW_BYTES_AT_ONCE = {2: 1.15, 4: 1.08}
+# A batch may have any number of rows, and a kernel is compiled for how they lie. So as many turns or fewer are by a
+# power of two of groups: batches of 1 to 3000 rows have 2 to 5 kernels, and take as long.
+_TURNS_BY_POWERS = 32
+# What it takes to add up the sums of groups of blocks: a launch, and so many times what moving their bytes would take.
+_LAUNCH, _TIMES_MOVED = 1.0, 3.0
+
+
+def geometry(problem: Problem, device: Device) -> RowStream | None:
+    """How rows lie over blocks; None where the kernels are not for them."""
+    return min(ways(problem, device), key=lambda way: _cost(way, problem, device), default=None)
+
+
+def ways(problem: Problem, device: Device) -> Iterator[RowStream]:
+    """All that the kernels can do; of each number of groups the one with as many rows ahead as there is room for."""
+    if not _is_for(problem, device):
+        return
+    for groups in range(min(problem.rows, device.multiprocessors // 2), 0, -1):
+        if groups & (groups - 1) and problem.rows <= _TURNS_BY_POWERS * groups:
+            continue
+        way = _laid(groups, device.multiprocessors // groups, problem, device)
+        if way is not None:
+            yield way
+
+
+def _is_for(problem: Problem, device: Device) -> bool:
+    """They need copies in bulk (sm_90), and rows that are contiguous and begin alike in all tensors.
+
+    Of float64 ptxas would spill.
+    """
+    if device.capability < 90 or problem.itemsize > 4 or problem.channels is not None:
+        return False
+    if not are_rows(problem) or not lie_alike(problem) or problem.rows == 0:
+        return False
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return False
+    return problem.columns * problem.itemsize >= _LEAST_BYTES * device.multiprocessors
+
+
+def _laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowStream | None:
+    """How so many groups of up to so many blocks share the rows; None where these have not the room."""
+    way = RowStream(16 // problem.itemsize, 1, blocks, groups, 2, 1, 32)
+    way = replace(way, blocks_per_row=-(-problem.columns // way.columns_per_block(problem)))
+    vectors = 32 * way.vectors(problem)
+    most = _MOST_THREADS[0 if isinstance(problem, ForwardProblem) else 1]
+    for most_threads in _MOST_THREADS_ONE_BY_ONE if way.unit(problem) == 1 else most:
+        resident = -(-vectors // most_threads)
+        found = replace(way, threads=-(-vectors // (32 * resident)) * 32)
+        found = replace(found, resident=found.vectors(problem))
+        if found.resident > _MOST_RESIDENT or not _has_registers(found, problem, device):
+            continue
+        for lag, under_way in _STAGES:
+            ahead = replace(found, rows_ahead=lag + under_way, lag=lag)
+            if ahead.fits(problem, device):
+                return ahead
+    return None
+
+
+def _has_registers(way: RowStream, problem: Problem, device: Device) -> bool:
+    """Whether threads have the registers for what they keep; a quarter of a multiprocessor has whole warps."""
+    quarter = -(-(way.threads + OTHER_THREADS) // 128)
+    there = REGISTERS // 4 // (32 * quarter) // 8 * 8
+    each = [DTYPES[item.dtype].itemsize for item in problem.parameters]
+    more, sums = 8 * (way.unit(problem) == 1), 0
+    if isinstance(problem, BackwardProblem):
+        sums, more = len(problem.sums), more // 4 if device.capability < 100 else more
+        if problem.norm.activation is not None:
+            more += 16 if problem.dresidual_out is None else 32
+    least = 4 if isinstance(problem, BackwardProblem) else -(-4 // way.unit(problem))  # widened; or whole registers
+    of_vector = -(-(sum(max(least, itemsize) for itemsize in each) + 4 * sums) * way.width // 4) + 2
+    return 42 + more + of_vector * way.resident <= there
+
+
+def _cost(way: RowStream, problem: Problem, device: Device) -> float:
+    """The expected time in microseconds, but for what all ways take."""
+    bytes_of_turn = way.columns_per_block(problem) * len(problem.matrices) * problem.itemsize
+    least = _LEAST_TURN[0 if isinstance(problem, ForwardProblem) else 1]
+    turn = math.hypot(least, bytes_of_turn / device.memory_rate)
+    turn *= _STAGES[way.lag, way.under_way] * _FEW_BYTES_AT_ONCE.get(problem.itemsize * way.unit(problem), 1.0)
+    turns = min(problem.rows, _MOST_ROWS_COUNTED * device.multiprocessors) / way.groups
+    return (max(math.ceil(turns), turns) + _MORE_TURNS) * turn + _cost_of_sums(way, problem, device)
+
+
+def _cost_of_sums(way: RowStream, problem: Problem, device: Device) -> float:
+    """The expected microseconds until the sums that groups of blocks have of every column are one."""
+    if isinstance(problem, ForwardProblem) or not problem.sums or way.groups == 1:
+        return 0.0
+    sums_bytes = way.groups * problem.columns * len(problem.sums) * compute_itemsize(problem)
+    return _LAUNCH + _TIMES_MOVED * sums_bytes / (device.memory_rate * device.multiprocessors)
