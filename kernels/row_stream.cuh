@@ -42,12 +42,13 @@ __device__ __forceinline__ Placed placed(const KernelArguments& arguments, const
   return {first + part.first - begin, begin, begin + part.count};
 }
 
-// What is waited for at each stage, in turns. KNOWING threads arrive when the sums of a row are known.
-template <int KNOWING>
+// What is waited for at each stage, in turns. A row is known when who collects has its sums. Who knows it may write
+// over what was summed: so who tells has read what the warps have of it, too, and so many more threads have arrived.
+template <int MORE>
 struct Stages {
   BulkArrival arrived[AHEAD];
   Mbarriers<THREADS, AHEAD> summed;
-  Mbarriers<KNOWING, AHEAD> known;
+  Mbarriers<64 + MORE, AHEAD> known;
   Mbarriers<THREADS, AHEAD> finished;
 
   // By one thread, which may fetch at once; others may wait after a __syncthreads().

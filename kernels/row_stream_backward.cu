@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     row_stream_backward(const Arguments arguments) {
   let_next_launch_begin();
   clear_words(arguments.words, arguments.word_pairs);
-  __shared__ Stages<32> stages;
+  __shared__ Stages<0> stages;
   __shared__ OfWarps of_warps[AHEAD];
   __shared__ Given givens[AHEAD];
   __shared__ OfRow of_rows[AHEAD];
@@ -135,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       stages.summed.wait_for(turn);
       const OfWarps& of = of_warps[turn % AHEAD];
       Compute sums[2] = {lane < WARPS ? of.sums[0][lane] : 0, lane < WARPS ? of.sums[1][lane] : 0};
+      stages.known.arrive_in(turn);
       warp_sum<32, 1>(sums);
       exchange.tell(sums, turn);
     }
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       Compute told[PARTS_PER_LANE][2], sums[2];
       exchange.await(told, turn);
       sum_parts(told, sums);
-      stages.wait_for_arrival(turn);
+      stages.wait_for_arrival(turn);  // what was told of the row that lay there has been read
       const Compute rstd = givens[turn % AHEAD].rstd;
       if (lane == 0) of_rows[turn % AHEAD] = {CENTERED ? sums[0] * scale * rstd : 0, sums[1] * scale * rstd};
       stages.known.arrive_in(turn);

@@ -57,7 +57,7 @@ struct OfRow {
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     row_stream_forward(const Arguments arguments) {
   clear_words(arguments.words, arguments.word_pairs);
-  __shared__ Stages<32 + HAS_RESIDUAL> stages;  // a row is known when its residual_out has been sent, too
+  __shared__ Stages<HAS_RESIDUAL> stages;  // a row is known when its residual_out has been sent, too
   __shared__ OfWarps of_warps[AHEAD];
   __shared__ OfRow of_rows[AHEAD];
   extern __shared__ __align__(BULK_ALIGNMENT) X_TYPE staged[];  // [AHEAD] of x, [UNDER_WAY] of the residual
@@ -133,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         own[0][2] = not_negative(of.sums[1][lane] * scale - own[0][1] * own[0][1]);
       }
       const Statistics whole = merged_of_lanes(own, shares);
+      stages.known.arrive_in(turn);
       exchange.tell({whole.mean, whole.remainder, whole.variance}, turn);
     }
   } else if (warp == COLLECTS) {
@@ -148,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     for (int turn = 0; row < rows; ++turn, row += groups) {
       Compute told[PARTS_PER_LANE][3];
       exchange.await(told, turn);
+      stages.wait_for_arrival(turn);  // what was told of the row that lay there has been read
       const Statistics whole = merged_of_lanes(told, shares);
       const Compute rstd = reciprocal_sqrt(whole.variance + static_cast<Compute>(arguments.eps));
       if (lane == 0) {

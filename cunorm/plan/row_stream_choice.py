@@ -27,9 +27,13 @@ _FORWARD: dict[int, _Limits] = {
 }
 _MANY_FORWARD, _MANY_IN_ALL_FORWARD = {2: 48 * _KB, 4: 70 * _KB}, {2: 7 * _MB, 4: 24 * _MB}
 # RMS norm leaves more time to clusters that are all there at once: of float32 64 rows of 20,001 to 50,257 take 1.00 to
-# 1.17, of 70,001 0.93, 8 of 70,001 1.19, of 131,073 1.02; of 16 bits many of 20,001 1.09, of 35,001 0.96.
-_FORWARD_OF_RMS: dict[int, _Limits] = {2: _FORWARD[2], 4: ((64, 260 * _KB), (8, 500 * _KB))}
+# 1.17, of 70,001 0.93, 8 of 70,001 1.19, of 131,073 1.02, 4 of 400,001 0.79; of 16 bits many of 20,001 1.09, of 35,001
+# 0.96.
+_FORWARD_OF_RMS: dict[int, _Limits] = {2: _FORWARD[2], 4: ((64, 260 * _KB), (8, 500 * _KB), (4, 1500 * _KB))}
 _MANY_FORWARD_OF_RMS, _MANY_IN_ALL_FORWARD_OF_RMS = {2: 64 * _KB, 4: 70 * _KB}, 24 * _MB
+# Of 16 bits and fewer bytes a row than that, no more than so many in all: 25,001 to 50,257 columns take 0.99 to 1.03 of
+# the time where there are more.
+_SHORT_FORWARD, _MOST_IN_ALL_OF_SHORT_FORWARD = 130 * _KB, 300 * _MB
 # Backward, 8 and more rows of 50,257 to 1,000,001 columns take 0.36 to 0.99, but of 16 bits under gelu 70,001 1.09 and
 # 1.22; 4 of 131,073 1.01 and 1.10, of 400,001 0.84 and 0.93; 2 of 400,001 0.88 and 1.02. Shorter ones: of 16 bits
 # 20,001 0.92 to 0.99, 25,001 to 42,001 0.73 to 1.05, under silu 0.78 to 0.98, under gelu 20,001 1.30 and 1.38; of
@@ -43,10 +47,12 @@ _MANY_BACKWARD, _MANY_IN_ALL_BACKWARD = {2: 38 * _KB, 4: 34 * _KB}, {2: 7 * _MB,
 _FORWARD_OF_GELU, _BACKWARD_OF_GELU = 96 * _KB, 250 * _KB
 # Rows of whole vectors are only backward: of 16 bits these, 100,000 columns 0.78 to 0.94, 131,072 0.58 to 1.01, but
 # 65,536 0.97 to 1.08 and 1,000,000 0.98 to 1.14; longer ones of so many bytes in all, 200,000 and 262,144 columns 0.87
-# to 0.99, more of them 1.01 to 1.04. Layer norm of float32 these, 65,536 to 655,360 columns 0.79 to 1.03, but
-# 1,000,000, of which fewer rows have room, 1.09 to 1.28. RMS norm of float32 takes 0.91 to 1.10.
+# to 0.99, more of them 1.01 to 1.04; nor more shorter ones, of which clusters take a copy's time. Layer norm of float32
+# these, 65,536 to 655,360 columns 0.79 to 1.03, but 1,000,000, of which fewer rows have room, 1.09 to 1.28. RMS norm of
+# float32 takes 0.91 to 1.10.
 _WHOLE_VECTORS: dict[int, _Limits] = {2: ((16, 190 * _KB), (4, 390 * _KB)), 4: ((4, 255 * _KB),)}
-_MOST_OF_WHOLE_VECTORS, _LONG_WHOLE_VECTORS, _MOST_IN_ALL_OF_LONG = {2: 1 * _MB, 4: 2700 * _KB}, 380 * _KB, 160 * _MB
+_MOST_OF_WHOLE_VECTORS, _LONG_WHOLE_VECTORS = {2: 1 * _MB, 4: 2700 * _KB}, 380 * _KB
+_MOST_IN_ALL_OF_SHORT, _MOST_IN_ALL_OF_LONG = 1000 * _MB, 160 * _MB
 # Where memory is slower nothing of this was timed: there rows are that no cluster holds, forward and backward, but for
 # a few, which may come from the cache the second time.
 _BY_SLOWER_MEMORY, _LEAST_ROWS_BY_SLOWER_MEMORY = (1 * _MB, 512 * _KB), 16
@@ -68,6 +74,9 @@ def is_better(problem: Problem, device: Device) -> bool:
         least = _FORWARD_OF_GELU if forward else _BACKWARD_OF_GELU
         if problem.columns * itemsize < least:
             return False
+    short = forward and itemsize == 2 and problem.columns * itemsize < _SHORT_FORWARD
+    if short and problem.rows * problem.columns * itemsize > _MOST_IN_ALL_OF_SHORT_FORWARD:
+        return False
     if not forward:
         few, each, in_all = _BACKWARD[itemsize], _MANY_BACKWARD[itemsize], _MANY_IN_ALL_BACKWARD[itemsize]
     elif problem.norm.centered:
@@ -79,7 +88,8 @@ def is_better(problem: Problem, device: Device) -> bool:
 
 def _are_better_whole_vectors(problem: Problem) -> bool:
     row_bytes, itemsize = problem.columns * problem.itemsize, problem.itemsize
-    if itemsize == 2 and row_bytes > _LONG_WHOLE_VECTORS and problem.rows * row_bytes > _MOST_IN_ALL_OF_LONG:
+    most_in_all = _MOST_IN_ALL_OF_LONG if row_bytes > _LONG_WHOLE_VECTORS else _MOST_IN_ALL_OF_SHORT
+    if itemsize == 2 and problem.rows * row_bytes > most_in_all:
         return False
     return row_bytes <= _MOST_OF_WHOLE_VECTORS[itemsize] and _are_so_many(problem, _WHOLE_VECTORS[itemsize])
 

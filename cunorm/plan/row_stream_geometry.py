@@ -20,9 +20,15 @@ __all__ = ["geometry", "ways"]
 # 512 x 131,073 bfloat16 numbers take 1.11 and 1.10 with three and three, 1.20 and 1.23 with two under way, 1.26 and
 # 1.27 with two and two; of float32 1,000,001 columns, of which there is room for no more, 1.34 with two and one.
 _STAGES = {(3, 3): 1.0, (3, 2): 1.1, (2, 2): 1.3, (2, 1): 1.6}
-# How many threads a block has at most, the first with registers enough, forward and backward, and where numbers go one
-# by one. They are as few as all have as many vectors with.
-_MOST_THREADS, _MOST_THREADS_ONE_BY_ONE, _MOST_RESIDENT = ((576, 448, 320), (384, 320, 256)), (704, 512, 320), 8
+# How many threads a block has at most, the first with registers enough, by the bytes of a number, forward and backward.
+# They are as few as all have as many vectors with. Forward, 131,073 bfloat16 columns take 1.13 with 704 threads of 3
+# vectors, 1.15 with 544 of 4, 1.17 with 416 of 5; backward 1.08 with 352 of 3, 1.11 with 544 of 2, 1.12 with 288 of 4.
+# 4 x 400,001 float32 numbers take 1.33 backward with 256 of 3, 1.36 with 384 of 2. Under an activation there is more to
+# compute: 131,073 float32 columns take 1.17 backward under silu with 512 of 2, 1.26 with 352 of 3; and so it is where
+# 16-bit numbers go one by one, of 655,361 columns 1.51 with 640 of 1, 1.60 with 320 of 2.
+_MOST_THREADS_FORWARD = {2: (704, 576, 448, 320), 4: (576, 448, 320)}
+_MOST_THREADS_BACKWARD = {2: (384, 320, 256), 4: (352, 320, 256)}
+_MOST_THREADS_TO_COMPUTE, _MOST_RESIDENT = (704, 544, 384, 320, 256), 8
 # Bytes of a row for each multiprocessor, at least.
 _LEAST_BYTES = 256
 # What a turn takes however short it is, in microseconds, forward and backward, and how many turns count besides, until
@@ -75,8 +81,7 @@ def _laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowStre
     way = RowStream(16 // problem.itemsize, 1, blocks, groups, 2, 1, 32)
     way = replace(way, blocks_per_row=-(-problem.columns // way.columns_per_block(problem)))
     vectors = 32 * way.vectors(problem)
-    most = _MOST_THREADS[0 if isinstance(problem, ForwardProblem) else 1]
-    for most_threads in _MOST_THREADS_ONE_BY_ONE if way.unit(problem) == 1 else most:
+    for most_threads in _most_threads(way, problem):
         resident = -(-vectors // most_threads)
         found = replace(way, threads=-(-vectors // (32 * resident)) * 32)
         found = replace(found, resident=found.vectors(problem))
@@ -87,6 +92,15 @@ def _laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowStre
             if ahead.fits(problem, device):
                 return ahead
     return None
+
+
+def _most_threads(way: RowStream, problem: Problem) -> tuple[int, ...]:
+    if problem.itemsize * way.unit(problem) == 2:
+        return _MOST_THREADS_TO_COMPUTE
+    if isinstance(problem, ForwardProblem):
+        return _MOST_THREADS_FORWARD[problem.itemsize]
+    activated = problem.norm.activation is not None
+    return _MOST_THREADS_TO_COMPUTE if activated else _MOST_THREADS_BACKWARD[problem.itemsize]
 
 
 def _has_registers(way: RowStream, problem: Problem, device: Device) -> bool:
