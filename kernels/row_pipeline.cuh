@@ -14,8 +14,8 @@ constexpr int BLOCK_THREADS = THREADS + 64;
 constexpr int EXCHANGES = 2 * LAG;
 // Where runs are PEELED, so many elements behind a multiple of 16 bytes each may begin; where they are long, behind a
 // line, and as far behind one in shared memory. Else, in half of the rows, 16 bytes would go to another half of 32
-// there than they come from, and all 32 come twice: layer norm of 67 x 1,000,001 float32 numbers takes 1.25 of a copy's
-// time on an H200 so, else 1.15.
+// there than they come from, and all 32 come twice: instance norm of 2 x 32 x 91 x 109 x 91 float16 numbers takes 0.90
+// of the time on an H200 so.
 constexpr int PHASES = LONG_RUNS ? COPY_ALIGNMENT / sizeof(X_TYPE) : VECTOR;
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
 static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");

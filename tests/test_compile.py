@@ -250,7 +250,8 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
 def test_words_are_used_when_all_blocks_have_cleared_them(dtype: str) -> None:
     """That is asked with acquire; and told with release, before a block asks for what would delay it."""
     cooperative = [item for item in launches_at(slice(1), dtype) if item.cooperative]
-    pipelines = {f"{of}_pipeline_{way}" for of in ("row", "channel") for way in ("forward", "backward")}
+    families = "row_pipeline", "row_stream", "channel_pipeline"
+    pipelines = {f"{family}_{way}" for family in families for way in ("forward", "backward")}
     grids = {"row_grid_forward", "channel_grid_forward", "channel_grid_backward"}
     assert {item.kernel for item in cooperative} == grids | (set() if dtype == "float64" else pipelines)
     for item in cooperative:
