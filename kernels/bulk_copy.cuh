@@ -68,7 +68,8 @@ struct BulkArrival {
   }
 };
 
-// By each thread that has written to shared memory what is to be sent, before the __syncthreads() in front of that.
+// By each thread that has written to shared memory what is to be sent, before the __syncthreads() in front of that, or
+// before it arrives where who sends waits.
 __device__ __forceinline__ void let_bulk_copies_see() {
 #if !defined(CUNORM_EMULATOR) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

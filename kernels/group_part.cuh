@@ -1,5 +1,5 @@
 // What a block has where all blocks run at the same time, in groups whose blocks share what they take turns over: rows
-// of row_grid_forward and row_pipeline_*, slabs of channel_pipeline_*.
+// of row_grid_forward, row_pipeline_* and row_stream_*, slabs of channel_pipeline_*.
 
 // A block's part of each of them: `count` of its columns or points, from `first` on.
 struct SharedPart {

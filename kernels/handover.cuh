@@ -1,6 +1,7 @@
 // How warps of a block hand numbers in shared memory to each other without a barrier of the whole block: in two places,
-// which some threads fill in turns and others empty again. What a thread wrote before it arrived somewhere is seen by
-// one that has waited for that: for the phase, of those of a place, in which as many threads arrived as are to arrive.
+// or more, which some threads fill in turns and others empty again. What a thread wrote before it arrived somewhere is
+// seen by one that has waited for that: for the phase, of those of a place, in which as many threads arrived as are to
+// arrive.
 
 #ifdef CUNORM_EMULATOR
 template <int ARRIVING, int PLACES = 2>
@@ -15,7 +16,7 @@ struct Phases {
     ++ended[place];
   }
   void wait(int place, int phase) {
-    while (ended[place] <= static_cast<unsigned>(phase)) cunorm_emulator::yield();
+    while (ended[place] % 2 == static_cast<unsigned>(phase) % 2) cunorm_emulator::yield();
   }
   void arrive_in(int turn) { arrive(turn % PLACES); }
   void wait_for(int turn) { wait(turn % PLACES, turn / PLACES); }

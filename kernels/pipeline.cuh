@@ -13,10 +13,7 @@ constexpr int STAGED = AHEAD * RESIDENT * STEP;  // elements of a tensor in shar
 // of its own, in order.
 constexpr int UNDER_WAY = (AHEAD - LAG) * RESIDENT;
 
-// The first slot of a turn's part, in the slots of a tensor; and a thread's first.
-__device__ __forceinline__ X_TYPE* slots_of_block(X_TYPE* staged, int turn) {
-  return staged + turn % AHEAD * RESIDENT * STEP;
-}
+// A thread's first slot of a turn's part, in the slots of a tensor.
 __device__ __forceinline__ X_TYPE* slots_of(X_TYPE* staged, int turn) {
-  return pinned_shared(slots_of_block(staged, turn) + static_cast<int>(threadIdx.x) * VECTOR);
+  return pinned_shared(staged + turn % AHEAD * RESIDENT * STEP + static_cast<int>(threadIdx.x) * VECTOR);
 }

@@ -3,8 +3,8 @@
 //
 // All blocks run at the same time, a group of blocks_per_row of them for every groups-th row, of which a block has a
 // part: the same columns of every row, a run of memory. It comes in bulk to a stage of shared memory, where it lies as
-// far behind a line as in memory, is summed, waits LAG turns for what the other blocks have of its row, is finished in
-// place, and leaves in bulk.
+// in memory if the tensor begins with a line, is summed, waits LAG turns for what the other blocks have of its row, is
+// finished in place, and leaves in bulk.
 //
 // The first WARPS warps sum a part, and finish an older one. Of three more, one has parts fetched and sent; one tells
 // the other blocks what its own has of a row; and one collects what all have, and puts it together in a fixed order.

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       const long long next_row = row + UNDER_WAY * groups;
       const Placed next = placed_at(next_row);
       if (lane == 0 && next_row < rows) load_few(next_row, next);
-      if (row < rows) stages.summed.wait_for(turn);
+      if (row < rows) stages.summed.wait_for(turn);  // at first, so that no more rows are under way than later
       if (turn >= LAG) {
         stages.finished.wait_for(turn - LAG);
         send_part(arguments.dx, stage_of(turn - LAG), placed_at(row - LAG * groups));

@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       const Placed next = placed_at(next_row);
       if (lane == 0 && next_row < rows) load_tails(next);
       if (row < rows) {
-        stages.summed.wait_for(turn);
+        stages.summed.wait_for(turn);  // at first, too, so that no more rows are under way than later
         if constexpr (HAS_RESIDUAL) send_part(arguments.residual_out, stage_of(turn), placed_at(row));
       }
       if (turn >= LAG) {

@@ -106,13 +106,14 @@ IN_BULK = [
     ((99, 1023), "bfloat16"),
 ]
 # Rows that blocks share, and that come and leave in bulk, on few multiprocessors: of every number that threads take at
-# once, with cut parts of one column, and whole vectors.
+# once, with cut parts of one column, whole vectors, and few rows in shared memory.
 STREAMED = [
     ((40, 12_001), "bfloat16"),
     ((21, 20_003), "float16"),
     ((33, 9001), "float32"),
     ((9, 30_002), "float32"),
     ((11, 42_001), "bfloat16"),
+    ((9, 60_002), "float32"),
     ((40, 4097), "bfloat16"),
     ((40, 16_384), "float16"),
 ]
@@ -274,6 +275,8 @@ def run_streamed(shape: tuple[int, int], dtype: str) -> None:
     def choose(problem: Problem, device: Device) -> Plan:
         assert isinstance(problem, ForwardProblem | BackwardProblem)
         way = row_stream_geometry.geometry(problem, device)
+        more = problem.norm.activation is not None or len(problem.matrices) > 3
+        assert way is not None or more, "the longest have no room for more"
         return plan(problem, device) if way is None else plan_with_way(problem, device, way)
 
     runner, (weight, bias) = OnGpu(FEW, choose), (data(seed, shape[1:], dtype) for seed in (2, 3))

@@ -59,7 +59,7 @@ class Family:
     in_any_order: tuple[str, ...]
 
     def geometry(self, dtype: str, columns: int, **changes: Any) -> Any:
-        """The small one with vectors of 16 bytes; peeled, where the columns are no multiple of them."""
+        """The small one with vectors of 16 bytes; peeled, where the columns are no multiple and it does not stream."""
         width = 16 // DTYPES[dtype].itemsize
         geometry = replace(self.small, width=width, **changes)
         if isinstance(geometry, RowStream):
@@ -319,6 +319,19 @@ def test_any_order_of_threads_and_blocks_gives_the_same_bits(family: Family, lay
     for result in results[1:]:
         assert result.y.tobytes() == results[0].y.tobytes()
         assert result.rstd.tobytes() == results[0].rstd.tobytes()
+
+
+@pytest.mark.parametrize("layout", ["two turns later", "two groups", "more rows under way than rows"])
+@pytest.mark.parametrize(("columns", "backwards"), [(2653, False), (2652, False), (97, False), (2652, True)])
+def test_strided_rows_that_stream_in_place(columns: int, backwards: bool, layout: str) -> None:
+    """All tensors begin alike: x is its own result, and what lies between its rows stays as it is."""
+    wide = data(3, (5, 2700 if backwards else 2701))
+    x = wide[::-1, 4 : 4 + columns] if backwards else wide[:, 4 : 4 + columns]
+    case, before = Case(x.copy(), *affine(columns, "float32")), wide.copy()
+    results = run(replace(case, x=x), STREAM.geometry("float32", columns, **STREAM.layouts[layout]), out=x)
+    assert_forward(case, results, float32_statistics=2e-7)
+    assert wide[:, :4].tobytes() == before[:, :4].tobytes()
+    assert wide[:, 4 + columns :].tobytes() == before[:, 4 + columns :].tobytes()
 
 
 @pytest.mark.parametrize("family", [GRID, PIPELINE], ids=["grid", "pipeline"])

@@ -87,6 +87,17 @@ def test_rows_that_begin_anywhere_do_if_there_are_some(make: Callable[..., Probl
     assert (plan(activated, H200).strategy == "row_stream") == (dtype == "float32")
 
 
+@both
+@pytest.mark.parametrize("device", [H200, B200, RTX_6000], ids=lambda device: device.arch)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_there_are_no_holes_in_length(make: Callable[..., Problem], device: Device, dtype: str) -> None:
+    """What is shorter than some row that streams does, too."""
+    number = 2 if dtype == "bfloat16" else 4
+    sizes = range(1_000_000, 9_000_000, 50_000)
+    takes = [row_stream_geometry.geometry(make(64, n // number // 2 * 2 + 1, dtype), device) is not None for n in sizes]
+    assert takes[0] and not takes[-1] and takes == sorted(takes, reverse=True)
+
+
 def test_rows_of_whole_vectors_do_backward_within_limits() -> None:
     def streams(problem: Problem) -> bool:
         return plan(problem, H200).strategy == "row_stream"

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cunorm.plan.column_sums import cost_of_column_sums
 from cunorm.plan.device import Device
-from cunorm.plan.row_memory import are_rows, are_segmented, compute_itemsize, lie_alike
+from cunorm.plan.row_memory import are_rows, are_segmented, lie_alike
 from cunorm.plan.row_pipeline import (
     OTHER_THREADS,
     RowPipeline,
@@ -94,15 +95,14 @@ _CUT_VECTORS, _CROWDED, _BEFORE = {2: (6.0, 5.0), 4: (2.5, 1.0)}, 0.96, {True: (
 _ACTIVATED = {2: (1.1, 1.2), 4: (1.0, 1.1)}
 # Backward, where blocks keep something of every column, fitted to 400 times of 130 layer norms of 1 to 200 rows: the
 # way that comes out first takes 1.006 of the best on average, and at most 1.07. What a turn takes however short it is,
-# how much longer it takes where few rows fit into shared memory, and what it takes to add up the sums of groups of
-# blocks: a launch, and so many times what moving their bytes would take.
-_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS, _LAUNCH, _TIMES_MOVED = 1.0, {3: 1.2, 4: 1.08}, 1.0, 3.0
+# and how much longer it takes where few rows fit into shared memory.
+_LEAST_TURN, _FEW_AHEAD_WITH_COLUMNS = 1.0, {3: 1.2, 4: 1.08}
 
 
 def geometry(problem: Problem, device: Device) -> RowPipeline | None:
     """How rows lie over blocks; None where the kernels are not for them.
 
-    Forward, where blocks keep something of every column, and rows are whole vectors, this is the way with the longest
+    Forward, where blocks keep something of every column, this is the way with the longest
     parts of those for whose rows there is enough room, since a turn takes some time however short they are: 130 norms
     of 1 to 200 rows take 1.005 of the best of all ways on average, and at most 1.08. Else it is the one that is
     expected to take the least time.
@@ -212,7 +212,7 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
     if not keeps_nothing(problem):
         turn = math.hypot(_LEAST_TURN, bytes_of_turn / device.memory_rate)
         turns = way.turns(problem) * _FEW_AHEAD_WITH_COLUMNS.get(way.rows_that_fit(problem, device), 1.0)
-        return turns * turn + _cost_of_sums(way, problem, device)
+        return turns * turn + cost_of_column_sums(problem, way.groups, device)
     turns = way.turns(problem) * (bytes_of_turn / (_FASTER * device.memory_rate) + _TURN)
     segment = way.segment_room(problem)
     if len(problem.column_sizes) > 1 and part % segment and segment % part:
@@ -226,11 +226,3 @@ def cost(way: RowPipeline, problem: Problem, device: Device) -> float:
         turns *= _ACTIVATED[problem.itemsize][0 if forward else 1]
     before = _BEFORE[way.peeled][0 if forward else 1]
     return before + (0.97 if forward else 0.93) * turns
-
-
-def _cost_of_sums(way: RowPipeline, problem: Problem, device: Device) -> float:
-    """The expected microseconds until the sums that groups of blocks have of every column are one."""
-    if isinstance(problem, ForwardProblem) or not problem.sums or way.groups == 1:
-        return 0.0
-    sums_bytes = way.groups * problem.columns * len(problem.sums) * compute_itemsize(problem)
-    return _LAUNCH + _TIMES_MOVED * sums_bytes / (device.memory_rate * device.multiprocessors)

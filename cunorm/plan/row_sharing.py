@@ -37,10 +37,10 @@ _LEAST_BYTES_OF_GROUPS_BY_SLOWER_MEMORY = (1 << 20) + 1
 # Few groups, from these on: 8 and 16 of 2 MB of float16 take 1.27 and 1.15, otherwise 1.57 and 1.46, 16 of 1 MB 1.28
 # and 1.28, backward 1.38 and 1.60.
 _LEAST_BYTES_OF_FEW_GROUPS = 1 << 20
-# Where they keep nothing, on an H100: 64 rows of 400 KB take 1.16, otherwise 1.26 (of float32 1.14 and 1.03; backward
-# 1.26 and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of 300 KB 1.27 and 1.12 (backward 1.36
-# and 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of 700 KB of float32 backward, 1.31 and
-# 1.64.
+# Rows that begin anywhere, of which blocks keep nothing, on an H100: 64 of 400 KB take 1.16, otherwise 1.26 (of
+# float32 1.14 and 1.03; backward 1.26 and 1.36, 1.22 and 1.28), of 520 KB 1.16 and 1.42 (1.08 and 1.15); but 40 of
+# 300 KB 1.27 and 1.12 (backward 1.36 and 1.34). 16 of 1.4 MB take 1.19 and 1.52, by clusters of 16 blocks; so 8 of
+# 700 KB of float32 backward, 1.31 and 1.64.
 _MOST_BYTES_OF_PEELED, _MOST_BYTES_OF_WIDE, _LEAST_BYTES_IN_ALL = 384 << 10, 512 << 10, 16 << 20
 # Where weights are by channel, fewer rows than these are left to clusters too. Not measured since blocks clear their
 # own words.

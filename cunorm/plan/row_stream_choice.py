@@ -51,11 +51,11 @@ _FORWARD_OF_GELU, _BACKWARD_OF_GELU = 96 * _KB, 250 * _KB
 # these, 65,536 to 655,360 columns 0.79 to 1.03, but 1,000,000, of which fewer rows have room, 1.09 to 1.28. RMS norm of
 # float32 takes 0.91 to 1.10.
 _WHOLE_VECTORS: dict[int, _Limits] = {2: ((16, 190 * _KB), (4, 390 * _KB)), 4: ((4, 255 * _KB),)}
-_MOST_OF_WHOLE_VECTORS, _LONG_WHOLE_VECTORS = {2: 1 * _MB, 4: 2700 * _KB}, 380 * _KB
+_MOST_OF_WHOLE_VECTORS, _LONG_WHOLE_VECTORS = {2: 1 * _MB, 4: 2700 * _KB}, 384 * _KB
 _MOST_IN_ALL_OF_SHORT, _MOST_IN_ALL_OF_LONG = 1000 * _MB, 160 * _MB
-# Where memory is slower nothing of this was timed: there rows are that no cluster holds, forward and backward, but for
-# a few, which may come from the cache the second time.
-_BY_SLOWER_MEMORY, _LEAST_ROWS_BY_SLOWER_MEMORY = (1 * _MB, 512 * _KB), 16
+# Where memory is slower nothing of this was timed: there rows are that few clusters or none hold, forward and backward,
+# but for a few rows, which may come from the cache the second time.
+_BY_SLOWER_MEMORY, _LEAST_ROWS_BY_SLOWER_MEMORY = (1 * _MB, 450 * _KB), 16
 
 
 def is_better(problem: Problem, device: Device) -> bool:
@@ -88,7 +88,7 @@ def is_better(problem: Problem, device: Device) -> bool:
 
 def _are_better_whole_vectors(problem: Problem) -> bool:
     row_bytes, itemsize = problem.columns * problem.itemsize, problem.itemsize
-    most_in_all = _MOST_IN_ALL_OF_LONG if row_bytes > _LONG_WHOLE_VECTORS else _MOST_IN_ALL_OF_SHORT
+    most_in_all = _MOST_IN_ALL_OF_LONG if row_bytes >= _LONG_WHOLE_VECTORS else _MOST_IN_ALL_OF_SHORT
     if itemsize == 2 and problem.rows * row_bytes > most_in_all:
         return False
     return row_bytes <= _MOST_OF_WHOLE_VECTORS[itemsize] and _are_so_many(problem, _WHOLE_VECTORS[itemsize])

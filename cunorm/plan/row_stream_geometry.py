@@ -9,16 +9,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cunorm.plan.column_sums import cost_of_column_sums
 from cunorm.plan.device import REGISTERS, Device
-from cunorm.plan.row_memory import are_rows, compute_itemsize, lie_alike
+from cunorm.plan.row_memory import are_rows, lie_alike
 from cunorm.plan.row_stream import OTHER_THREADS, RowStream
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["geometry", "ways"]
 
-# Turns after which a row is finished, and rows under way meanwhile; and how much longer turns take than with the first.
-# 512 x 131,073 bfloat16 numbers take 1.11 and 1.10 with three and three, 1.20 and 1.23 with two under way, 1.26 and
-# 1.27 with two and two; of float32 1,000,001 columns, of which there is room for no more, 1.34 with two and one.
+# Turns after which a row is finished, and rows under way meanwhile; and how much longer turns are expected to take than
+# with the first. 512 x 131,073 bfloat16 numbers take 1.11 and 1.10 with three and three, 1.20 and 1.23 with two under
+# way, 1.26 and 1.27 with two and two; 1,000,001 float32 columns, of which there is room for no more, 1.34 with two and
+# one.
 _STAGES = {(3, 3): 1.0, (3, 2): 1.1, (2, 2): 1.3, (2, 1): 1.6}
 # How many threads a block has at most, the first with registers enough, by the bytes of a number, forward and backward.
 # They are as few as all have as many vectors with. Forward, 131,073 bfloat16 columns take 1.13 with 704 threads of 3
@@ -29,6 +31,10 @@ _STAGES = {(3, 3): 1.0, (3, 2): 1.1, (2, 2): 1.3, (2, 1): 1.6}
 _MOST_THREADS_FORWARD = {2: (704, 576, 448, 320), 4: (576, 448, 320)}
 _MOST_THREADS_BACKWARD = {2: (384, 320, 256), 4: (352, 320, 256)}
 _MOST_THREADS_TO_COMPUTE, _MOST_RESIDENT = (704, 544, 384, 320, 256), 8
+# For rows that none of these has room for, or registers.
+_MOST_THREADS_AT_LAST = tuple(range(704, 223, -32))
+# Registers of a thread beside what it keeps of its columns: with fewer, ptxas would spill.
+_OTHER_REGISTERS = 42
 # Bytes of a row for each multiprocessor, at least.
 _LEAST_BYTES = 256
 # What a turn takes however short it is, in microseconds, forward and backward, and how many turns count besides, until
@@ -39,25 +45,30 @@ _LEAST_TURN, _MORE_TURNS, _MOST_ROWS_COUNTED = (1.1, 0.9), 2, 64
 # How much longer turns take where a thread takes so many bytes at once.
 _FEW_BYTES_AT_ONCE = {2: 1.15, 4: 1.08}
 # A batch may have any number of rows, and a kernel is compiled for how they lie. So as many turns or fewer are by a
-# power of two of groups: batches of 1 to 3000 rows have 2 to 5 kernels, and take as long.
+# power of two of groups: batches of 1 to 3000 rows have 1 to 6 kernels, and take as long.
 _TURNS_BY_POWERS = 32
-# What it takes to add up the sums of groups of blocks: a launch, and so many times what moving their bytes would take.
-_LAUNCH, _TIMES_MOVED = 1.0, 3.0
 
 
 def geometry(problem: Problem, device: Device) -> RowStream | None:
     """How rows lie over blocks; None where the kernels are not for them."""
-    return min(ways(problem, device), key=lambda way: _cost(way, problem, device), default=None)
+    if not _is_for(problem, device):
+        return None
+
+    def cost(way: RowStream) -> float:
+        return _cost(way, problem, device)
+
+    found = min(ways(problem, device), key=cost, default=None)
+    return found or min(ways(problem, device, _MOST_THREADS_AT_LAST), key=cost, default=None)
 
 
-def ways(problem: Problem, device: Device) -> Iterator[RowStream]:
-    """All that the kernels can do; of each number of groups the one with as many rows ahead as there is room for."""
+def ways(problem: Problem, device: Device, most_threads: tuple[int, ...] = ()) -> Iterator[RowStream]:
+    """The candidates: of each number of groups the one with as many rows ahead as there is room for."""
     if not _is_for(problem, device):
         return
     for groups in range(min(problem.rows, device.multiprocessors // 2), 0, -1):
         if groups & (groups - 1) and problem.rows <= _TURNS_BY_POWERS * groups:
             continue
-        way = _laid(groups, device.multiprocessors // groups, problem, device)
+        way = _laid(groups, device.multiprocessors // groups, problem, device, most_threads)
         if way is not None:
             yield way
 
@@ -76,13 +87,15 @@ def _is_for(problem: Problem, device: Device) -> bool:
     return problem.columns * problem.itemsize >= _LEAST_BYTES * device.multiprocessors
 
 
-def _laid(groups: int, blocks: int, problem: Problem, device: Device) -> RowStream | None:
+def _laid(
+    groups: int, blocks: int, problem: Problem, device: Device, most_threads: tuple[int, ...]
+) -> RowStream | None:
     """How so many groups of up to so many blocks share the rows; None where these have not the room."""
     way = RowStream(16 // problem.itemsize, 1, blocks, groups, 2, 1, 32)
     way = replace(way, blocks_per_row=-(-problem.columns // way.columns_per_block(problem)))
     vectors = 32 * way.vectors(problem)
-    for most_threads in _most_threads(way, problem):
-        resident = -(-vectors // most_threads)
+    for most in most_threads or _most_threads(way, problem):
+        resident = -(-vectors // most)
         found = replace(way, threads=-(-vectors // (32 * resident)) * 32)
         found = replace(found, resident=found.vectors(problem))
         if found.resident > _MOST_RESIDENT or not _has_registers(found, problem, device):
@@ -108,14 +121,18 @@ def _has_registers(way: RowStream, problem: Problem, device: Device) -> bool:
     quarter = -(-(way.threads + OTHER_THREADS) // 128)
     there = REGISTERS // 4 // (32 * quarter) // 8 * 8
     each = [DTYPES[item.dtype].itemsize for item in problem.parameters]
-    more, sums = 8 * (way.unit(problem) == 1), 0
-    if isinstance(problem, BackwardProblem):
-        sums, more = len(problem.sums), more // 4 if device.capability < 100 else more
+    one_by_one = way.unit(problem) == 1
+    if isinstance(problem, ForwardProblem):
+        least, sums = -(-4 // way.unit(problem)), 0  # whole registers
+        others = _OTHER_REGISTERS + 8 * one_by_one
+    else:
+        least, sums = 4, len(problem.sums)  # widened
+        others = _OTHER_REGISTERS + (8 if device.capability >= 100 else 2) * one_by_one
         if problem.norm.activation is not None:
-            more += 16 if problem.dresidual_out is None else 32
-    least = 4 if isinstance(problem, BackwardProblem) else -(-4 // way.unit(problem))  # widened; or whole registers
-    of_vector = -(-(sum(max(least, itemsize) for itemsize in each) + 4 * sums) * way.width // 4) + 2
-    return 42 + more + of_vector * way.resident <= there
+            others += 16 if problem.dresidual_out is None else 32
+    of_column = sum(max(least, itemsize) for itemsize in each) + 4 * sums
+    of_vector = -(-of_column * way.width // 4) + 2
+    return others + of_vector * way.resident <= there
 
 
 def _cost(way: RowStream, problem: Problem, device: Device) -> float:
@@ -125,12 +142,4 @@ def _cost(way: RowStream, problem: Problem, device: Device) -> float:
     turn = math.hypot(least, bytes_of_turn / device.memory_rate)
     turn *= _STAGES[way.lag, way.under_way] * _FEW_BYTES_AT_ONCE.get(problem.itemsize * way.unit(problem), 1.0)
     turns = min(problem.rows, _MOST_ROWS_COUNTED * device.multiprocessors) / way.groups
-    return (max(math.ceil(turns), turns) + _MORE_TURNS) * turn + _cost_of_sums(way, problem, device)
-
-
-def _cost_of_sums(way: RowStream, problem: Problem, device: Device) -> float:
-    """The expected microseconds until the sums that groups of blocks have of every column are one."""
-    if isinstance(problem, ForwardProblem) or not problem.sums or way.groups == 1:
-        return 0.0
-    sums_bytes = way.groups * problem.columns * len(problem.sums) * compute_itemsize(problem)
-    return _LAUNCH + _TIMES_MOVED * sums_bytes / (device.memory_rate * device.multiprocessors)
+    return (math.ceil(turns) + _MORE_TURNS) * turn + cost_of_column_sums(problem, way.groups, device)
