@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
-from cunorm.plan.row_pipeline import are_groups, are_peeled, keeps_nothing
+from cunorm.plan.row_pipeline import are_groups, are_peeled
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["is_faster_than_clusters", "is_short_group"]
@@ -51,8 +51,6 @@ def is_faster_than_clusters(problem: Problem, device: Device, clusters: RowBlock
     """Whether rows are better not left to clusters, where a pipeline is possible."""
     row_bytes, forward = problem.columns * problem.itemsize, isinstance(problem, ForwardProblem)
     if are_peeled(problem):
-        if not keeps_nothing(problem):
-            return False
         most = _MOST_BYTES_OF_WIDE if forward and problem.itemsize > 2 else _MOST_BYTES_OF_PEELED
         return clusters.blocks_per_row == 16 or (row_bytes > most and problem.rows * row_bytes >= _LEAST_BYTES_IN_ALL)
     as_long_will_do = not forward and device.has_fast_memory
