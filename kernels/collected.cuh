@@ -29,33 +29,6 @@ __device__ __forceinline__ void await_words(Word (&seen)[SEVERAL], unsigned tag,
   } while (!all);
 }
 
-// What the blocks of a group have told: COUNT numbers of each, every 32nd block to a lane; of those that are not there
-// zeros. The words of a number lie side by side, COLLECTED_PITCH of them, so that every place is a constant distance
-// from the lane's first.
-template <int COUNT>
-__device__ __forceinline__ void await_parts(Compute (&numbers)[PARTS_PER_LANE][COUNT], const long long* words,
-                                            int blocks, unsigned tag) {
-  constexpr int COUNT_WORDS = COUNT * WORDS;
-  const int lane = threadIdx.x % 32;
-  const long long* from = words + lane;
-  // Instance norm of 2,097,152 float32 numbers takes 1.40 of a copy's time on an H200 without this, with it 1.17.
-  pin(from);
-  long long seen[PARTS_PER_LANE * COUNT_WORDS];
-  await_words(
-      seen, tag, [&](int i) { return lane + 32 * (i / COUNT_WORDS) < blocks; },
-      [&](int i) { return from + i % COUNT_WORDS * COLLECTED_PITCH + 32 * (i / COUNT_WORDS); });
-#pragma unroll
-  for (int i = 0; i < PARTS_PER_LANE; ++i) {
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j) {
-      unsigned bits[WORDS];
-#pragma unroll
-      for (int k = 0; k < WORDS; ++k) bits[k] = bits_of_word(seen[i * COUNT_WORDS + j * WORDS + k]);
-      numbers[i][j] = number_of(bits);
-    }
-  }
-}
-
 // Two sums of what the blocks have told, for all lanes.
 __device__ __forceinline__ void sum_parts(const Compute (&parts)[PARTS_PER_LANE][2], Compute (&sums)[2]) {
   sums[0] = sums[1] = 0;

@@ -1,32 +1,57 @@
-// What the blocks that share rows, row_pipeline_* and row_stream_*, tell each other of those, in words (see
-// collected.cuh): COUNT numbers each, of EXCHANGES turns.
+// What the blocks that share rows, row_pipeline_*, row_stream_* and row_held_*, tell each other of those: COUNT numbers
+// each, of EXCHANGES turns, three to a parcel (see grid_words.cuh). A warp that asks for half as many things has them
+// sooner, and is less in the way of others: instance norm backward of 64 channels of 128^3 float32 numbers takes 1.10 of
+// a copy's time on an H200, with a word of 8 bytes for each number 1.23.
 template <int COUNT>
 struct Exchange {
-  static constexpr int COUNT_WORDS = COUNT * WORDS;
+  static constexpr int PARCELS = (COUNT + 2) / 3;
+  static constexpr int EACH = COUNT / PARCELS;  // numbers of a parcel
+  static_assert(PARCELS * EACH == COUNT && sizeof(Compute) == 4);
 
-  long long* words;  // of the group: [EXCHANGES][COUNT_WORDS][COLLECTED_PITCH]
+  Parcel* parcels;  // of the group: [EXCHANGES][PARCELS][COLLECTED_PITCH]
   int rank;
   int blocks;
 
-  __device__ __forceinline__ Exchange(long long* all, const SharedPart& part)
-      : words(all + part.group * EXCHANGES * COUNT_WORDS * COLLECTED_PITCH), rank(part.rank), blocks(part.blocks) {}
+  __device__ __forceinline__ Exchange(long long* words, const SharedPart& part)
+      : parcels(reinterpret_cast<Parcel*>(words) + part.group * EXCHANGES * PARCELS * COLLECTED_PITCH),
+        rank(part.rank), blocks(part.blocks) {}
 
-  __device__ __forceinline__ long long* of_turn(int turn) const {
-    return words + turn % EXCHANGES * COUNT_WORDS * COLLECTED_PITCH;
+  __device__ __forceinline__ Parcel* of_turn(int turn) const {
+    return parcels + turn % EXCHANGES * PARCELS * COLLECTED_PITCH;
   }
 
   // To be called by a warp whose lanes have the same numbers.
   __device__ __forceinline__ void tell(const Compute (&numbers)[COUNT], int turn) const {
     const int lane = threadIdx.x % 32;
-    if (lane >= COUNT_WORDS) return;
-    unsigned bits = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT_WORDS; ++i) bits = lane == i ? bits_of(numbers[i / WORDS], i % WORDS) : bits;
-    store_word(of_turn(turn) + lane * COLLECTED_PITCH + rank, turn + 1, bits);
+    for (int i = 0; i < PARCELS; ++i) {
+      Compute of_parcel[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) of_parcel[j] = numbers[i * EACH + j];
+      if (lane == i) store_word(of_turn(turn) + i * COLLECTED_PITCH + rank, parcel_of(of_parcel, parcel_tag(turn)));
+    }
   }
 
-  // What the blocks have of a row (see await_parts).
+  // What the blocks have of a row, every 32nd block to a lane; of those that are not there zeros.
   __device__ __forceinline__ void await(Compute (&numbers)[PARTS_PER_LANE][COUNT], int turn) const {
-    await_parts(numbers, of_turn(turn), blocks, turn + 1);
+    const int lane = threadIdx.x % 32;
+    const Parcel* from = of_turn(turn) + lane;
+    // Every place is a constant distance from the lane's first then. Instance norm of 2,097,152 float32 numbers takes
+    // 1.40 of a copy's time on an H200 without this, with it 1.17.
+    pin(from);
+    Parcel seen[PARTS_PER_LANE * PARCELS];
+    await_words(
+        seen, parcel_tag(turn), [&](int i) { return lane + 32 * (i / PARCELS) < blocks; },
+        [&](int i) { return from + i % PARCELS * COLLECTED_PITCH + 32 * (i / PARCELS); });
+#pragma unroll
+    for (int i = 0; i < PARTS_PER_LANE; ++i) {
+#pragma unroll
+      for (int j = 0; j < PARCELS; ++j) {
+        Compute of_parcel[EACH];
+        seen[i * PARCELS + j].get(of_parcel);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) numbers[i][j * EACH + k] = of_parcel[k];
+      }
+    }
   }
 };

@@ -18,54 +18,10 @@ constexpr int EXCHANGES = 2 * LAG;
 // of the time on an H200 so.
 constexpr int PHASES = LONG_RUNS ? COPY_ALIGNMENT / sizeof(X_TYPE) : VECTOR;
 static_assert(SEGMENTED || !PEELED, "rows that begin anywhere are runs, even if they are one each");
-static_assert(!SEVERAL_CHANNELS || (HAS_CHANNELS && !SEGMENTED), "only a channel may be in segments");
+static_assert(!SEVERAL_CHANNELS || !SEGMENTED, "only a channel may be in segments");
 static_assert(!LONG_RUNS || (PEELED && RESIDENT <= 32), "a bit for each of a thread's vectors");
 static_assert(!SEGMENTED || HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS),
               "only `first` has the column of a weight");
-
-// How blocks share the columns of a row. Where it has several channels, as many blocks have parts of each of them; else
-// the row itself counts as one. The last part of a channel may have fewer columns, but has some.
-struct RowParts {
-  long long columns;  // of a channel, or what there is room for
-  long long each;     // of a part
-  int blocks;         // that have parts of a channel
-  float of_blocks;    // one over these
-
-  // The channel that a block's part lies in, of those of the row. A division would take the warp that merges what
-  // blocks tell longer than a turn. Of so few blocks a product with a float is as good: it is half of one over `blocks`
-  // away from a whole number, at least.
-  __device__ __forceinline__ int channel_of(int rank) const {
-    return SEVERAL_CHANNELS ? static_cast<int>((static_cast<float>(rank) + 0.5f) * of_blocks) : 0;
-  }
-  // Where in its channel the part of a block begins.
-  __device__ __forceinline__ long long first_of(int rank) const { return (rank - channel_of(rank) * blocks) * each; }
-  __device__ __forceinline__ int count_of(int rank) const {
-    const long long left = columns - first_of(rank);
-    return static_cast<int>(left < each ? left : each);
-  }
-};
-
-template <typename KernelArguments>
-__device__ __forceinline__ RowParts row_parts_of(const KernelArguments& arguments) {
-  const int blocks = static_cast<int>(arguments.blocks_per_row);
-  if constexpr (SEVERAL_CHANNELS) {
-    const Channels channels = channels_of(arguments.channels, 0);
-    const int of_channel = blocks / static_cast<int>(channels.channels_per_row);
-    return {channels.positions, arguments.columns_per_block, of_channel, 1.0f / of_channel};
-  }
-  return {arguments.room, arguments.columns_per_block, blocks, 0};
-}
-
-// The block's own.
-template <typename KernelArguments>
-__device__ __forceinline__ SharedPart row_part_of_block(const KernelArguments& arguments, const RowParts& parts) {
-  SharedPart part = part_of_block(arguments.room, arguments.columns_per_block, arguments.blocks_per_row);
-  if constexpr (SEVERAL_CHANNELS) {
-    part.first = parts.channel_of(part.rank) * parts.columns + parts.first_of(part.rank);
-    part.count = parts.count_of(part.rank);
-  }
-  return part;
-}
 
 // A thread has every THREADS-th vector of the part; where the i-th begins.
 __device__ __forceinline__ int column_of(int i) { return i * STEP + static_cast<int>(threadIdx.x) * VECTOR; }
@@ -167,37 +123,6 @@ struct Places {
 // How far a row begins behind a multiple of 16 bytes, or behind a line, in elements (see PHASES).
 __device__ __forceinline__ unsigned phase_of(long long row, long long stride) {
   return PEELED ? static_cast<unsigned>(row * stride) % PHASES : 0;
-}
-
-// The weight and bias of a channel, as they lie in memory. Who widens a number waits for it, and the warp
-// that is to wait for what other blocks tell would only then begin to do so.
-struct OfChannel {
-  WEIGHT_TYPE weight;
-  BIAS_TYPE bias;
-
-  OfChannel() = default;
-  __device__ __forceinline__ OfChannel(const WEIGHT_TYPE* weights, const BIAS_TYPE* biases, long long channel) {
-    if constexpr (HAS_CHANNELS && HAS_WEIGHT) weight = weights[channel];
-    if constexpr (HAS_CHANNELS && HAS_BIAS) bias = biases[channel];
-  }
-
-  __device__ __forceinline__ void widened(Compute (&to_weight)[1], Compute (&to_bias)[1]) const {
-    if constexpr (HAS_CHANNELS && HAS_WEIGHT) to_weight[0] = widen(weight);
-    if constexpr (HAS_CHANNELS && HAS_BIAS) to_bias[0] = widen(bias);
-  }
-};
-
-// The channel of a row; the first, if it has several.
-template <typename KernelArguments>
-__device__ __forceinline__ long long channel_of_row(const KernelArguments& arguments, long long row) {
-  if constexpr (HAS_CHANNELS) return channels_of(arguments.channels, 0).first_of(row);
-  return row;
-}
-
-template <typename KernelArguments>
-__device__ __forceinline__ long long channels_per_row(const KernelArguments& arguments) {
-  if constexpr (SEVERAL_CHANNELS) return arguments.channels[1];
-  return 1;
 }
 
 // How many vectors of the part are a thread's.

@@ -24,8 +24,10 @@ constexpr bool TAKES_TURNS = true;
 #include "group_part.cuh"
 #include "pipeline.cuh"
 #include "collected.cuh"
+#include "row_parts.cuh"
 #include "row_pipeline.cuh"
 #include "row_exchange.cuh"
+#include "row_part_gradients.cuh"
 
 struct Arguments {
   const X_TYPE* x;
@@ -59,44 +61,9 @@ struct Arguments {
 #endif
 };
 
-static_assert(!HAS_CHANNELS || weights_of == WeightsOf::part);
 // Of a channel the sums are of dz, which its weight is multiplied with when they are complete.
 constexpr bool SUMS_COLUMNS = !HAS_CHANNELS;
 static_assert(!SEGMENTED || !SUMS_COLUMNS || (!WANTS_DWEIGHT && !WANTS_DBIAS), "only `first` has the column of a sum");
-
-// Of a turn's row, what each warp has of the sums of g (or dz) and of g (or dz) * xhat.
-struct OfWarps {
-  Compute sums[2][WARPS];
-};
-
-// What every warp needs to sum a row; weight and bias only where the block's part has one of each.
-struct Given {
-  Compute mean;
-  Compute rstd;
-  Compute weight[1];
-  Compute bias[1];
-};
-
-// And to finish it: dx = g * rstd + (xhat * slope + offset) + dresidual_out, with what is the same along the row put
-// together: but for the rstd in xhat, whose square could leave the range of float.
-struct OfRow {
-  Given given;
-  Compute offset;
-  Compute slope;
-};
-
-// The same of a row, as they lie in memory.
-struct Loaded {
-  Compute mean;
-  Compute rstd;
-  OfChannel of_channel;
-
-  __device__ __forceinline__ Given widened() const {
-    Given given = {mean, rstd, {}, {}};
-    of_channel.widened(given.weight, given.bias);
-    return given;
-  }
-};
 
 // Weights and biases of a thread's columns; or of the part's channel.
 struct Affine {
@@ -119,49 +86,6 @@ struct Affine {
   }
 };
 
-// The sums of a row that has several channels, from what its blocks tell of their parts: each counts as much as its
-// channel's weight.
-struct ChannelMerge {
-  const RowParts& parts;
-  int blocks;                           // of a row
-  WEIGHT_TYPE weights[PARTS_PER_LANE];  // of the lane's blocks, every 32nd, as they lie in memory
-
-  __device__ __forceinline__ int block_of(int i) const { return static_cast<int>(threadIdx.x) % 32 + 32 * i; }
-
-  // With the weights of a row whose first channel that is.
-  __device__ __forceinline__ ChannelMerge(const RowParts& parts, int blocks, const WEIGHT_TYPE* row_weights)
-      : parts(parts), blocks(blocks) {
-    if constexpr (!HAS_WEIGHT) return;
-#pragma unroll
-    for (int i = 0; i < PARTS_PER_LANE; ++i) {
-      if (block_of(i) < blocks) weights[i] = row_weights[parts.channel_of(block_of(i))];
-    }
-  }
-
-  // The sums over the row of g and g * xhat, and those over one of its channels of dz and dz * xhat.
-  __device__ __forceinline__ void merge(const Compute (&told)[PARTS_PER_LANE][2], int channel, Compute (&of_row)[2],
-                                        Compute (&of_channel)[2]) const {
-    Compute sums[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < PARTS_PER_LANE; ++i) {
-      if (block_of(i) >= blocks) continue;
-      const Compute weight = HAS_WEIGHT ? widen(weights[i]) : 1;
-      const bool is_of_channel = parts.channel_of(block_of(i)) == channel;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        sums[j] += weight * told[i][j];
-        sums[2 + j] += is_of_channel ? told[i][j] : 0;
-      }
-    }
-    warp_sum<32, 1>(sums);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      of_row[j] = sums[j];
-      of_channel[j] = sums[2 + j];
-    }
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     row_pipeline_backward(const Arguments arguments) {
   let_next_launch_begin();
@@ -173,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
   extern __shared__ __align__(COPY_ALIGNMENT) X_TYPE staged[];  // x, dy, dresidual_out
   using Values = Vector<X_TYPE, VECTOR>;
 
-  const RowParts parts = row_parts_of(arguments);
+  const RowParts parts = row_parts_of(arguments, arguments.room);
   const SharedPart part = row_part_of_block(arguments, parts);
   const long long rows = arguments.rows, groups = part.groups;
   const int own_vectors = own_vectors_of(part.count / VECTOR);
@@ -214,11 +138,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
 
   Affine affine = {};
   long long row = part.group;  // that is summed
-  const int own_channel = parts.channel_of(part.rank);  // of those that a row has
   const auto load_given = [&](long long row) {
-    const long long there = row < rows ? row : rows - 1;
-    return Loaded{CENTERED ? arguments.mean[there] : 0, arguments.rstd[there],
-                  OfChannel(arguments.weight, arguments.bias, channel_of_row(arguments, there) + own_channel)};
+    return loaded_of_row(arguments, parts, part, row < rows ? row : rows - 1);
   };
   Loaded next_given = {};
   if (works) {
@@ -284,31 +205,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROC
       if (lane == 0) givens[(turn + 1) % 2] = next_given.widened();
       next_given = load_given(row + 2 * groups);
       if (finishes) {
-        const Loaded loaded = load_given(done_row);
-        Compute told[PARTS_PER_LANE][2], sums[2], of_channel[2];
-        Compute factor = 1;  // of the sums, where the whole row has one weight
-        if constexpr (SEVERAL_CHANNELS) {
-          const long long channel = channel_of_row(arguments, done_row);
-          const ChannelMerge of_channels(parts, part.blocks, arguments.weight + channel);
-          exchange.await(told, done_turn);
-          of_channels.merge(told, own_channel, sums, of_channel);
-        } else {
-          exchange.await(told, done_turn);
-          sum_parts(told, sums);
-          of_channel[0] = sums[0];
-          of_channel[1] = sums[1];
-        }
-        if (lane == 0) {
-          const Given given = loaded.widened();
-          if (HAS_CHANNELS && parts.first_of(part.rank) == 0) {
-            const long long place = done_row * channels_per_row(arguments) + own_channel;
-            if constexpr (WANTS_DBIAS) narrow(of_channel[0], arguments.dbias[place]);
-            if constexpr (WANTS_DWEIGHT) narrow(of_channel[1], arguments.dweight[place]);
-          }
-          if constexpr (HAS_CHANNELS && HAS_WEIGHT && !SEVERAL_CHANNELS) factor = given.weight[0];
-          const Compute scale = -factor / static_cast<Compute>(arguments.columns);
-          of_row[turn % 2] = {given, CENTERED ? sums[0] * scale * given.rstd : 0, sums[1] * scale * given.rstd};
-        }
+        const OfRow finished = awaited_row(arguments, exchange, parts, part, done_row, done_turn);
+        if (lane == 0) of_row[turn % 2] = finished;
       }
     }
     __syncthreads();

@@ -31,6 +31,7 @@ from cunorm import reference
 from cunorm.plan import Plan, RowBlock, rows_of_channels
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_pipeline import RowPipeline
+from cunorm.plan.rows import RowWay
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -138,7 +139,7 @@ def planned_for_ampere(problem: ChannelProblem) -> Plan | None:
     return plan_rows(problem, replace(SMALL_DEVICE, arch="sm_80", clusters=(0, 0, 0, 0)))
 
 
-def laid_out(geometry: RowBlock | RowGrid | RowPipeline) -> Choice:
+def laid_out(geometry: RowWay) -> Choice:
     """Plans with a geometry: what is cut into parts for many blocks, small enough for few threads."""
 
     def choose(problem: ChannelProblem) -> Plan:

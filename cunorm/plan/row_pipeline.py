@@ -21,7 +21,7 @@ from cunorm.plan.row_memory import (
     vector_width,
 )
 from cunorm.plan.running import running_arguments, running_constants
-from cunorm.plan.zeros import reserve_words
+from cunorm.plan.zeros import reserve_parcels
 from cunorm.problem import DTYPES, BackwardProblem, ForwardProblem, Problem
 
 __all__ = [
@@ -206,10 +206,8 @@ def _segments(problem: Problem, way: RowPipeline) -> dict[str, Value]:
 
 def _launch_words(problem: Problem, way: RowPipeline, numbers: int, builder: Builder) -> dict[str, Value]:
     """Words that blocks tell each other so many numbers with; and what else the kernels are told of how they share."""
-    # For each turn that is kept those of every block; a word has four bytes of a number.
-    count = 2 * way.lag * way.groups * 32 * way.parts_per_lane * numbers * compute_itemsize(problem) // 4
     return {
-        **reserve_words(builder, count),
+        **reserve_parcels(builder, 2 * way.lag, way.groups, way.parts_per_lane, numbers),
         "rows": problem.rows,
         "columns": problem.columns,
         "room": way.room(problem),

@@ -9,8 +9,8 @@ from cunorm.plan.column_sums import column_sum_targets, launch_column_sums
 from cunorm.plan.constants import affine_constants, dtype_constants
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants, Value
-from cunorm.plan.row_memory import LINE_BYTES, columns_in_lines, compute_itemsize
-from cunorm.plan.zeros import reserve_words
+from cunorm.plan.row_memory import LINE_BYTES, columns_in_lines
+from cunorm.plan.zeros import reserve_parcels
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
 __all__ = ["OTHER_THREADS", "RowStream"]
@@ -102,11 +102,8 @@ def _constants(problem: Problem, way: RowStream) -> Constants:
 
 def _shares(problem: Problem, way: RowStream, numbers: int, builder: Builder) -> dict[str, Value]:
     """What kernels are told of how blocks share rows, who tell each other so many numbers."""
-    # For each turn that is kept those of every block; a word has four bytes of a number.
-    turns = 2 * way.lag + 2
-    count = turns * way.groups * 32 * way.parts_per_lane * numbers * compute_itemsize(problem) // 4
     return {
-        **reserve_words(builder, count),
+        **reserve_parcels(builder, 2 * way.lag + 2, way.groups, way.parts_per_lane, numbers),
         "rows": problem.rows,
         "columns": problem.columns,
         "columns_per_block": way.columns_per_block(problem),

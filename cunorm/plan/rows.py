@@ -10,6 +10,7 @@ from cunorm.plan import (
     row_clusters,
     row_geometry,
     row_grid,
+    row_held,
     row_pipeline_geometry,
     row_sharing,
     row_split,
@@ -24,6 +25,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.row_held import RowHeld
 from cunorm.plan.row_pipeline import RowPipeline
 from cunorm.plan.row_stream import RowStream
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
@@ -48,7 +50,7 @@ class Apart:
         return strategy
 
 
-RowWay = RowBlock | RowBulk | RowBulkBackward | RowStream | RowPipeline | RowGrid | Apart
+RowWay = RowBlock | RowBulk | RowBulkBackward | RowStream | RowPipeline | RowHeld | RowGrid | Apart
 
 
 def way_of(problem: Problem, device: Device) -> RowWay | None:
@@ -67,7 +69,12 @@ def _forward_way(problem: ForwardProblem, device: Device) -> RowWay | None:
     if in_bulk is not None:
         return in_bulk
     geometry = row_geometry.forward_geometry(problem, device)
-    return _pipeline(problem, device, geometry) or geometry or row_grid.forward_geometry(problem, device)
+    return _pipeline(problem, device, geometry) or geometry or _of_long(problem, device)
+
+
+def _of_long(problem: ForwardProblem, device: Device) -> RowWay | None:
+    """How rows are shared by all blocks that neither clusters hold nor a pipeline."""
+    return row_held.geometry(problem, device) or row_grid.forward_geometry(problem, device)
 
 
 def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
@@ -78,7 +85,9 @@ def _backward_way(problem: BackwardProblem, device: Device) -> RowWay | None:
     pipeline = _pipeline(problem, device, geometry)
     if pipeline is not None:
         return pipeline
-    if geometry is None or geometry == row_clusters.clusters_backward(problem, device, geometry.width):
+    if geometry is None:
+        return row_held.geometry(problem, device)
+    if geometry == row_clusters.clusters_backward(problem, device, geometry.width):
         return geometry  # it is of clusters, which leave few partial sums
     if geometry.partial_sums(problem, device) > 1 and row_weight_gradients.are_better_apart(problem, device):
         alone = _without_sums(problem)

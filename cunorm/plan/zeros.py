@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cunorm.plan.launches import Builder, Value
 
-__all__ = ["reserve_counters", "reserve_words"]
+__all__ = ["reserve_counters", "reserve_parcels", "reserve_words", "words_of_message"]
 
 _WORD_BYTES, _STORE_BYTES = 8, 16
 _THREADS, _STORES_PER_THREAD = 256, 4
@@ -16,6 +16,11 @@ def reserve_words(builder: Builder, count: int) -> dict[str, Value]:
     return {"words": builder.reserve("words", pairs, _STORE_BYTES), "word_pairs": pairs}
 
 
+def words_of_message(numbers: int, itemsize: int) -> int:
+    """Words for two or three numbers that are told together, of so many bytes each (see kernels/grid_words.cuh)."""
+    return 2 if itemsize == 4 else numbers * itemsize // 4
+
+
 def reserve_counters(builder: Builder, count: int) -> str:
     """Scratch for so many counters of four bytes, or a few more, which a launch clears."""
     stores = -(-count * 4 // _STORE_BYTES)
@@ -23,3 +28,14 @@ def reserve_counters(builder: Builder, count: int) -> str:
     blocks = -(-stores // (_THREADS * _STORES_PER_THREAD))
     builder.launch("zeros", {"THREADS": _THREADS}, blocks, (_THREADS, 1), {"target": counters, "count": stores})
     return counters
+
+
+def reserve_parcels(
+    builder: Builder, turns: int, groups: int, parts_per_lane: int, numbers: int
+) -> dict[str, Value]:
+    """The same for parcels of three numbers, two words each (see kernels/row_exchange.cuh).
+
+    So many numbers of every block are kept, for so many turns; there are places for as many blocks as the lanes of a
+    warp can collect.
+    """
+    return reserve_words(builder, turns * groups * 32 * parts_per_lane * -(-numbers // 3) * 2)
