@@ -14,7 +14,8 @@ which one takes from a tenth of a second to two. Listed is:
 4. Rows that come in bulk, and those that blocks share so, with each activation and residual and weights of every type
    by turns.
 5. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
-   row_pipeline_* with few rows on their way and many, short parts of them and long, channel_pipeline_* with sets of
+   row_held_* with long rows and short, row_pipeline_* with few rows on their way and many, short parts of them and
+   long, channel_pipeline_* with sets of
    every kind, pointwise_*, channel_* along points and along channels, split_merge, row_weight_gradients, zeros and
    column_sums.
 6. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
@@ -46,7 +47,7 @@ from plan_cases import (
     plan_rows,
 )
 
-from cunorm.plan import Device, Launch, channel_pipeline, plan, row_stream_geometry
+from cunorm.plan import Device, Launch, channel_pipeline, plan, row_held, row_stream_geometry
 from cunorm.plan.channel_cost import cost
 from cunorm.plan.rows import plan_with as plan_with_way
 from cunorm.plan.rows_of_channels import as_rows
@@ -340,7 +341,10 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
         bias = vector if norm.activation is not None else None
         yield ForwardProblem((rows,), (columns,), x, added, x, added, vector, vector, True, 1e-5, norm)
         yield BackwardProblem((rows,), (columns,), x, x, added, x, vector, bias, sums, sums, norm)
-    for points, activation in itertools.product((1_200_000, 2**21, 700_001, 1_100_001), (None, "silu", "gelu")):
+    # The longest are held.
+    for points, activation in itertools.product(
+        (1_200_000, 2**21, 700_001, 1_100_001, 2**22, 6 << 20), (None, "silu", "gelu")
+    ):
         for make in (plain_channel_forward, plain_channel_backward):
             problem = as_rows(make(8, 8, 1, points, dtype, activation))
             assert problem is not None
@@ -353,6 +357,27 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
             assert problem is not None
             bias = Vector(weight) if problem.bias is not None else None
             yield dataclasses.replace(problem, weight=Vector(weight), bias=bias)
+
+
+def held_launches(dtype: str, arch: str) -> Iterator[Launch]:
+    """Rows of which registers hold one: of the longest that they hold, and the shortest, with all that takes them."""
+    numbers = 2**20 * 4 // DTYPES[dtype].itemsize
+    weights = itertools.cycle((dtype, "float32", None, "float16", "float64"))
+    makes = plain_channel_forward, plain_channel_backward
+    sizes = itertools.product(range(6, 26), ((4, 1), (2, 2), (1, 11)), (None, *ACTIVATIONS), makes)
+    for number, (eighths, (channels, together), activation, make) in enumerate(sizes):
+        problem = as_rows(
+            make(4, channels * together, together, eighths * numbers // 8 // together // 8 * 8, dtype, activation)
+        )
+        assert problem is not None
+        vector = Vector(next(weights) or dtype)
+        problem = dataclasses.replace(problem, weight=vector, bias=problem.bias and vector)
+        if number % 3 == 0:
+            bare = {"weight": None, "bias": None}
+            bare |= {"dweight": None, "dbias": None} if isinstance(problem, BackwardProblem) else {}
+            problem = dataclasses.replace(problem, **bare)
+        way = row_held.geometry(problem, GPUS[arch])
+        yield from () if way is None else plan_with_way(problem, GPUS[arch], way).launches
 
 
 def batch_launches(dtype: str, arch: str) -> Iterator[Launch]:
@@ -574,6 +599,7 @@ def launches_for(arch: str, dtype: str) -> dict[str, dict[Constants, Launch]]:
         launches([*rows, *(problem for problems in others for problem in problems(dtype))], arch),
         bulk_launches(dtype, arch),
         stream_launches(dtype, arch),
+        held_launches(dtype, arch),
         channel_launches(dtype, arch),
         segment_launches(dtype, arch),
     )

@@ -45,6 +45,8 @@ def every_access_is_aligned_and_contiguous(problem: Problem, device: Device, cho
             _assert_shared_memory_is_aligned(problem, item, constants)
         if item.kernel.startswith("row_bulk"):
             _assert_runs_are_aligned(problem, item, constants)
+        if item.kernel.startswith("row_held"):
+            _assert_pieces_are_aligned(problem, item, constants)
         if item.kernel.startswith(("row_grid", "row_pipeline")):
             _assert_slots_are_aligned(problem, item, constants)
 
@@ -229,6 +231,13 @@ def _assert_parts_lie_as_in_memory(problem: Problem, item: Launch, constants: Co
     # At the end the sums of columns, or of what is before and behind them in the first and the last unit.
     columns = arguments["columns_per_block"] + 2 * constants["UNIT"]
     assert columns * compute_bytes(problem) <= item.shared_bytes
+
+
+def _assert_pieces_are_aligned(problem: Problem, item: Launch, constants: Constants) -> None:
+    """Pieces of every tensor come in bulk, whole vectors from one on, to places behind each other."""
+    assert constants["VECTOR"] * DTYPES[problem.x.dtype].itemsize == 16 and not constants["PEELED"]
+    assert all(matrix.alignment == 16 for matrix in problem.matrices)
+    assert item.shared_bytes == constants["RING"] * len(problem.matrices_read) * constants["THREADS"] * 16
 
 
 def _channels_of_a_block(problem: Problem, item: Launch) -> int:

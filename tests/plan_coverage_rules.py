@@ -143,6 +143,21 @@ def _covers_row_pipeline(item: Launch, constants: Constants, arguments: dict[str
         assert arguments["columns"] // segment * stride < 2**31, "a place in a row has 32 bits"
 
 
+def _covers_row_held(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
+    threads, width = constants["THREADS"], constants["VECTOR"]
+    blocks, per_block, columns = (arguments[name] for name in ("blocks_per_row", "columns_per_block", "columns"))
+    assert item.cooperative and item.block == (threads + 64, 1) and threads % 32 == 0 and item.grid == blocks
+    # As many blocks have parts of each channel.
+    channels = arguments["channels"][1] if constants["SEVERAL_CHANNELS"] else 1
+    of_channel, positions = blocks // channels, columns // channels
+    assert blocks % channels == columns % channels == 0 and positions % width == 0
+    assert per_block % width == 0 and (of_channel - 1) * per_block < positions <= of_channel * per_block
+    assert constants["RESIDENT"] == -(-per_block // (width * threads)), "a row is not held"
+    assert constants["RING"] > constants["RESIDENT"], "nothing comes while a row waits"
+    assert constants["PARTS_PER_LANE"] == -(-blocks // 32), "a warp merges what the blocks have"
+    assert arguments["rows"] >= 2, "there is nothing to wait for while a row comes"
+
+
 def _covers_row_stream(item: Launch, constants: Constants, arguments: dict[str, Any], device: Device) -> None:
     threads, width, unit = constants["THREADS"], constants["VECTOR"], constants["UNIT"]
     blocks, per_block = arguments["blocks_per_row"], arguments["columns_per_block"]
@@ -224,6 +239,8 @@ _COVERS = {
     "row_bulk_forward": _covers_row_bulk,
     "row_bulk_backward": _covers_row_bulk,
     "row_grid_forward": _covers_row_grid,
+    "row_held_forward": _covers_row_held,
+    "row_held_backward": _covers_row_held,
     "row_stream_forward": _covers_row_stream,
     "row_stream_backward": _covers_row_stream,
     "row_pipeline_forward": _covers_row_pipeline,
@@ -260,7 +277,7 @@ def weights_are_those_of_the_channels(problem: Problem, device: Device, chosen: 
         _assert_divides(by_rows, rows_per_sample, problem.rows)
         _assert_divides(by_positions, positions, problem.columns)
         if constants["WEIGHTS_OF"] == "part":
-            several = channels_per_row > 1 and not item.kernel.startswith("row_pipeline")
+            several = channels_per_row > 1 and not item.kernel.startswith(("row_held", "row_pipeline"))
             assert not several or positions % per_block == 0
         elif constants["WEIGHTS_OF"] == "vector":
             assert positions % width == 0 and per_block % width == 0 and not constants.get("PEELED")

@@ -85,6 +85,11 @@ def _static_shared_bytes(item: Launch, problem: Problem) -> int:
         # Of two turns: what each warp has of the row, and what all need to sum and to finish it.
         of_warp, of_row = (3 + constants["PEELED"], 5) if item.kernel.endswith("forward") else (2, 4 + 6)
         return int(2 * (of_warp * constants["THREADS"] // 32 + of_row) * size)
+    if item.kernel.startswith("row_held"):
+        # The same, of two turns; for each place of the ring two barriers, and for each turn two.
+        of_warp, of_row = (3, 5) if item.kernel.endswith("forward") else (2, 4 + 6)
+        turn = (of_warp * constants["THREADS"] // 32 + of_row) * size
+        return int(2 * (turn + 2 * 8) + constants["RING"] * 2 * 8)
     if item.kernel.startswith("row_stream"):
         # Of each stage: what each warp has of the row, what all need to sum and to finish it, and four barriers.
         of_warp, of_row = (3, 3) if item.kernel.endswith("forward") else (2, 4)
@@ -145,18 +150,14 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "one a set": lambda a, groups, size: a["sets"] * size,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
-    "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
-    "three a block, with a tag beside each word, for turns that are kept; or four": lambda a, groups, size: (
-        _words_of_turns(a, groups) * (3 + a["PEELED"]) * 2 * size
+    "three numbers a block, for two turns: 16 bytes, or doubles with a tag beside each half": lambda a, groups, size: (
+        2 * groups * (16 if size == 4 else 3 * 2 * size)
     ),
-    "three a block, with a tag beside each word, for two turns more": lambda a, groups, size: (
-        _words_of_turns(a, groups, more=2) * 3 * 2 * size
-    ),
-    "two a block, with a tag beside each word, for two turns more": lambda a, groups, size: (
-        _words_of_turns(a, groups, more=2) * 2 * 2 * size
-    ),
-    "two a block, with a tag beside each word, for the turns that are kept": lambda a, groups, size: (
-        _words_of_turns(a, groups) * 2 * 2 * size
+    "16 bytes a block, for two turns": lambda a, groups, size: 2 * _places(a, groups) * 16,
+    "16 bytes a block, for the turns that are kept": lambda a, groups, size: 2 * a["LAG"] * _places(a, groups) * 16,
+    "and for two more": lambda a, groups, size: (2 * a["LAG"] + 2) * _places(a, groups) * 16,
+    "or twice as many, for four numbers": lambda a, groups, size: (
+        2 * a["LAG"] * _places(a, groups) * 16 * (1 + a["PEELED"])
     ),
 }
 _SCRATCH = {
@@ -165,13 +166,18 @@ _SCRATCH = {
     "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a share"),
     "row_bulk_backward": dict.fromkeys(["dweight", "dbias"], "a row a block"),
-    "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
-    "row_pipeline_forward": {"words": "three a block, with a tag beside each word, for turns that are kept; or four"},
+    "row_grid_forward": {
+        "words": "three numbers a block, for two turns: 16 bytes, or doubles with a tag beside each half"
+    },
+    "row_held_forward": {"words": "16 bytes a block, for two turns"},
+    "row_held_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
+    | {"words": "16 bytes a block, for two turns"},
+    "row_pipeline_forward": {"words": "or twice as many, for four numbers"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
-    | {"words": "two a block, with a tag beside each word, for the turns that are kept"},
-    "row_stream_forward": {"words": "three a block, with a tag beside each word, for two turns more"},
+    | {"words": "16 bytes a block, for the turns that are kept"},
+    "row_stream_forward": {"words": "and for two more"},
     "row_stream_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
-    | {"words": "two a block, with a tag beside each word, for two turns more"},
+    | {"words": "and for two more"},
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk of a set")
@@ -186,16 +192,16 @@ _SCRATCH = {
 def _channel_sums(given: dict[str, Any]) -> int:
     """Sums over channels, or over parts of one where a block has no whole one: of each row, each.
 
-    Blocks in a pipeline add up such parts themselves.
+    Blocks that share rows turn by turn add up such parts themselves.
     """
     _, channels_per_row, positions, _, _ = given["channels"]
-    parts = 1 if "LAG" in given else -(-positions // min(positions, given["columns_per_block"]))
+    parts = 1 if {"LAG", "RING"} & given.keys() else -(-positions // min(positions, given["columns_per_block"]))
     return int(given["rows"]) * channels_per_row * parts
 
 
-def _words_of_turns(given: dict[str, Any], blocks: int, more: int = 0) -> int:
-    """Of each turn that is kept, one for every block that could share the rows of a group."""
-    return int((2 * given["LAG"] + more) * blocks // given["blocks_per_row"] * 32 * given["PARTS_PER_LANE"])
+def _places(given: dict[str, Any], blocks: int) -> int:
+    """One for every block that could share the rows of a group, of all groups."""
+    return int(blocks // given["blocks_per_row"] * 32 * given["PARTS_PER_LANE"])
 
 
 def scratch_buffers_hold_what_the_kernels_put_there(problem: Problem, device: Device, chosen: Plan) -> None:

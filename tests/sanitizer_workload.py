@@ -117,6 +117,13 @@ STREAMED = [
     ((40, 4097), "bfloat16"),
     ((40, 16_384), "float16"),
 ]
+# Rows of which registers hold one while the next come: samples, channels, how many of them a row has, points of each.
+HELD = [
+    (5, 1, 1, 128**3, "float32"),
+    (3, 1, 1, 2 * 2**20, "float32"),
+    (4, 1, 1, 160**3, "bfloat16"),
+    (2, 22, 11, 96 * 2048, "float32"),  # twelve blocks a channel
+]
 # Of which L2 is asked to keep what is read, which such are taken to be too much for (see kernels/cache_hints.cuh).
 KEPT = [
     ((301, 1024), "bfloat16"),
@@ -396,13 +403,16 @@ def main() -> None:
         run_streamed(shape, dtype)
     for claimed in CLAIMED:
         run_claimed(*claimed)
+    for sizes in HELD:
+        for activation in (None, "silu"):
+            run_rows_of_channels(norm_of(*sizes, activation))
     for sizes in ROWS_OF_CHANNELS:
         for activation in (None, "gelu"):
             run_rows_of_channels(norm_of(*sizes, activation))
     for place, (shape, dtype) in enumerate(CHANNEL_PROBLEMS):
         run_channel_norm(shape, dtype, ACTIVATIONS[place % len(ACTIVATIONS)])
     cupy.cuda.Device().synchronize()
-    few = WIDE, STAGGERED, SHARED, IN_BULK, STREAMED, CLAIMED
+    few = WIDE, STAGGERED, SHARED, IN_BULK, STREAMED, CLAIMED, HELD
     every = PROBLEMS, RUNS, KEPT, KEPT_CHANNELS, *few, ROWS_OF_CHANNELS, CHANNEL_PROBLEMS
     print(f"{sum(map(len, every))} problems done")
 

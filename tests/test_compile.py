@@ -42,7 +42,7 @@ from cunorm.problem import ACTIVATIONS, DTYPES
 from cunorm.resources import compile_resources
 
 pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
-IN_BULK = "row_bulk", "row_stream"
+IN_BULK = "row_bulk", "row_held", "row_stream"
 
 
 @pytest.mark.parametrize("kernel", kernels.kernel_names())
@@ -221,7 +221,7 @@ ARRIVE = "barrier.cluster.arrive.relaxed.aligned;"
 def launches_at(places: slice, dtype: str) -> list[Launch]:
     """Those at some places of plans, each kernel once."""
     problems = [*split_problems(dtype), *grid_problems(dtype), *sums_problems(dtype), *channel_problems(dtype)]
-    problems += pipeline_problems(dtype)
+    problems += pipeline_problems(dtype)  # and of rows that are held
     every = (item for problem in problems for item in plan(problem, GPUS["sm_90"]).launches[places])
     return list({item.kernel: item for item in every}.values())
 
@@ -250,7 +250,7 @@ def test_a_later_launch_waits_before_it_touches_memory(dtype: str) -> None:
 def test_words_are_used_when_all_blocks_have_cleared_them(dtype: str) -> None:
     """That is asked with acquire; and told with release, before a block asks for what would delay it."""
     cooperative = [item for item in launches_at(slice(1), dtype) if item.cooperative]
-    families = "row_pipeline", "row_stream", "channel_pipeline"
+    families = "row_held", "row_pipeline", "row_stream", "channel_pipeline"
     pipelines = {f"{family}_{way}" for family in families for way in ("forward", "backward")}
     grids = {"row_grid_forward", "channel_grid_forward", "channel_grid_backward"}
     assert {item.kernel for item in cooperative} == grids | (set() if dtype == "float64" else pipelines)
@@ -297,8 +297,9 @@ def test_an_earlier_launch_lets_the_next_begin_at_its_start(dtype: str) -> None:
     earlier = launches_at(slice(None, -1), dtype)
     earlier += plan(plain_forward(70_000, 131_072 // DTYPES[dtype].itemsize, dtype), GPUS["sm_90"]).launches[:-1]
     earlier += plan(plain_backward(100_000, 257, dtype), GPUS["sm_90"]).launches[:-1]
-    not_of_doubles = {"row_pipeline_backward", "channel_pipeline_backward", "row_bulk_backward", "row_stream_backward"}
-    assert {item.kernel for item in earlier} == (set() if dtype == "float64" else not_of_doubles) | {
+    not_of_doubles = "row_bulk", "row_held", "row_pipeline", "row_stream", "channel_pipeline"
+    families = () if dtype == "float64" else not_of_doubles
+    assert {item.kernel for item in earlier} == {f"{family}_backward" for family in families} | {
         "zeros", "column_sums", "row_block_backward", "row_split_gradient_sums", "row_split_backward",
         "row_split_statistics", "channel_split_statistics", "split_merge",
         "channel_split_gradient_sums", "channel_split_gradient_merge", "channel_slab_backward", "channel_grid_backward"

@@ -91,9 +91,7 @@ def test_norms(norm: Norm, family: Family, dtype: str, columns: int) -> None:
 
 @each(
     "layout, dtype, odd",
-    lambda family: [
-        (*item, odd) for item in family.with_residual.items() if item[1] != "float64" for odd in family.odd
-    ],
+    lambda family: [(*item, odd) for item in family.with_residual.items() for odd in family.odd],
     FAMILIES,
 )
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])

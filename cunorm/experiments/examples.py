@@ -40,6 +40,7 @@ from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
+from cunorm.plan.row_held import RowHeld
 from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline, keeps_nothing
 from cunorm.plan.row_stream import RowStream
@@ -491,6 +492,8 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             shared = _claimed(problem)
         if family == "row_pipeline":
             shared = _in_a_pipeline(problem)
+        if family == "row_held":
+            shared = _held(problem)
         if family == "row_stream":
             shared = _in_a_stream(problem)
         return own if shared is None else rows.plan_with(problem, SMALL_DEVICE, shared)
@@ -550,6 +553,19 @@ def _in_a_pipeline(problem: Problem) -> RowPipeline | None:
         return None
     geometry = RowPipeline(width, 1, blocks_per_row=4, groups=1, rows_ahead=3, lag=1, threads=64, peeled=peeled)
     return replace(geometry, resident=geometry.vectors(problem))
+
+
+def _held(problem: Problem) -> RowHeld | None:
+    """The same of rows of which registers hold one, without weights; None for other rows."""
+    width = 16 // problem.itemsize
+    if not are_rows(problem) or vector_width(problem) < width or not keeps_nothing(problem):
+        return None
+    if problem.itemsize > 4 or not 32 * width < problem.columns <= 2048 * width:
+        return None
+    if isinstance(problem, BackwardProblem) and problem.dx is None:
+        return None
+    way = RowHeld(width, 1, blocks_per_row=4, ring=1, threads=64)
+    return replace(way, resident=way.vectors(problem), ring=way.vectors(problem) + 2)
 
 
 def _in_a_stream(problem: Problem) -> RowStream | None:

@@ -165,7 +165,7 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
     threads_per_row = constants.get("THREADS_PER_ROW") or threads // lanes
     along, plane = constants.get("ALONG_CHANNELS", 0), constants.get("PLANE", 1)
     vectors = constants.get("VECTORS") or constants.get("STEPS") or constants.get("UNROLL", 0)
-    # Of row_block, row_grid, row_pipeline, row_stream, channel_slab, channel_grid and channel_pipeline; else tiles.
+    # Of row_block, row_grid, row_held, row_pipeline, row_stream and of slabs; else tiles.
     columns = given.get("columns_per_block") or given.get("points_per_block")
     if not columns:
         columns = threads_per_row * (plane if along else width) * (1 if "STEPS" in constants else vectors)
@@ -174,7 +174,8 @@ def _layout(item: Launch, area: tuple[int, int], itemsize: int) -> dict[str, Any
         rows, columns = 1, columns * rows
     if item.kernel.startswith("channel_grid"):
         vectors = given["vectors"] + constants["RESIDENT"]
-    if "pipeline" in item.kernel or item.kernel.startswith("row_stream"):  # whose other threads have nothing of the row
+    if "pipeline" in item.kernel or item.kernel.startswith(("row_held", "row_stream")):
+        # Their other threads have nothing of the row.
         threads_per_row, vectors = constants["THREADS"] // lanes, constants["RESIDENT"]
     if item.kernel == "row_grid_forward":
         vectors = max(1, _times(columns - 2 * width * constants["PEELED"], width * threads))

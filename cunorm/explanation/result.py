@@ -81,6 +81,8 @@ class Explanation:
             return f"in the registers {together} of a cluster"
         if self.strategy in ("row_pipeline", "row_stream"):
             return f"in the shared memory {together} that share it, with the rows after it"
+        if self.strategy == "row_held":
+            return f"in the registers {together} that share it, while the next ones come to shared memory"
         if self.strategy == "row_grid":
             held = " and the registers" * (main.constants["HELD"] != 0)
             rest = "; what does not fit is read again" * (main.constants["STREAMED"] != 0)

@@ -37,7 +37,7 @@ _LIGHT, _HEAVY = ((320, 26),), ((448, 18), (320, 24))
 # Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.05
 # there, held 1.52.
 _ROWS_OF_A_PIPELINE = 3
-# Microseconds of a copy of a row, at least: a turn takes about 2.4 more than 0.84 of these, whatever is read again takes
+# Microseconds of a copy of a row, at least: a turn takes about 2.4 more than 0.84 of these, what is read again takes
 # 1.34 to 1.7 of them. 112^3 float32 numbers, 4.0, take 1.47 backward, otherwise 1.35; 144^3 bfloat16 numbers, 4.2, 1.33
 # and 1.50, 128^3 float32, 5.9, 1.24 and 1.37.
 _LEAST_MICROSECONDS = 4.1

@@ -30,9 +30,7 @@ def reserve_counters(builder: Builder, count: int) -> str:
     return counters
 
 
-def reserve_parcels(
-    builder: Builder, turns: int, groups: int, parts_per_lane: int, numbers: int
-) -> dict[str, Value]:
+def reserve_parcels(builder: Builder, turns: int, groups: int, parts_per_lane: int, numbers: int) -> dict[str, Value]:
     """The same for parcels of three numbers, two words each (see kernels/row_exchange.cuh).
 
     So many numbers of every block are kept, for so many turns; there are places for as many blocks as the lanes of a
