@@ -292,11 +292,10 @@ struct ChannelNumbers {
 // one's numbers.
 template <int COUNT>
 struct SetExchange {
-  using OfSet = Message<COUNT>;
-  static constexpr int PER_BLOCK = TILE_SETS * OfSet::SIZE;
+  static constexpr int PER_BLOCK = COUNT * TILE_SETS * WORDS;
 
-  long long* words;    // of the group: [TILE_SETS][blocks] messages
-  long long* answers;  // of the group: [TILE_SETS]
+  long long* words;    // of the group, a block's PER_BLOCK after the other
+  long long* answers;  // of the group, PER_BLOCK
   long long step;      // from the words of one turn to those of the next
   long long answer_step;
   int rank;
@@ -304,47 +303,41 @@ struct SetExchange {
 
   __device__ __forceinline__ int owned() const { return (TILE_SETS - rank + blocks - 1) / blocks; }
   __device__ __forceinline__ int owned_set(int i) const { return rank + i * blocks; }
-  __device__ __forceinline__ long long* told(int set, int block, int turn) const {
-    return words + turn % 2 * step + (set * blocks + block) * OfSet::SIZE;
-  }
-  __device__ __forceinline__ long long* answer_of(int set, int turn) const {
-    return answers + turn % 2 * answer_step + set * OfSet::SIZE;
-  }
 
   // `own` is COUNT rows of TILE_SETS numbers.
   __device__ __forceinline__ void publish(const Compute* own, int turn) const {
-    for (int set = thread_in_block(); set < TILE_SETS; set += THREADS) {
-      Compute numbers[COUNT];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) numbers[i] = own[i * TILE_SETS + set];
-      OfSet::store(told(set, rank, turn), numbers, turn);
+    long long* target = words + turn % 2 * step + rank * PER_BLOCK;
+    for (int i = thread_in_block(); i < PER_BLOCK; i += THREADS) {
+      store_word(target + i, turn + 1, bits_of(own[i / WORDS], i % WORDS));
     }
   }
 
-  // Leaves the numbers of the owned sets in `collected`: for each, `blocks` times COUNT.
-  __device__ __forceinline__ void collect(Compute* collected, int turn) const {
-    for (int i = thread_in_block(); i < owned() * blocks; i += THREADS) {
-      Compute numbers[COUNT];
-      OfSet::await(told(owned_set(i / blocks), i % blocks, turn), numbers, turn);
-#pragma unroll
-      for (int j = 0; j < COUNT; ++j) collected[i * COUNT + j] = numbers[j];
+  // Leaves the numbers of the owned sets in `numbers`: for each, `blocks` times COUNT.
+  __device__ __forceinline__ void collect(Compute* numbers, int turn) const {
+    for (int i = thread_in_block(); i < owned() * blocks * COUNT; i += THREADS) {
+      const int number = i % COUNT, block = i / COUNT % blocks, set = owned_set(i / (COUNT * blocks));
+      const long long* told = words + turn % 2 * step + block * PER_BLOCK;
+      numbers[i] = await_number(told + (number * TILE_SETS + set) * WORDS, turn + 1);
     }
     __syncthreads();
   }
 
   __device__ __forceinline__ void answer(int set, const Compute (&numbers)[COUNT], int turn) const {
-    OfSet::store(answer_of(set, turn), numbers, turn);
+    long long* target = answers + turn % 2 * answer_step;
+#pragma unroll
+    for (int i = 0; i < COUNT * WORDS; ++i) {
+      store_word(target + (i / WORDS * TILE_SETS + set) * WORDS + i % WORDS, turn + 1,
+                 bits_of(numbers[i / WORDS], i % WORDS));
+    }
   }
 
   // Leaves those of every set of the tile in `sets`, whose fields they are.
   template <typename T>
   __device__ __forceinline__ void await_answers(T (&sets)[TILE_SETS], int turn) const {
     static_assert(sizeof(T) == COUNT * sizeof(Compute));
-    for (int set = thread_in_block(); set < TILE_SETS; set += THREADS) {
-      Compute numbers[COUNT];
-      OfSet::await(answer_of(set, turn), numbers, turn);
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) reinterpret_cast<Compute*>(sets + set)[i] = numbers[i];
+    for (int i = thread_in_block(); i < COUNT * TILE_SETS; i += THREADS) {
+      Compute* fields = reinterpret_cast<Compute*>(sets + i % TILE_SETS);
+      fields[i / TILE_SETS] = await_number(answers + turn % 2 * answer_step + i * WORDS, turn + 1);
     }
     __syncthreads();
   }

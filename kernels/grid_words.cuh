@@ -185,34 +185,3 @@ __device__ __forceinline__ Parcel load_word(const Parcel* place) {
 #endif
   return parcel;
 }
-
-// COUNT numbers of a turn on their way between blocks, of any type: two or three floats in a parcel, doubles in words.
-template <int COUNT>
-struct Message {
-  static constexpr bool IS_PARCEL = sizeof(Compute) == 4;
-  static constexpr int SIZE = IS_PARCEL ? 2 : COUNT * WORDS;  // in words
-
-  // Places of messages are even numbers of words apart, and begin with such.
-  __device__ __forceinline__ static void store(long long* place, const Compute (&numbers)[COUNT], int turn) {
-    if constexpr (IS_PARCEL) {
-      store_word(reinterpret_cast<Parcel*>(place), parcel_of(numbers, parcel_tag(turn)));
-    } else {
-#pragma unroll
-      for (int i = 0; i < SIZE; ++i) store_word(place + i, turn + 1, bits_of(numbers[i / WORDS], i % WORDS));
-    }
-  }
-
-  // Waits for those of a turn.
-  __device__ __forceinline__ static void await(const long long* place, Compute (&numbers)[COUNT], int turn) {
-    if constexpr (IS_PARCEL) {
-      Parcel parcel;
-      do {
-        parcel = load_word(reinterpret_cast<const Parcel*>(place));
-      } while (!has_tag(parcel, parcel_tag(turn)));
-      parcel.get(numbers);
-    } else {
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) numbers[i] = await_number(place + i * WORDS, turn + 1);
-    }
-  }
-};

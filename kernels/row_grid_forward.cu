@@ -14,8 +14,8 @@
 // The statistics are taken in one pass, as the row arrives, of the differences from a pivot: the mean of a share of the
 // part. The part's squared deviation from it exceeds that from the part's own mean by a factor of at most one over the
 // share, so little cancels whatever the data are. Then every block publishes its numbers, and merges those of its group
-// in a fixed order. These carry the number of the turn beside the bits, so they need neither fence nor barrier (see
-// grid_words.cuh).
+// in a fixed order. A word of them carries the number of the turn beside the bits, so it needs neither fence nor
+// barrier (see grid_words.cuh).
 //
 // Where rows are PEELED, they lie alike in all tensors but the weights.
 #include "types.cuh"
@@ -40,7 +40,7 @@ struct Arguments {
   X_TYPE* residual_out;
   Compute* mean;  // null where the statistics are not asked for; so is rstd
   Compute* rstd;
-  long long* words;  // [2][gridDim.x] messages
+  long long* words;  // [2][gridDim.x][3][WORDS]
   long long word_pairs;
   long long rows;
   long long columns;            // a multiple of VECTOR, or PEELED
@@ -119,21 +119,19 @@ struct Exchange {
   int blocks;
   Compute* numbers;  // shared memory for those of all
 
-  __device__ __forceinline__ long long* message_of(int block, int turn) const {
-    return words + turn % 2 * step + block * Message<3>::SIZE;
-  }
-
   // Every thread of the block has the same statistics.
   __device__ __forceinline__ void publish(const Statistics& own, int turn) const {
-    if (threadIdx.x == 0) Message<3>::store(message_of(rank, turn), {own.mean, own.remainder, own.variance}, turn);
+    if (threadIdx.x == 0) {
+      long long* target = words + turn % 2 * step + rank * 3 * WORDS;
+      const Compute values[3] = {own.mean, own.remainder, own.variance};
+#pragma unroll
+      for (int i = 0; i < 3 * WORDS; ++i) store_word(target + i, turn + 1, bits_of(values[i / WORDS], i % WORDS));
+    }
   }
 
   __device__ __forceinline__ void collect(int turn) const {
-    for (int i = threadIdx.x; i < blocks; i += THREADS) {
-      Compute of_block[3];
-      Message<3>::await(message_of(i, turn), of_block, turn);
-#pragma unroll
-      for (int j = 0; j < 3; ++j) numbers[3 * i + j] = of_block[j];
+    for (int i = threadIdx.x; i < 3 * blocks; i += THREADS) {
+      numbers[i] = await_number(words + turn % 2 * step + i * WORDS, turn + 1);
     }
     __syncthreads();
   }
@@ -184,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_grid_forward(const 
   const Rows<X_TYPE> residual_out = {arguments.residual_out + part.first, arguments.residual_out_stride};
   Affine affine = {arguments.weight + part.first, arguments.bias + part.first,
                    channel_affine_of<false>(arguments, part.first)};
-  const Exchange exchange = {arguments.words + part.group * blocks * Message<3>::SIZE,
-                             static_cast<long long>(gridDim.x) * Message<3>::SIZE, part.rank, blocks,
+  const Exchange exchange = {arguments.words + part.group * blocks * 3 * WORDS,
+                             static_cast<long long>(gridDim.x) * 3 * WORDS, part.rank, blocks,
                              reinterpret_cast<Compute*>(staged + (1 + HAS_RESIDUAL) * STAGED)};
 
   // A thread's i-th slot of one of the rows that lie in shared memory.

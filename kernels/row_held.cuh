@@ -16,7 +16,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int BLOCK_THREADS = THREADS + 64;
 constexpr int MOVES = WARPS, SHARES = WARPS + 1;  // the other warps
 constexpr int PIECE = THREADS * VECTOR;           // numbers of a tensor
-constexpr int LAG = 2;                            // turns from that in which a row is summed to that in which it is finished
+constexpr int LAG = 2;                            // turns from the sums of a row to its finish
 // Turns whose words are kept. Who tells of a turn has what came one turn before from all, who then had what came two
 // turns before.
 constexpr int EXCHANGES = 2;
@@ -87,9 +87,9 @@ struct Meetings {
   }
 };
 
-// The turns of a working warp. Calls of a turn begin(turn, row), with that of the row that is summed, which there may be
-// no more; then, of its vectors one after the other, finish(i, row) LAG turns after sum(i, slots) and take(i, slots) one
-// turn after it, where slots are the thread's of each tensor; and end(turn), when a row is summed.
+// The turns of a working warp. Calls of a turn begin(turn, row), with that of the row that is summed, which there may
+// be no more; then, of its vectors one after the other, finish(i, row) LAG turns after sum(i, slots), and take(i, slots)
+// one turn after it, where slots are the thread's, of each tensor; and end(turn), when a row is summed.
 template <int TENSORS, typename Begin, typename Finish, typename Take, typename Sum, typename End>
 __device__ __forceinline__ void take_turns(Ring<TENSORS>& ring, const X_TYPE* staged, long long rows,
                                            const Begin& begin, const Finish& finish, const Take& take, const Sum& sum,

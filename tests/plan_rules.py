@@ -150,9 +150,7 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "one a set": lambda a, groups, size: a["sets"] * size,
     "two a chunk": lambda a, groups, size: 2 * a["rows"] * a["splits"] * size,
     "one a row": lambda a, groups, size: a["rows"] * size,
-    "three numbers a block, for two turns: 16 bytes, or doubles with a tag beside each half": lambda a, groups, size: (
-        2 * groups * (16 if size == 4 else 3 * 2 * size)
-    ),
+    "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
     "16 bytes a block, for two turns": lambda a, groups, size: 2 * _places(a, groups) * 16,
     "16 bytes a block, for the turns that are kept": lambda a, groups, size: 2 * a["LAG"] * _places(a, groups) * 16,
     "and for two more": lambda a, groups, size: (2 * a["LAG"] + 2) * _places(a, groups) * 16,
@@ -166,9 +164,7 @@ _SCRATCH = {
     "row_block_forward": {"claimed": "four bytes for each way that rows begin, in pieces of 16"},
     "row_block_backward": dict.fromkeys(["dweight", "dbias"], "a row a share"),
     "row_bulk_backward": dict.fromkeys(["dweight", "dbias"], "a row a block"),
-    "row_grid_forward": {
-        "words": "three numbers a block, for two turns: 16 bytes, or doubles with a tag beside each half"
-    },
+    "row_grid_forward": {"words": "three a block, with a tag beside each word, for two turns"},
     "row_held_forward": {"words": "16 bytes a block, for two turns"},
     "row_held_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "16 bytes a block, for two turns"},

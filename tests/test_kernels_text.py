@@ -281,6 +281,7 @@ def test_every_kernel_is_used_by_some_plan() -> None:
         for channel_problem in (*norms_of_channels, *plain_channel_norm((64, 64, points), last=True)):
             used |= {launch.kernel for launch in plan(channel_problem, Device()).launches}
     others = plain_channel_norm((8, 320, 128**2), "float16", 10, last=True)
+    others += [*plain_channel_norm((2, 32, 128**3)), *plain_channel_norm((2, 32, 160**3))]
     for channel_problem in (*others, *plain_channel_norm((4, 64, 64**3), last=True)):
         used |= {launch.kernel for launch in plan(channel_problem, Device()).launches}
     assert used == set(KERNELS)

@@ -171,7 +171,7 @@ def test_groups_are_shared_by_all_blocks_where_clusters_take_longer() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_launch_is_cooperative_and_clears_its_words(dtype: str) -> None:
-    for make, numbers in ((plain_forward, 3), (plain_backward, 2)):
+    for make in (plain_forward, plain_backward):
         chosen = plan(make(1000, 400_000, dtype), H100)
         main, *others = chosen.launches
         assert main.cooperative
@@ -180,6 +180,6 @@ def test_the_launch_is_cooperative_and_clears_its_words(dtype: str) -> None:
         assert [item.kernel for item in others] == ([] if make is plain_forward else ["column_sums"])
         words, constants, arguments = chosen.scratch[0], dict(main.constants), dict(main.arguments)
         groups, turns = main.grid // int(str(arguments["blocks_per_row"])), 2 * int(constants["LAG"])
-        # In words of half a number and half a tag, for as many blocks as the lanes of a warp merge.
-        assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * numbers * 2 * 4
+        # Of 16 bytes, for as many blocks as the lanes of a warp merge.
+        assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * 16
         assert (arguments["words"], arguments["word_pairs"]) == (words.name, words.bytes // 16)

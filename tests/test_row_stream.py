@@ -124,7 +124,7 @@ def test_batches_have_few_kernels(make: Callable[..., Problem], columns: int, dt
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_launch_is_cooperative_and_clears_its_words(dtype: str) -> None:
-    for make, numbers in ((plain_forward, 3), (plain_backward, 2)):
+    for make in (plain_forward, plain_backward):
         chosen = plan(make(1000, 300_001, dtype), H200)
         main, *others = chosen.launches
         assert main.cooperative
@@ -133,8 +133,8 @@ def test_the_launch_is_cooperative_and_clears_its_words(dtype: str) -> None:
         assert [item.kernel for item in others] == ([] if make is plain_forward else ["column_sums"])
         words, constants, arguments = chosen.scratch[0], dict(main.constants), dict(main.arguments)
         groups, turns = main.grid // int(str(arguments["blocks_per_row"])), 2 * int(constants["LAG"]) + 2
-        # In words of half a number and half a tag, for as many blocks as the lanes of a warp collect.
-        assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * numbers * 2 * 4
+        # Of 16 bytes, for as many blocks as the lanes of a warp collect.
+        assert words.bytes == turns * groups * 32 * int(constants["PARTS_PER_LANE"]) * 16
         assert (arguments["words"], arguments["word_pairs"]) == (words.name, words.bytes // 16)
 
 

@@ -41,10 +41,11 @@ from cunorm.plan.row_bulk import RowBulk
 from cunorm.plan.row_bulk_backward import RowBulkBackward
 from cunorm.plan.row_grid import RowGrid
 from cunorm.plan.row_held import RowHeld
-from cunorm.plan.row_memory import are_rows, lie_alike, vector_width
+from cunorm.plan.row_memory import are_rows, has_several_channels, lie_alike, vector_width
 from cunorm.plan.row_pipeline import RowPipeline, keeps_nothing
 from cunorm.plan.row_stream import RowStream
 from cunorm.plan.rows import RowWay
+from cunorm.plan.rows_of_channels import as_rows
 from cunorm.pointwise import Pointwise
 from cunorm.prepared import (
     BACKWARD_NAMES,
@@ -328,6 +329,9 @@ _CHANNELS = [
     ("batch_norm", (8, 900, 24), "N...C", None),
     ("group_norm", (5, 60, 64), "N...C", 8),
     ("instance_norm", (3, 50, 32), "N...C", None),
+    ("instance_norm", (3, 2, 1504), "NC...", None),
+    ("instance_norm", (5, 1, 2656), "NC...", None),
+    ("instance_norm", (2, 3, 1328), "NC...", None),
 ]
 _GPU_CHANNELS = [
     ("instance_norm", (2, 64, 128, 128), "NC...", None),
@@ -346,6 +350,10 @@ _GPU_CHANNELS = [
     ("batch_norm", (4, 16, 301, 301), "NC...", None),
     ("batch_norm", (2, 8, 601, 601), "NC...", None),
     ("group_norm", (8, 96, 96, 96), "N...C", 32),
+    ("instance_norm", (1, 2, 128, 128, 128), "NC...", None),  # channels of which registers hold one
+    ("instance_norm", (1, 2, 160, 160, 160), "NC...", None),
+    ("instance_norm", (1, 3, 160, 160, 160), "NC...", None),
+    ("instance_norm", (1, 2, 200, 200, 200), "NC...", None),
 ]
 # What is asked for, in turn: every dtype, activation and layout, with and without weights.
 _ASKED: list[dict[str, Any]] = [
@@ -498,6 +506,10 @@ def _emulated(problem: AnyProblem, kernel: str) -> Plan:
             shared = _in_a_stream(problem)
         return own if shared is None else rows.plan_with(problem, SMALL_DEVICE, shared)
     if isinstance(problem, ChannelForward | ChannelBackward):
+        if family == "row_held":
+            of_channels = as_rows(problem)
+            held = None if of_channels is None else _held(of_channels)
+            return rows.plan_with(of_channels, SMALL_DEVICE, held) if of_channels and held else own
         way: Way | None = None
         if family == "channel_split" or kernel == "split_merge":
             way = Split()
@@ -560,7 +572,7 @@ def _held(problem: Problem) -> RowHeld | None:
     width = 16 // problem.itemsize
     if not are_rows(problem) or vector_width(problem) < width or not keeps_nothing(problem):
         return None
-    if problem.itemsize > 4 or not 32 * width < problem.columns <= 2048 * width:
+    if problem.itemsize > 4 or has_several_channels(problem) or not 32 * width < problem.columns <= 2048 * width:
         return None
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None

@@ -21,7 +21,7 @@ from cunorm.plan.device import MOST_STATIC_BYTES, Device
 from cunorm.plan.launches import Builder, Constants, Value
 from cunorm.plan.row_memory import compute_itemsize
 from cunorm.plan.running import running_arguments, running_constants
-from cunorm.plan.zeros import reserve_words, words_of_message
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import GELUS, ChannelBackward, ChannelForward, ChannelProblem
 
 __all__ = ["Grid", "candidates"]
@@ -73,8 +73,7 @@ class Grid:
 
     def words(self, problem: ChannelProblem) -> int:
         """Words of 8 bytes for two turns of every block, and the answers to every group."""
-        each = words_of_message(self.numbers(problem), compute_itemsize(problem))
-        per_block = self.sets(problem) * each
+        per_block = self.numbers(problem) * self.sets(problem) * compute_itemsize(problem) // 4
         return 2 * (self.groups * self.blocks_per_slab + self.groups) * per_block
 
     def is_worth_its_words(self, problem: ChannelProblem) -> bool:

@@ -8,7 +8,7 @@ from cunorm.plan.constants import affine_constants, channel_numbers, dtype_const
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Builder, Constants
 from cunorm.plan.row_memory import are_rows, columns_per_block, compute_itemsize, lie_alike, vector_width, weights_of
-from cunorm.plan.zeros import reserve_words, words_of_message
+from cunorm.plan.zeros import reserve_words
 from cunorm.problem import DTYPES, ForwardProblem, Problem
 
 __all__ = ["RowGrid", "applies", "forward_geometry"]
@@ -93,7 +93,8 @@ class RowGrid:
         """Write down the launches; the name of the strategy."""
         assert isinstance(problem, ForwardProblem)
         grid = self.groups * self.blocks_per_row
-        words = reserve_words(builder, 2 * grid * words_of_message(3, compute_itemsize(problem)))  # of two turns
+        # Two turns' three numbers; a word has four bytes of one.
+        words = reserve_words(builder, 2 * grid * 3 * compute_itemsize(problem) // 4)
         builder.launch(
             "row_grid_forward",
             dtype_constants(problem) | self.constants(problem) | affine_constants(problem, self.width),

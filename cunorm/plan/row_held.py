@@ -31,16 +31,16 @@ _EXCHANGES = 2
 # The numbers are of an H200, as the time over that of a copy of the same bytes, of 16 to 64 rows.
 
 # Threads of a block, and vectors of each in registers, in all tensors that are read: with more, ptxas spills. Light are
-# rows that are not computed long with; 160^3 bfloat16 numbers take 1.17 backward with 320 threads, 1.21 with 448; under
-# silu 1.69 and 1.43.
+# rows that are not computed long with: 112^3 float32 numbers take 1.27 backward with 320 threads, 1.34 with 448; under
+# silu 160^3 bfloat16 numbers 1.69 and 1.43.
 _LIGHT, _HEAVY = ((320, 26),), ((448, 18), (320, 24))
-# Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.05
-# there, held 1.52.
+# Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.08
+# there, held 1.31.
 _ROWS_OF_A_PIPELINE = 3
-# Microseconds of a copy of a row, at least: a turn takes about 2.4 more than 0.84 of these, what is read again takes
-# 1.34 to 1.7 of them. 112^3 float32 numbers, 4.0, take 1.47 backward, otherwise 1.35; 144^3 bfloat16 numbers, 4.2, 1.33
-# and 1.50, 128^3 float32, 5.9, 1.24 and 1.37.
-_LEAST_MICROSECONDS = 4.1
+# Microseconds of a copy of a row, at least: what blocks wait for each other counts less the longer a row takes, and
+# more forward. 108^3 float32 numbers, 3.6, take 1.32 backward and 1.40 otherwise, 128^3, 6.1, 1.11 and 1.37; forward
+# bfloat16 numbers of 192^3, 6.8, 1.35 and 1.33, of 200^3, 7.7, 1.29 and 1.63.
+_LEAST_FORWARD, _LEAST_BACKWARD = 7.5, 3.5
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def geometry(problem: Problem, device: Device) -> RowHeld | None:
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
     moved = problem.columns * problem.itemsize * len(problem.matrices)
-    if moved < _LEAST_MICROSECONDS * device.memory_rate * device.multiprocessors:
+    least = _LEAST_FORWARD if isinstance(problem, ForwardProblem) else _LEAST_BACKWARD
+    if moved < least * device.memory_rate * device.multiprocessors:
         return None
     ways = (_geometry(problem, device, *layout) for layout in (_LIGHT if _is_light(problem) else _HEAVY))
     return next(filter(None, ways), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cunorm.plan.launches import Builder, Value
 
-__all__ = ["reserve_counters", "reserve_parcels", "reserve_words", "words_of_message"]
+__all__ = ["reserve_counters", "reserve_parcels", "reserve_words"]
 
 _WORD_BYTES, _STORE_BYTES = 8, 16
 _THREADS, _STORES_PER_THREAD = 256, 4
@@ -14,11 +14,6 @@ def reserve_words(builder: Builder, count: int) -> dict[str, Value]:
     """Scratch for so many words, or one more, as a kernel is told of them that clears them itself."""
     pairs = -(-count * _WORD_BYTES // _STORE_BYTES)
     return {"words": builder.reserve("words", pairs, _STORE_BYTES), "word_pairs": pairs}
-
-
-def words_of_message(numbers: int, itemsize: int) -> int:
-    """Words for two or three numbers that are told together, of so many bytes each (see kernels/grid_words.cuh)."""
-    return 2 if itemsize == 4 else numbers * itemsize // 4
 
 
 def reserve_counters(builder: Builder, count: int) -> str:
