@@ -88,8 +88,8 @@ struct Meetings {
 };
 
 // The turns of a working warp. Calls of a turn begin(turn, row), with that of the row that is summed, which there may
-// be no more; then, of its vectors one after the other, finish(i, row) LAG turns after sum(i, slots), and one turn after
-// it take(i, slots), where slots are the thread's, of each tensor; and end(turn), when a row is summed.
+// be no more; then, of its vectors one after the other, finish(i, row) LAG turns after sum(i, slots), and one turn
+// after it take(i, slots), where slots are the thread's, of each tensor; and end(turn), when a row is summed.
 template <int TENSORS, typename Begin, typename Finish, typename Take, typename Sum, typename End>
 __device__ __forceinline__ void take_turns(Ring<TENSORS>& ring, const X_TYPE* staged, long long rows,
                                            const Begin& begin, const Finish& finish, const Take& take, const Sum& sum,
