@@ -13,7 +13,8 @@ CUDA_ERROR_ILLEGAL_ADDRESS and no report, look at the machine code: version 2025
 (R2UR, BRA.U.ANY) around SYNCS.EXCH, and neither where it made none (see start_mbarriers). Synccheck ends so, too, in
 clusters of 16 blocks of which several share a multiprocessor, whatever the kernel's text; the other tools do not. And
 where memcheck reports a read of 16 bytes that ends behind a tensor, look at what is read: it takes a cp.async that
-reads fewer, and puts zeros behind them, for one of 16 (instance norm of 2 x 3 x 300,001 float16 numbers backward).
+reads fewer, and puts zeros behind them, for one of 16 (instance norm of 2 x 3 x 300,001 float16 numbers backward, of
+1 x 3 x 1,500,001 float32 forward). What cp.async.bulk has written initcheck may take for never written.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ STREAMED = [
 # Rows of which registers hold one while the next come: samples, channels, how many of them a row has, points of each.
 HELD = [
     (5, 1, 1, 128**3, "float32"),
-    (3, 1, 1, 2 * 2**20, "float32"),
+    (3, 1, 1, 160**3, "float32"),  # forward
     (4, 1, 1, 160**3, "bfloat16"),
     (2, 22, 11, 96 * 2048, "float32"),  # twelve blocks a channel
 ]
@@ -302,7 +303,7 @@ CHANNEL_PROBLEMS = [
     (Shape("group_norm", (2, 64, 63, 63), "NCHW", 8), "float16"),
     (Shape("instance_norm", (2, 5, 60_000), "NCW"), "float16"),
     (Shape("instance_norm", (2, 20_000, 24), "NWC"), "bfloat16"),  # chunks along the channels
-    (Shape("instance_norm", (1, 3, 1_500_001), "NCW"), "float32"),  # all blocks share the rows
+    (Shape("instance_norm", (1, 4, 1_500_001), "NCW"), "float32"),  # all blocks share the rows
     (Shape("instance_norm", (2, 2, 1_500_001), "NCW"), "float32"),  # in a pipeline
     (Shape("instance_norm", (1, 1_000_003, 3), "NWC"), "float32"),  # along the channels
     (Shape("group_norm", (4, 100, 100, 128), "NHWC", 8), "float32"),  # several channels a set, in turns
