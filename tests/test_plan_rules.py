@@ -72,7 +72,10 @@ def _long_rows(dtype: str) -> Iterator[Problem]:
         yield ForwardProblem(*shape, x, added, x, added, vector, vector, True, 1e-5)
         yield BackwardProblem(*shape, x, x, added, x, vector, None, sums, None if count == 13 else sums)
     # Of one channel, and of several, which are left to others.
-    for sizes in [(20, 2, 1, 2**20), (20, 8, 4, 2**18), (40, 8, 8, 125_001), (5, 36, 18, 10_000)]:
+    for sizes in [
+        (20, 2, 1, 2**20), (20, 8, 4, 2**18), (40, 8, 8, 125_001), (5, 36, 18, 10_000), (2, 4, 1, 2**22),
+        (4, 4, 2, 2**20),
+    ]:  # fmt: skip
         for make in (plain_channel_forward, plain_channel_backward):
             problem = as_rows(make(*sizes, dtype))
             assert problem is not None
@@ -98,6 +101,8 @@ def test_rows_that_all_blocks_share_keep_the_same_rules(device: str) -> None:
     assert kinds >= {("row_pipeline_forward", kind) for kind in ("columns", "part", "HAS_RESIDUAL")}
     assert kinds >= {("row_pipeline_backward", kind) for kind in ("columns", "part", "HAS_DRESIDUAL")}
     assert kinds >= {("row_grid_forward", "columns")}
+    held = {("row_held_forward", "part"), ("row_held_backward", "part")}
+    assert (kinds & held == held) == (device == "sm_90")
 
 
 def _tuned_problems() -> dict[str, Problem]:
