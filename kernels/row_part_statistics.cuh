@@ -1,8 +1,6 @@
 // How row_pipeline_forward and row_held_forward take the statistics of a row: those of a block's part from those of its
 // warps, each by a pivot of its own, and what of it every block is told.
 static_assert(WARPS <= 32);
-// Vectors that give the pivot.
-constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
 
 // Of a turn's row, what each warp has of it: the pivot, and the sums of the differences from it and of their squares;
 // PEELED, also of how many numbers, which is not the same of every row.

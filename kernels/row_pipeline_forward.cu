@@ -86,6 +86,9 @@ struct Affine {
   }
 };
 
+// Vectors that give the pivot.
+constexpr int PIVOT_VECTORS = (RESIDENT + 3) / 4;
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     row_pipeline_forward(const Arguments arguments) {
   clear_words(arguments.words, arguments.word_pairs);

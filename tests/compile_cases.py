@@ -364,7 +364,7 @@ def held_launches(dtype: str, arch: str) -> Iterator[Launch]:
     numbers = 2**20 * 4 // DTYPES[dtype].itemsize
     weights = itertools.cycle((dtype, "float32", None, "float16", "float64"))
     makes = plain_channel_forward, plain_channel_backward
-    sizes = itertools.product(range(6, 26), ((4, 1), (2, 2), (1, 11)), (None, *ACTIVATIONS), makes)
+    sizes = itertools.product(range(6, 36), ((4, 1), (2, 2), (1, 11)), (None, *ACTIVATIONS), makes)
     for number, (eighths, (channels, together), activation, make) in enumerate(sizes):
         problem = as_rows(
             make(4, channels * together, together, eighths * numbers // 8 // together // 8 * 8, dtype, activation)

@@ -55,6 +55,7 @@ def test_kernels_compile_and_do_not_spill(arch: str, dtype: str, kernel: str) ->
     asked_for = not kernel.startswith(ASYNCHRONOUS) or GPUS[arch].capability >= 80
     asked_for = asked_for and (not kernel.startswith(("zeros", *IN_BULK)) or GPUS[arch].capability >= 90)
     asked_for = asked_for and not (kernel.startswith(IN_BULK) and dtype == "float64")
+    asked_for = asked_for and not (kernel.startswith("row_held") and GPUS[arch].capability != 90)
     if kernel == "channel_pipeline_backward" and DTYPES[dtype].itemsize == 2:
         asked_for = asked_for and GPUS[arch].shared_bytes > 100 << 10  # else it has no room for three parts
     assert bool(every) == (asked_for and not ("pipeline" in kernel and dtype == "float64"))

@@ -30,9 +30,9 @@ _EXCHANGES = 2
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes, of 16 to 64 rows.
 
-# Threads of a block, and vectors of each in registers, in all tensors that are read: with more, ptxas spills. Light are
-# rows that are not computed long with: 112^3 float32 numbers take 1.27 backward with 320 threads, 1.34 with 448; under
-# silu 160^3 bfloat16 numbers 1.69 and 1.43.
+# Threads of a block, and vectors of each in registers, in all tensors that are read: with more, ptxas spills. Heavy is
+# what is computed long with: 112^3 float32 numbers take 1.27 backward with 320 threads, 1.34 with 448; under silu 160^3
+# bfloat16 numbers 1.69 and 1.43.
 _LIGHT, _HEAVY = ((320, 26),), ((448, 18), (320, 24))
 # Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.08
 # there, held 1.31.
@@ -180,7 +180,7 @@ def geometry(problem: Problem, device: Device) -> RowHeld | None:
 
 
 def _is_light(problem: Problem) -> bool:
-    return problem.norm.activation in (None, "relu")
+    return isinstance(problem, ForwardProblem) or problem.norm.activation in (None, "relu")
 
 
 def _geometry(problem: Problem, device: Device, threads: int, most_vectors: int) -> RowHeld | None:
