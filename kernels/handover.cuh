@@ -15,6 +15,7 @@ struct Phases {
     arrived[place] = 0;
     ++ended[place];
   }
+  void arrive_behind(int place, unsigned) { arrive(place); }
   void wait(int place, int phase) {
     while (ended[place] % 2 == static_cast<unsigned>(phase) % 2) cunorm_emulator::yield();
   }
@@ -47,6 +48,16 @@ struct Mbarriers {
   __device__ __forceinline__ void arrive(int place) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address(place))
+                 : "memory");
+#endif
+  }
+
+  // Arrives when a word has come to its register, and what was loaded before it: an arrival does not wait for loads
+  // whose numbers nobody has used. Part of the address is the word and blockIdx.y, which is 0, but not to the compiler.
+  __device__ __forceinline__ void arrive_behind(int place, unsigned word) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address(place) +
+                                                                                            (word & blockIdx.y))
                  : "memory");
 #endif
   }

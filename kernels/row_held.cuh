@@ -62,7 +62,10 @@ __device__ __forceinline__ void fetch_rows(Ring<TENSORS>& ring, X_TYPE* staged, 
     for (int i = 0; i < RESIDENT; ++i, walk.go_on()) {
       const int numbers = max(0, min(PIECE, count - i * PIECE));
       const unsigned bytes = numbers * sizeof(X_TYPE);
-      if (walk.round > 0) ring.emptied.wait(walk.place, walk.round - 1);
+      if (walk.round > 0) {
+        ring.emptied.wait(walk.place, walk.round - 1);
+        let_bulk_copies_see();  // that it was read: they are not in line behind loads
+      }
       BulkArrival& arrival = ring.arrived[walk.place];
       arrival.expect(TENSORS * bytes);
       if (bytes == 0) continue;
@@ -87,9 +90,15 @@ struct Meetings {
   }
 };
 
+// Whoever uses that has waited for all of the vector.
+__device__ __forceinline__ unsigned first_word(const Vector<X_TYPE, VECTOR>& values) {
+  return *reinterpret_cast<const unsigned*>(&values);
+}
+
 // The turns of a working warp. Calls of a turn begin(turn, row), with that of the row that is summed, which there may
 // be no more; then, of its vectors one after the other, finish(i, row) LAG turns after sum(i, slots), and one turn
-// after it take(i, slots), where slots are the thread's, of each tensor; and end(turn), when a row is summed.
+// after it take(i, slots), where slots are the thread's, of each tensor; and end(turn), when a row is summed. What take
+// returns has bits of all that it has loaded, for which the place is kept.
 template <int TENSORS, typename Begin, typename Finish, typename Take, typename Sum, typename End>
 __device__ __forceinline__ void take_turns(Ring<TENSORS>& ring, const X_TYPE* staged, long long rows,
                                            const Begin& begin, const Finish& finish, const Take& take, const Sum& sum,
@@ -105,15 +114,16 @@ __device__ __forceinline__ void take_turns(Ring<TENSORS>& ring, const X_TYPE* st
 #pragma unroll
     for (int i = 0; i < RESIDENT; ++i) {
       if (finishes) finish(i, row - LAG);
-      if (takes) {
-        take(i, slots_at(taking));
-        ring.emptied.arrive(taking.place);
-        taking.go_on();
-      }
+      unsigned taken = 0;
+      if (takes) taken = take(i, slots_at(taking));
       if (sums_up) {
         ring.arrived[summing.place].wait(summing.round);
         sum(i, slots_at(summing));
         summing.go_on();
+      }
+      if (takes) {
+        ring.emptied.arrive_behind(taking.place, taken);
+        taking.go_on();
       }
     }
     if (sums_up) end(turn);

@@ -121,9 +121,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_backward
           store_global(own_dx + row * arguments.dx_stride + i * PIECE, rounded<X_TYPE>(results));
         },
         [&](int i, const X_TYPE* slots) {
-          if (!has(i)) return;
+          if (!has(i)) return 0u;
           x[i] = load<X_TYPE, VECTOR>(slots);
           dy[i] = load<X_TYPE, VECTOR>(slots + PIECE);
+          return first_word(x[i]) | first_word(dy[i]);
         },
         [&](int i, const X_TYPE* slots) {
           if (!has(i)) return;

@@ -126,7 +126,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(
                                         of_row.bias[0]));
         },
         [&](int i, const X_TYPE* slots) {
-          if (has(i)) x[i] = load<X_TYPE, VECTOR>(slots);
+          if (!has(i)) return 0u;
+          x[i] = load<X_TYPE, VECTOR>(slots);
+          return first_word(x[i]);
         },
         [&](int i, const X_TYPE* slots) {
           if (!CENTERED || i >= PIVOT_VECTORS) {

@@ -175,12 +175,16 @@ def geometry(problem: Problem, device: Device) -> RowHeld | None:
     least = _LEAST_FORWARD if isinstance(problem, ForwardProblem) else _LEAST_BACKWARD
     if moved < least * device.memory_rate * device.multiprocessors:
         return None
-    ways = (_geometry(problem, device, *layout) for layout in (_LIGHT if _is_light(problem) else _HEAVY))
+    ways = (_geometry(problem, device, *layout) for layout in _layouts(problem))
     return next(filter(None, ways), None)
 
 
-def _is_light(problem: Problem) -> bool:
-    return isinstance(problem, ForwardProblem) or problem.norm.activation in (None, "relu")
+def _layouts(problem: Problem) -> tuple[tuple[int, int], ...]:
+    activation = problem.norm.activation
+    if isinstance(problem, ForwardProblem) or activation in (None, "relu"):
+        return _LIGHT
+    # Under gelu sixteen-bit numbers take 2.1 backward in any way.
+    return () if activation in ("gelu", "gelu_tanh") and problem.itemsize == 2 else _HEAVY
 
 
 def _geometry(problem: Problem, device: Device, threads: int, most_vectors: int) -> RowHeld | None:
