@@ -14,6 +14,7 @@ __all__ = ["is_better"]
 _Limits = tuple[tuple[int, int], ...]  # rows, and bytes of each
 _KB, _MB = 1 << 10, 1 << 20
 _LEAST_MANY = 8
+_MULTIPROCESSORS = 132  # for which bytes in all are given
 
 # Rows that begin anywhere are from as many rows, of as many bytes, on, by the bytes of a number; and many of them from
 # as many bytes on, and as many in all. Forward, 64 and more rows of 50,257 to 1,000,001 columns take 0.44 to 0.98 of
@@ -83,7 +84,7 @@ def is_better(problem: Problem, device: Device) -> bool:
         few, each, in_all = _FORWARD[itemsize], _MANY_FORWARD[itemsize], _MANY_IN_ALL_FORWARD[itemsize]
     else:
         few, each, in_all = _FORWARD_OF_RMS[itemsize], _MANY_FORWARD_OF_RMS[itemsize], _MANY_IN_ALL_FORWARD_OF_RMS
-    return _are_so_many(problem, few) or _are_many(problem, each, in_all)
+    return _are_so_many(problem, few) or _are_many(problem, each, in_all * device.multiprocessors // _MULTIPROCESSORS)
 
 
 def _are_better_whole_vectors(problem: Problem) -> bool:
