@@ -14,7 +14,7 @@ __all__ = ["is_better"]
 _Limits = tuple[tuple[int, int], ...]  # rows, and bytes of each
 _KB, _MB = 1 << 10, 1 << 20
 _LEAST_MANY = 8
-_MULTIPROCESSORS = 132  # for which bytes in all are given
+_MULTIPROCESSORS = 132
 
 # Rows that begin anywhere are from as many rows, of as many bytes, on, by the bytes of a number; and many of them from
 # as many bytes on, and as many in all. Forward, 64 and more rows of 50,257 to 1,000,001 columns take 0.44 to 0.98 of
@@ -70,13 +70,13 @@ def is_better(problem: Problem, device: Device) -> bool:
     if not are_peeled(problem):
         if forward or (itemsize == 4 and not problem.norm.centered):
             return False
-        return problem.norm.activation is None and _are_better_whole_vectors(problem)
+        return problem.norm.activation is None and _are_better_whole_vectors(problem, device)
     if itemsize == 2 and problem.norm.activation == "gelu":
         least = _FORWARD_OF_GELU if forward else _BACKWARD_OF_GELU
         if problem.columns * itemsize < least:
             return False
     short = forward and itemsize == 2 and problem.columns * itemsize < _SHORT_FORWARD
-    if short and problem.rows * problem.columns * itemsize > _MOST_IN_ALL_OF_SHORT_FORWARD:
+    if short and _bytes_in_all(problem, device) > _MOST_IN_ALL_OF_SHORT_FORWARD:
         return False
     if not forward:
         few, each, in_all = _BACKWARD[itemsize], _MANY_BACKWARD[itemsize], _MANY_IN_ALL_BACKWARD[itemsize]
@@ -84,13 +84,13 @@ def is_better(problem: Problem, device: Device) -> bool:
         few, each, in_all = _FORWARD[itemsize], _MANY_FORWARD[itemsize], _MANY_IN_ALL_FORWARD[itemsize]
     else:
         few, each, in_all = _FORWARD_OF_RMS[itemsize], _MANY_FORWARD_OF_RMS[itemsize], _MANY_IN_ALL_FORWARD_OF_RMS
-    return _are_so_many(problem, few) or _are_many(problem, each, in_all * device.multiprocessors // _MULTIPROCESSORS)
+    return _are_so_many(problem, few) or _are_many(problem, device, each, in_all)
 
 
-def _are_better_whole_vectors(problem: Problem) -> bool:
+def _are_better_whole_vectors(problem: Problem, device: Device) -> bool:
     row_bytes, itemsize = problem.columns * problem.itemsize, problem.itemsize
     most_in_all = _MOST_IN_ALL_OF_LONG if row_bytes >= _LONG_WHOLE_VECTORS else _MOST_IN_ALL_OF_SHORT
-    if itemsize == 2 and problem.rows * row_bytes > most_in_all:
+    if itemsize == 2 and _bytes_in_all(problem, device) > most_in_all:
         return False
     return row_bytes <= _MOST_OF_WHOLE_VECTORS[itemsize] and _are_so_many(problem, _WHOLE_VECTORS[itemsize])
 
@@ -101,6 +101,11 @@ def _are_so_many(problem: Problem, limits: _Limits) -> bool:
     return any(problem.rows >= rows and row_bytes >= each for rows, each in limits)
 
 
-def _are_many(problem: Problem, each: int, in_all: int) -> bool:
+def _are_many(problem: Problem, device: Device, each: int, in_all: int) -> bool:
     row_bytes = problem.columns * problem.itemsize
-    return row_bytes >= each and problem.rows >= _LEAST_MANY and problem.rows * row_bytes >= in_all
+    return row_bytes >= each and problem.rows >= _LEAST_MANY and _bytes_in_all(problem, device) >= in_all
+
+
+def _bytes_in_all(problem: Problem, device: Device) -> float:
+    """Those of a tensor, for as many multiprocessors as an H200 has."""
+    return problem.rows * problem.columns * problem.itemsize * _MULTIPROCESSORS / device.multiprocessors
