@@ -3,14 +3,14 @@
 //
 // All blocks run at the same time and share every row. A block's part of it comes in bulk, in pieces of one vector for
 // each of the THREADS working threads, to a ring of as many places as there is room for. A thread sums its vector of a
-// piece when that has come. In the next turn it takes the vector to registers, where it HAS_ROOM for one row, so that
-// the place is free for a piece of a row to come; and in the turn after that, when the row is known, it finishes the
-// vector there. All this goes side by side: of three rows a vector each, and then the next. So results leave at the
-// rate at which numbers come, and there is no time when all blocks do nothing but write, in which what they tell each
-// other waits behind that.
+// piece when that has come. In the next turn it takes the vector to registers, which have room for one row, so that the
+// place is free for a piece of a row to come; and in the turn after that, when the row is known, it finishes the vector
+// there. All this goes side by side: of three rows a vector each, and then the next. So results leave at the rate at
+// which numbers come, and there is no time when all blocks do nothing but write, in which what they tell each other
+// waits behind that.
 //
 // One more warp has pieces fetched. Another tells the other blocks what its own has of a row, and puts together what
-// all have in a fixed order; what is told are words that carry the number of the turn beside the bits (see
+// all have in a fixed order; what is told are parcels that carry the number of the turn beside the bits (see
 // grid_words.cuh).
 constexpr int WARPS = THREADS / 32;
 constexpr int BLOCK_THREADS = THREADS + 64;
