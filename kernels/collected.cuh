@@ -24,7 +24,7 @@ __device__ __forceinline__ void await_words(Word (&seen)[SEVERAL], unsigned tag,
       if (there(i) && !has_tag(seen[i], tag)) seen[i] = load_word(place(i));
     }
 #pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) all = all && (!there(i) || has_tag(seen[i], tag));
+    for (int i = 0; i < SEVERAL; ++i) all &= !there(i) | has_tag(seen[i], tag);
     if (!all) __nanosleep(REST_NS);
   } while (!all);
 }

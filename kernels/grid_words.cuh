@@ -137,7 +137,7 @@ struct Parcel {
 };
 
 __device__ __forceinline__ bool has_tag(const Parcel& parcel, unsigned tag) {
-  return parcel.above(0) >> 16 == tag && parcel.above(1) >> 16 == tag;
+  return (parcel.above(0) >> 16 | (parcel.above(1) & 0xffff0000u)) == tag * 0x10001u;
 }
 
 // Of a turn: never 0, and another than that of each of the 65,534 turns before.

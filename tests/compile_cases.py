@@ -194,13 +194,15 @@ SPILLED = {
 }
 
 # Bytes that ptxas spills all the same, for sm_90, by kernel, dtype, columns and WEIGHTS_OF: of sixteen-bit rows in the
-# geometry that was measured to be best, of doubles where it spills nothing with a vector more, and of a batch norm
-# under silu, two blocks of which share a multiprocessor that would else have one.
+# geometry that was measured to be best, of doubles where it spills nothing with a vector more, of a batch norm under
+# silu, two blocks of which share a multiprocessor that would else have one, and of groups that have weights in double,
+# in the warp that collects what as many blocks tell.
 KNOWN_SPILLS = {
     ("row_block_backward", "float16", 16_384, "columns"): 16,
     ("row_block_backward", "bfloat16", 12_288, "columns"): 64,
     ("row_block_backward", "float64", 20_001, "columns"): 24,
     ("row_block_forward", "float16", 16_384, "part"): 12,
+    ("row_pipeline_backward", "float32", 2**20, "part"): 64,
 }
 
 
