@@ -345,7 +345,7 @@ def pipeline_problems(dtype: str) -> Iterator[Problem]:
         yield BackwardProblem((rows,), (columns,), x, x, added, x, vector, bias, sums, sums, norm)
     # The longest are held.
     for points, activation in itertools.product(
-        (1_200_000, 2**21, 700_001, 1_100_001, 2**22, 6 << 20), (None, "silu", "gelu")
+        (1_200_000, 2**21, 700_001, 1_100_001, 2**22, 2**23), (None, "silu", "gelu")
     ):
         for make in (plain_channel_forward, plain_channel_backward):
             problem = as_rows(make(8, 8, 1, points, dtype, activation))
