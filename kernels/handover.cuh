@@ -45,20 +45,14 @@ struct Mbarriers {
 #endif
   }
 
-  __device__ __forceinline__ void arrive(int place) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address(place))
-                 : "memory");
-#endif
-  }
+  __device__ __forceinline__ void arrive(int place) { arrive_behind(place, 0); }
 
-  // Arrives when a word has come to its register, and what was loaded before it: an arrival does not wait for loads
-  // whose numbers nobody has used. Part of the address is the word and blockIdx.y, which is 0, but not to the compiler.
+  // Arrives when a word has come to its register: an arrival does not wait for loads whose numbers nobody has used.
+  // Part of the address is the word and blockIdx.y, which is 0, but not to the compiler.
   __device__ __forceinline__ void arrive_behind(int place, unsigned word) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address(place) +
-                                                                                            (word & blockIdx.y))
-                 : "memory");
+    const unsigned at = address(place) + (word & blockIdx.y);
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(at) : "memory");
 #endif
   }
 

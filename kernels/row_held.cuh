@@ -17,13 +17,12 @@ constexpr int BLOCK_THREADS = THREADS + 64;
 constexpr int MOVES = WARPS, SHARES = WARPS + 1;  // the other warps
 constexpr int PIECE = THREADS * VECTOR;           // numbers of a tensor
 constexpr int LAG = 2;                            // turns from the sums of a row to its finish
-// Turns whose words are kept. Who tells of a turn has what came one turn before from all, who then had what came two
+// Turns whose parcels are kept. Who tells of a turn has what came one turn before from all, who then had what came two
 // turns before.
 constexpr int EXCHANGES = 2;
 static_assert(VECTOR * sizeof(X_TYPE) == 16 && RING > RESIDENT);
 
-// Where pieces of so many tensors arrive, one row's after another's, and which places are free again.
-template <int TENSORS>
+// Where pieces arrive, one row's after another's, of all tensors, and which places are free again.
 struct Ring {
   BulkArrival arrived[RING];
   Mbarriers<THREADS, RING> emptied;
@@ -47,7 +46,7 @@ struct Walk {
   }
 };
 
-// What every block's part of a tensor's rows begins with.
+// Where the block's part of a tensor's first row begins.
 struct Source {
   const X_TYPE* memory;
   long long stride;  // elements from one row to the next
@@ -55,8 +54,8 @@ struct Source {
 
 // Fetches the block's part of all rows, by one thread.
 template <int TENSORS>
-__device__ __forceinline__ void fetch_rows(Ring<TENSORS>& ring, X_TYPE* staged, const Source (&sources)[TENSORS],
-                                           long long rows, int count) {
+__device__ __forceinline__ void fetch_rows(Ring& ring, X_TYPE* staged, const Source (&sources)[TENSORS], long long rows,
+                                           int count) {
   Walk walk;
   for (long long row = 0; row < rows; ++row) {
     for (int i = 0; i < RESIDENT; ++i, walk.go_on()) {
@@ -100,9 +99,8 @@ __device__ __forceinline__ unsigned first_word(const Vector<X_TYPE, VECTOR>& val
 // after it take(i, slots), where slots are the thread's, of each tensor; and end(turn), when a row is summed. What take
 // returns has bits of all that it has loaded, for which the place is kept.
 template <int TENSORS, typename Begin, typename Finish, typename Take, typename Sum, typename End>
-__device__ __forceinline__ void take_turns(Ring<TENSORS>& ring, const X_TYPE* staged, long long rows,
-                                           const Begin& begin, const Finish& finish, const Take& take, const Sum& sum,
-                                           const End& end) {
+__device__ __forceinline__ void take_turns(Ring& ring, const X_TYPE* staged, long long rows, const Begin& begin,
+                                           const Finish& finish, const Take& take, const Sum& sum, const End& end) {
   Walk summing, taking;
   const auto slots_at = [&](const Walk& walk) {
     return staged + walk.place * (TENSORS * PIECE) + static_cast<int>(threadIdx.x) * VECTOR;

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_backward
   let_next_launch_begin();
   clear_words(arguments.words, arguments.word_pairs);
   constexpr int TENSORS = 2;
-  __shared__ Ring<TENSORS> ring;
+  __shared__ Ring ring;
   __shared__ Meetings meetings;
   __shared__ OfWarps of_warps[2];
   __shared__ OfRow of_rows[2];
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_backward
     Given given;   // of the row that is summed
     OfRow of_row;  // that is finished
     Compute sums[2];
-    take_turns(
+    take_turns<TENSORS>(
         ring, staged, rows,
         [&](int turn, long long row) {
           given = next.widened();

@@ -49,7 +49,7 @@ constexpr int PIVOT_VECTORS = (RESIDENT + 11) / 12;
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(const Arguments arguments) {
   clear_words(arguments.words, arguments.word_pairs);
   constexpr int TENSORS = 1;
-  __shared__ Ring<TENSORS> ring;
+  __shared__ Ring ring;
   __shared__ Meetings meetings;
   __shared__ OfWarps of_warps[2];
   __shared__ OfRow of_rows[2];
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(
     Values first[PIVOT_VECTORS];   // of the row that is summed, until its pivot is there
     OfRow of_row;                  // that is finished
     Compute pivot[1], sums[2];
-    take_turns(
+    take_turns<TENSORS>(
         ring, staged, rows,
         [&](int turn, long long row) {
           pivot[0] = sums[0] = sums[1] = 0;

@@ -6,7 +6,7 @@
 //
 // Between the turns in which a row is summed and finished, the last two warps of each block see to its sums. One tells
 // the other blocks what its own has of the row; the other waits for what all have, and puts it together in a fixed
-// order. What is told are words that carry the number of the turn beside the bits, so that it takes neither fence
+// order. What is told are parcels that carry the number of the turn beside the bits, so that it takes neither fence
 // nor barrier (see grid_words.cuh). The other warps of a block sum a row, meet, and finish an older one.
 constexpr int BLOCK_THREADS = THREADS + 64;
 // Turns whose words are kept. A block that tells of a turn has what came LAG turns before from all, who may still be

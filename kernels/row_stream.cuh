@@ -9,7 +9,7 @@
 // The first WARPS warps sum a part, and finish an older one. Of three more, one has parts fetched and sent; one tells
 // the other blocks what its own has of a row; and one collects what all have, and puts it together in a fixed order.
 // They meet at no barrier of the block: each stage has mbarriers for what is to be waited for, so that some warps may
-// sum while others finish. What is told are words that carry the number of the turn beside the bits (see
+// sum while others finish. What is told are parcels that carry the number of the turn beside the bits (see
 // grid_words.cuh).
 constexpr int WARPS = THREADS / 32;
 constexpr int BLOCK_THREADS = THREADS + 96;

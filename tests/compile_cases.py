@@ -15,9 +15,8 @@ which one takes from a tenth of a second to two. Listed is:
    by turns.
 5. row_split_* along rows and across, of one dimension and more, row_grid_forward in each way to lay out its rows,
    row_held_* with long rows and short, row_pipeline_* with few rows on their way and many, short parts of them and
-   long, channel_pipeline_* with sets of
-   every kind, pointwise_*, channel_* along points and along channels, split_merge, row_weight_gradients, zeros and
-   column_sums.
+   long, channel_pipeline_* with sets of every kind, pointwise_*, channel_* along points and along channels,
+   split_merge, row_weight_gradients, zeros and column_sums.
 6. Norms without weights and sums, and rows of one channel that come as a run: on one architecture of each kind.
 
 The kernels are not listed here but asked of ``plan``. Of these some thousands those are compiled that together have

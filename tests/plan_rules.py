@@ -153,8 +153,10 @@ _SIZES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "three a block, with a tag beside each word, for two turns": lambda a, groups, size: 2 * groups * 3 * 2 * size,
     "16 bytes a block, for two turns": lambda a, groups, size: 2 * _places(a, groups) * 16,
     "16 bytes a block, for the turns that are kept": lambda a, groups, size: 2 * a["LAG"] * _places(a, groups) * 16,
-    "and for two more": lambda a, groups, size: (2 * a["LAG"] + 2) * _places(a, groups) * 16,
-    "or twice as many, for four numbers": lambda a, groups, size: (
+    "16 bytes a block, for the turns that are kept and two more": lambda a, groups, size: (
+        (2 * a["LAG"] + 2) * _places(a, groups) * 16
+    ),
+    "16 bytes a block, for the turns that are kept; of four numbers 32": lambda a, groups, size: (
         2 * a["LAG"] * _places(a, groups) * 16 * (1 + a["PEELED"])
     ),
 }
@@ -168,12 +170,12 @@ _SCRATCH = {
     "row_held_forward": {"words": "16 bytes a block, for two turns"},
     "row_held_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "16 bytes a block, for two turns"},
-    "row_pipeline_forward": {"words": "or twice as many, for four numbers"},
+    "row_pipeline_forward": {"words": "16 bytes a block, for the turns that are kept; of four numbers 32"},
     "row_pipeline_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
     | {"words": "16 bytes a block, for the turns that are kept"},
-    "row_stream_forward": {"words": "and for two more"},
+    "row_stream_forward": {"words": "16 bytes a block, for the turns that are kept and two more"},
     "row_stream_backward": dict.fromkeys(["dweight", "dbias"], "a row a group that shares rows")
-    | {"words": "and for two more"},
+    | {"words": "16 bytes a block, for the turns that are kept and two more"},
     "row_split_statistics": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk")
     | dict.fromkeys(["mean", "mean_remainder", "rstd"], "one a row"),
     "split_merge": dict.fromkeys(["chunk_means", "chunk_deviations"], "a double a chunk of a set")

@@ -15,17 +15,15 @@ from cunorm.plan.row_memory import (
     has_several_channels,
     vector_width,
 )
-from cunorm.plan.row_pipeline import channels_per_row, keeps_nothing, less_channels
+from cunorm.plan.row_pipeline import OTHER_THREADS, channels_per_row, keeps_nothing, less_channels
 from cunorm.plan.zeros import reserve_parcels
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["OTHER_THREADS", "RowHeld", "geometry"]
+__all__ = ["RowHeld", "geometry"]
 
-# Threads of a block that neither sum nor finish: two warps.
-OTHER_THREADS = 64
 # What a kernel declares of shared memory itself.
 _STATIC_SHARED_BYTES = 2048
-# Turns whose words are kept.
+# Turns whose parcels are kept, as kernels/row_held.cuh has them.
 _EXCHANGES = 2
 
 # The numbers are of an H200, as the time over that of a copy of the same bytes, of 16 to 64 rows.
