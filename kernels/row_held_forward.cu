@@ -43,8 +43,8 @@ struct Arguments {
 
 static_assert(HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS));
 
-// Vectors that give the pivot: of more, ptxas spills.
-constexpr int PIVOT_VECTORS = (RESIDENT + 11) / 12;
+// Vectors that give the pivot: with more, ptxas spills.
+constexpr int PIVOT_VECTORS = (RESIDENT + 8) / 16;
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(const Arguments arguments) {
   clear_words(arguments.words, arguments.word_pairs);

@@ -29,16 +29,17 @@ _EXCHANGES = 2
 # The numbers are of an H200, as the time over that of a copy of the same bytes, of 16 to 64 rows.
 
 # Threads of a block, and vectors of each in registers, in all tensors that are read: with more, ptxas spills. Heavy is
-# what is computed long with: 112^3 float32 numbers take 1.27 backward with 320 threads, 1.34 with 448; under silu 160^3
-# bfloat16 numbers 1.69 and 1.43.
-_LIGHT, _HEAVY = ((320, 26),), ((448, 18), (320, 24))
-# Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.08
-# there, held 1.31.
+# what is computed long with: 112^3 float32 numbers take 1.23 backward with 320 threads, 1.30 with 448; under silu 160^3
+# bfloat16 numbers 1.74 and 1.52; forward 192^3 1.16 and 1.15, under silu 1.58 and 1.23.
+_LIGHT = ((320, 26),)
+_HEAVY_FORWARD, _HEAVY_BACKWARD = ((448, 18), (320, 26)), ((448, 18), (320, 24))
+# Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.09
+# there, held 1.28.
 _ROWS_OF_A_PIPELINE = 3
-# Microseconds of a copy of a row, at least: what blocks wait for each other counts less the longer a row takes, and
-# more forward. 108^3 float32 numbers, 3.6, take 1.32 backward and 1.40 otherwise, 128^3, 6.1, 1.11 and 1.37; forward
-# bfloat16 numbers of 192^3, 6.8, 1.35 and 1.33, of 200^3, 7.7, 1.29 and 1.63.
-_LEAST_FORWARD, _LEAST_BACKWARD = 7.5, 3.5
+# Microseconds of a copy of a row, at least: what blocks wait for each other counts less the longer a row takes. 108^3
+# float32 numbers, 3.6, take 1.25 backward and 1.43 otherwise, 128^3, 6.1, 1.10 and 1.37; 136^3 forward, 4.9, 1.22 and
+# 1.40. Shorter ones, which are as long only where blocks have less room, were not timed.
+_LEAST_MICROSECONDS = 3.5
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,7 @@ def geometry(problem: Problem, device: Device) -> RowHeld | None:
     if isinstance(problem, BackwardProblem) and problem.dx is None:
         return None
     moved = problem.columns * problem.itemsize * len(problem.matrices)
-    least = _LEAST_FORWARD if isinstance(problem, ForwardProblem) else _LEAST_BACKWARD
-    if moved < least * device.memory_rate * device.multiprocessors:
+    if moved < _LEAST_MICROSECONDS * device.memory_rate * device.multiprocessors:
         return None
     ways = (_geometry(problem, device, *layout) for layout in _layouts(problem))
     return next(filter(None, ways), None)
@@ -179,10 +179,12 @@ def geometry(problem: Problem, device: Device) -> RowHeld | None:
 
 def _layouts(problem: Problem) -> tuple[tuple[int, int], ...]:
     activation = problem.norm.activation
-    if isinstance(problem, ForwardProblem) or activation in (None, "relu"):
+    if activation in (None, "relu"):
         return _LIGHT
+    if isinstance(problem, ForwardProblem):
+        return _HEAVY_FORWARD
     # Under gelu sixteen-bit numbers take 2.1 backward in any way.
-    return () if activation in ("gelu", "gelu_tanh") and problem.itemsize == 2 else _HEAVY
+    return () if activation in ("gelu", "gelu_tanh") and problem.itemsize == 2 else _HEAVY_BACKWARD
 
 
 def _geometry(problem: Problem, device: Device, threads: int, most_vectors: int) -> RowHeld | None:
