@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cunorm.plan import Device
+from cunorm.plan.device import UNEVEN_CLUSTERS, UNEVEN_SHARES
 
 __all__ = [
     "CLUSTER_DIMENSION",
@@ -73,13 +75,15 @@ def device(index: int) -> Device:
     if (properties["major"], properties["minor"]) < _FIRST_CAPABILITY:
         found, first = f"{properties['major']}.{properties['minor']}", "{}.{}".format(*_FIRST_CAPABILITY)
         raise RuntimeError(f"CUDA device {index} has compute capability {found}; it must be {first} (Turing) or later")
-    return Device(
+    without_clusters = Device(
         arch=f"sm_{properties['major']}{properties['minor']}",
         multiprocessors=properties["multiProcessorCount"],
         threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
-        clusters=_clusters(index) if properties["major"] >= 9 else (0, 0, 0, 0),
+        clusters=(0, 0, 0, 0),
+        uneven_clusters=((0,) * len(UNEVEN_SHARES),) * len(UNEVEN_CLUSTERS),
         memory_rate=_memory_rate(index) / properties["multiProcessorCount"] or Device.memory_rate,
     )
+    return _with_clusters(without_clusters, index) if properties["major"] >= 9 else without_clusters
 
 
 def _memory_rate(index: int) -> float:
@@ -138,22 +142,25 @@ def driver_addresses(*names: str) -> list[int]:
     return [ctypes.cast(getattr(driver(), name), ctypes.c_void_p).value or 0 for name in names]
 
 
-def _clusters(index: int) -> tuple[int, int, int, int]:
-    """How many clusters of 2, 4, 8 and 16 blocks that fill a multiprocessor each run at once; 0 for what fails."""
-    with cupy().cuda.Device(index):
+def _with_clusters(device: Device, index: int) -> Device:
+    """The device with the numbers of clusters of blocks that run at once; 0 for what fails."""
+    with cupy().cuda.Device(index) as current:
         text = 'extern "C" __global__ void fill() { extern __shared__ char memory[]; memory[threadIdx.x] = 0; }'
         function = cupy().RawModule(code=text).get_function("fill")
-        shared_bytes = cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-        function.max_dynamic_shared_size_bytes = shared_bytes
+        most = current.attributes["MaxSharedMemoryPerBlockOptin"]
+        function.max_dynamic_shared_size_bytes = most
         cupy().cuda.driver.funcSetAttribute(function.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        counts = []
-        for blocks in (2, 4, 8, 16):
+
+        def count(blocks: int, share: int = 1) -> int:
+            shared_bytes = (most + device.reserved_bytes) // share - device.reserved_bytes
             config = launch_config(blocks, (128, 1), shared_bytes, {CLUSTER_DIMENSION: (blocks, 1, 1)})
-            count = ctypes.c_int(0)
-            pointer = ctypes.c_void_p(function.kernel.ptr)
-            failed = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), pointer, ctypes.byref(config))
-            counts.append(0 if failed else count.value)
-    return counts[0], counts[1], counts[2], counts[3]
+            found, pointer = ctypes.c_int(0), ctypes.c_void_p(function.kernel.ptr)
+            failed = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, ctypes.byref(config))
+            return 0 if failed else found.value
+
+        uneven = (tuple(count(blocks, share) for share in UNEVEN_SHARES) for blocks in UNEVEN_CLUSTERS)
+        clusters = count(2), count(4), count(8), count(16)
+        return replace(device, clusters=clusters, uneven_clusters=tuple(uneven))
 
 
 def launches_overlap(index: int) -> bool:

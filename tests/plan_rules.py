@@ -17,6 +17,7 @@ from plan_coverage_rules import rows_and_columns_are_covered, weights_are_those_
 
 from cunorm import kernels, launch
 from cunorm.plan import Device, Launch, Plan
+from cunorm.plan.device import UNEVEN_CLUSTERS
 from cunorm.problem import (
     DTYPES,
     AnyProblem,
@@ -47,13 +48,13 @@ def within_the_limits_of_cuda(problem: Problem, device: Device, chosen: Plan) ->
         shared_bytes = item.shared_bytes + _static_shared_bytes(item, problem)
         assert shared_bytes <= device.shared_bytes
         # From 16 blocks on a cluster needs a kernel's consent, which the driver's side gives; more there are not.
-        assert item.cluster in (1, 2, 4, 8, 16) and item.grid % item.cluster == 0
+        assert item.cluster in (1, 2, 4, 8, 16, *UNEVEN_CLUSTERS) and item.grid % item.cluster == 0
         assert device.groups(item.cluster) > 0, "the device cannot run such a cluster"
         assert item.cluster == 1 or device.capability >= 90
         if item.kernel.startswith("row_block") and _takes_turns(item, problem):
             # All of these groups run at once: what does not find room would begin when others have ended. But peeled,
             # there are at least as many as it takes for all rows of one to begin alike.
-            most = device.groups(item.cluster) * device.blocks_with(shared_bytes)
+            most = device.groups(item.cluster, device.blocks_with(shared_bytes))
             assert item.grid // item.cluster <= max(most, 16 // problem.itemsize)
         if item.kernel.startswith("row_bulk"):
             blocks: Any = dict(item.constants)["MIN_BLOCKS"]

@@ -176,9 +176,12 @@ ROWS_OF_CHANNELS = [
     (3, 8, 8, 4096, "float32"),
     (2, 8, 4, 20_000, "float32"),  # a block has one channel
     (16, 512, 16, 1024, "float16"),  # several channels a row, whose weights are staged: by a block, in turns
-    (8, 320, 10, 4096, "float16"),  # by clusters, in turns
+    (8, 448, 14, 4096, "float16"),  # by clusters, in turns
     (4, 512, 16, 4096, "bfloat16"),
-    (8, 960, 30, 1024, "float16"),  # backward the last block has fewer channels
+    (8, 960, 30, 900, "float16"),  # backward the last block has fewer channels
+    (8, 320, 10, 4096, "float16"),  # backward by ten blocks, six, and fifteen
+    (8, 960, 30, 1024, "bfloat16"),
+    (2, 960, 30, 2304, "float16"),
     (8, 1280, 40, 256, "float16"),  # several blocks a multiprocessor, ahead
     (2, 640, 20, 1024, "bfloat16"),  # by clusters, all at once
 ]

@@ -444,10 +444,15 @@ def test_gradients_of_an_activation_that_are_kept(vectors: int) -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu"])
-@pytest.mark.parametrize(("together", "points", "vectors"), [(8, 512, 1), (8, 1000, 2), (4, 1024, 1)])
-def test_blocks_of_a_channel(together: int, points: int, vectors: int, activation: str | None) -> None:
-    """Eight blocks share a row of eight channels, or of four."""
-    geometry = RowBlock(8, vectors, 64, 1, 8, "ahead", blocks_per_multiprocessor=1)
+@pytest.mark.parametrize(
+    ("blocks", "together", "points", "vectors"),
+    [(8, 8, 512, 1), (8, 8, 1000, 2), (8, 4, 1024, 1), (10, 10, 512, 1), (6, 30, 200, 2), (15, 30, 256, 1)],
+)
+def test_blocks_of_whole_channels(
+    blocks: int, together: int, points: int, vectors: int, activation: str | None
+) -> None:
+    """Blocks that share a row have a channel each, two have one, or each has several."""
+    geometry = RowBlock(8, vectors, 64, 1, blocks, "ahead", blocks_per_multiprocessor=1)
     check_backward(norm_of(3, 2 * together, together, points, "float16", activation), laid_out(geometry))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "Device"]
+__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "UNEVEN_CLUSTERS", "UNEVEN_SHARES", "Device"]
 
 REGISTERS = 65536  # of a multiprocessor
+UNEVEN_CLUSTERS = (6, 10, 15)  # the sizes of `Device.uneven_clusters`, and the shares
+UNEVEN_SHARES = (1, 2, 3, 4)
 MOST_STATIC_BYTES = 48 * 1024  # of shared memory, that a kernel may declare
 
 
@@ -20,6 +22,9 @@ class Device:
     # How many clusters of 2, 4, 8 and 16 blocks, each filling a multiprocessor, run at the same time. They lie within
     # groups of multiprocessors, so some of these stay idle; how many differs even between two chips of a model.
     clusters: tuple[int, int, int, int] = (66, 30, 15, 7)
+    # The same of UNEVEN_CLUSTERS, of each where UNEVEN_SHARES of its blocks fill a multiprocessor: such clusters leave
+    # fewer idle the smaller their blocks are.
+    uneven_clusters: tuple[tuple[int, ...], ...] = ((17, 39, 62, 79), (7, 21, 30, 44), (7, 14, 21, 28))
     # Bytes that a copy moves in a microsecond for each multiprocessor, those read and those written.
     memory_rate: float = 32e3
 
@@ -52,8 +57,15 @@ class Device:
         """How much shared memory each of so many blocks of a multiprocessor may have."""
         return (self.shared_bytes + self.reserved_bytes) // blocks - self.reserved_bytes
 
-    def groups(self, blocks: int) -> int:
-        """How many groups of 1, 2, 4, 8 or 16 blocks, each filling a multiprocessor, run at the same time; or 0."""
+    def groups(self, blocks: int, share: int = 1) -> int:
+        """How many groups of so many blocks run at the same time, where a share of blocks fills a multiprocessor; or 0.
+
+        A group is of 1, 2, 4, 8 or 16 blocks, or one of UNEVEN_CLUSTERS.
+        """
         if blocks == 1:
-            return self.multiprocessors
-        return self.clusters[blocks.bit_length() - 2] if self.capability >= 90 else 0
+            return self.multiprocessors * share
+        if self.capability < 90:
+            return 0
+        if blocks in UNEVEN_CLUSTERS:
+            return self.uneven_clusters[UNEVEN_CLUSTERS.index(blocks)][min(share, UNEVEN_SHARES[-1]) - 1]
+        return self.clusters[blocks.bit_length() - 2] * share
