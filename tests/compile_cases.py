@@ -544,7 +544,7 @@ CHANNEL_NORMS: list[tuple[tuple[int, int, int], int | None, bool, str | None]] =
     ((8, 320, 64 * 64), 10, False, "silu"),
     ((2, 320, 48 * 48), 10, False, None),
     ((8, 320, 80 * 80), 10, False, "gelu"),
-    ((8, 960, 48 * 48), 30, False, "gelu_tanh"),
+    ((8, 960, 48 * 48), 30, False, "silu"),
     ((8, 1920, 32 * 32), 60, False, "silu"),
     ((8, 320, 128 * 128), 10, True, "silu"),
     ((8, 128, 256 * 256), 4, True, None),

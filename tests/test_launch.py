@@ -7,6 +7,7 @@ import ctypes
 import functools
 import struct
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
     look_like(monkeypatch, properties)
     if fine:
         clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
-        assert cuda.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters)
+        assert cuda.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters, ((0,) * 4,) * 3)
     else:
         message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
         with pytest.raises(RuntimeError, match=message):
@@ -304,7 +305,7 @@ def look_like(monkeypatch: pytest.MonkeyPatch, properties: dict[str, int], **att
     device = SimpleNamespace(attributes=attributes)
     of_cupy = SimpleNamespace(runtime=runtime, Device=lambda index: device)
     monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=of_cupy))
-    monkeypatch.setattr(cuda, "_clusters", lambda index: (5, 2, 1, 0))
+    monkeypatch.setattr(cuda, "_with_clusters", lambda device, index: replace(device, clusters=(5, 2, 1, 0)))
     monkeypatch.setattr(cuda, "device", functools.cache(cuda.device.__wrapped__))
 
 
