@@ -183,7 +183,9 @@ def _of_sixteen_bit(of: _Pass, activation: str | None, device: Device) -> _Pass:
     if device.capability < 90:
         return replace(of, unroll=of.unroll >> (1 if own is None or activation is None else 2))
     if own is None:
-        return of
+        # For sm_120, with two lanes of channels, 24 bytes would spill with registers for five blocks.
+        many = device.capability >= 120 and activation is not None
+        return replace(of, min_blocks=min(of.min_blocks, 4)) if many else of
     if activation is None or activation == "relu":
         return replace(of, unroll=own.unroll if activation is None else own.unroll_relu)
     return replace(of, unroll=own.unroll_activated, waves=own.waves_activated)
