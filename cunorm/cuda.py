@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cunorm.plan import Device
-from cunorm.plan.device import UNEVEN_CLUSTERS, UNEVEN_SHARES
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS, UNEVEN_CLUSTERS, UNEVEN_SHARES
 
 __all__ = [
     "CLUSTER_DIMENSION",
@@ -80,7 +80,7 @@ def device(index: int) -> Device:
         multiprocessors=properties["multiProcessorCount"],
         threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
         clusters=(0, 0, 0, 0),
-        uneven_clusters=((0,) * len(UNEVEN_SHARES),) * len(UNEVEN_CLUSTERS),
+        uneven_clusters=NO_UNEVEN_CLUSTERS,
         memory_rate=_memory_rate(index) / properties["multiProcessorCount"] or Device.memory_rate,
     )
     return _with_clusters(without_clusters, index) if properties["major"] >= 9 else without_clusters

@@ -336,7 +336,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS_PER_ROW * ROWS
     if (tells_of_row()) running.fetch(arguments, place.row);
     // Weights that come early, and rows in segments. On an H200 RMS norm of 4096 x 1024 bfloat16 numbers takes 0.98 so,
     // else 1.06, and layer norm of 64 x 1000 5.2 us, else 5.7. Other layer norms, shorter rows of RMS norm, and those
-    // with a residual take up to 1.04 of the time. On an H100 batch norm of 4 x 32 x 28^2 float16 numbers 0.95.
+    // with a residual take up to 1.06 of the time, 109 of 1 to 2048 of them 1.005 on average. On an H100 batch norm of
+    // 4 x 32 x 28^2 float16 numbers 0.95.
     // Weights that are staged would set out when the row has come and is summed: on an H200 4096 x 3072 float16 numbers
     // take 17.2 us so, else 19.7; 4096 x 512 6.7 and 7.5; 104 problems 0.974 of the time on average.
     constexpr bool IS_LIGHT = !CENTERED && !HAS_RESIDUAL && BLOCKS_PER_ROW == 1;

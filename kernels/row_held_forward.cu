@@ -43,9 +43,6 @@ struct Arguments {
 
 static_assert(HAS_CHANNELS || (!HAS_WEIGHT && !HAS_BIAS));
 
-// Vectors that give the pivot: with more, ptxas spills.
-constexpr int PIVOT_VECTORS = (RESIDENT + 8) / 16;
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(const Arguments arguments) {
   clear_words(arguments.words, arguments.word_pairs);
   constexpr int TENSORS = 1;
@@ -101,14 +98,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(
     }
   } else {
     const auto has = [&](int i) { return i * PIECE + static_cast<int>(threadIdx.x) * VECTOR < part.count; };
-    int pivot_lanes = 0;
-#pragma unroll
-    for (int i = 0; i < PIVOT_VECTORS; ++i) pivot_lanes += lanes_with(vectors, warp, i);
-    const Compute pivot_scale = static_cast<Compute>(1) / max(1, pivot_lanes * VECTOR);
+    // A warp's pivot is the mean of the first vector of each lane.
+    const Compute pivot_scale = static_cast<Compute>(1) / max(1, lanes_with(vectors, warp, 0) * VECTOR);
     X_TYPE* const own_y = arguments.y + part.first + threadIdx.x * VECTOR;
-    Values x[RESIDENT];            // of the row that is held
-    Values first[PIVOT_VECTORS];   // of the row that is summed, until its pivot is there
-    OfRow of_row;                  // that is finished
+    Values x[RESIDENT];  // of the row that is held
+    OfRow of_row;        // that is finished
     Compute pivot[1], sums[2];
     take_turns<TENSORS>(
         ring, staged, rows,
@@ -131,21 +125,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) row_held_forward(
           return first_word(x[i]);
         },
         [&](int i, const X_TYPE* slots) {
-          if (!CENTERED || i >= PIVOT_VECTORS) {
-            if (has(i)) add_differences(load<X_TYPE, VECTOR>(slots), pivot[0], sums);
-            return;
+          Values values;
+          if (has(i)) values = load<X_TYPE, VECTOR>(slots);
+          if (CENTERED && i == 0) {
+            if (has(i)) add_values(values, pivot);
+            warp_sum<32, 1>(pivot);
+            pivot[0] *= pivot_scale;
           }
-          if (has(i)) {
-            first[i] = load<X_TYPE, VECTOR>(slots);
-            add_values(first[i], pivot);
-          }
-          if (i < PIVOT_VECTORS - 1) return;
-          warp_sum<32, 1>(pivot);
-          pivot[0] *= pivot_scale;
-#pragma unroll
-          for (int j = 0; j < PIVOT_VECTORS; ++j) {
-            if (has(j)) add_differences(first[j], pivot[0], sums);
-          }
+          if (has(i)) add_differences(values, pivot[0], sums);
         },
         [&](int turn) {
           warp_sum<32, 1>(sums);

@@ -18,6 +18,7 @@ import pytest
 import cunorm
 from cunorm import on_cpu, reference
 from cunorm.plan import Device, Plan, plan
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS
 from cunorm.problem import ACTIVATIONS, BackwardProblem, ForwardProblem, Norm, View
 from cunorm.reference import activations
 
@@ -63,7 +64,7 @@ AXES = [
 ]
 # A GPU small enough that the emulator has little to do, and that blocks take several rows each.
 OLD_DEVICE = Device("sm_75", multiprocessors=2, threads_per_multiprocessor=512)
-SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
+SMALL_DEVICE = Device("sm_90", 2, 512, clusters=(1, 1, 0, 0), uneven_clusters=NO_UNEVEN_CLUSTERS)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

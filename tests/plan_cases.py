@@ -15,6 +15,7 @@ from cunorm.plan import Device, Plan, channel, rows_of_channels
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_slab import Slab
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS
 from cunorm.problem import (
     ACTIVATIONS,
     DTYPES,
@@ -47,8 +48,8 @@ GPUS = {
 DEVICES = GPUS | {
     "H100": Device("sm_90", 132, 2048, memory_rate=21.8e3),
     "slower memory": Device("sm_89", 128, 1536, memory_rate=7e3),
-    "few clusters": Device("sm_90", 2, 512, clusters=(1, 1, 0, 0)),
-    "no clusters": Device("sm_90", 2, 512, clusters=(0, 0, 0, 0)),
+    "few clusters": Device("sm_90", 2, 512, (1, 1, 0, 0), NO_UNEVEN_CLUSTERS),
+    "no clusters": Device("sm_90", 2, 512, (0, 0, 0, 0), NO_UNEVEN_CLUSTERS),
     "smallest": Device("sm_75", 1, 1024),
 }
 MOST_BYTES = 2**38  # of one tensor; the largest GPUs of today hold less

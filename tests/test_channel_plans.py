@@ -11,7 +11,7 @@ from plan_cases import DEVICES, plain_channel_norm
 
 from cunorm.plan import Device, channel_slab, plan
 from cunorm.plan.channel_tiles import Direction, along_planes
-from cunorm.plan.device import UNEVEN_CLUSTERS
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS, UNEVEN_CLUSTERS
 
 # Its memory is not as fast as that of an H200, which Device() is.
 H100 = dataclasses.replace(Device(), memory_rate=21.8e3)
@@ -272,7 +272,7 @@ def test_channels_that_no_power_of_two_divides(
         return
     assert (launch.cluster, launch.block[0], dict(launch.constants)["VECTORS"]) == expected
     assert plan(problem, H100).launches[0].cluster not in UNEVEN_CLUSTERS, "there none was timed"
-    without = dataclasses.replace(Device(), uneven_clusters=((0,) * 4,) * 3)
+    without = dataclasses.replace(Device(), uneven_clusters=NO_UNEVEN_CLUSTERS)
     assert plan(problem, without).launches[0].cluster not in UNEVEN_CLUSTERS
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from cunorm import compiling, cuda, kernels, launch
 from cunorm.plan import Device, Launch, Plan, plan
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS
 from cunorm.problem import BackwardProblem, ForwardProblem, Matrix, Norm, Vector
 
 FORWARD = ("x", "residual", "weight", "bias", "y", "residual_out", "mean", "rstd")
@@ -292,7 +293,7 @@ def test_gpus_before_turing_are_refused(monkeypatch: pytest.MonkeyPatch, major: 
     look_like(monkeypatch, properties)
     if fine:
         clusters = (5, 2, 1, 0) if major >= 9 else (0, 0, 0, 0)  # older ones have none, and are not asked
-        assert cuda.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters, ((0,) * 4,) * 3)
+        assert cuda.device(0) == Device(f"sm_{major}{minor}", 10, 1024, clusters, NO_UNEVEN_CLUSTERS)
     else:
         message = rf"CUDA device 0 has compute capability {major}\.{minor}; it must be 7\.5"
         with pytest.raises(RuntimeError, match=message):

@@ -61,6 +61,12 @@ def test_channels(kind: str, activation: str | None, weight: str | None, bias: s
     check_backward(norm, choose)
 
 
+@pytest.mark.parametrize("kind", ["one channel", "two channels", "many blocks"])
+def test_small_variances_beside_large_means(kind: str) -> None:
+    sizes, _, _ = HELD[kind]
+    check_forward(norm_of(*sizes, shift=1000.0, outliers=False), laid_out(way_of(kind)))
+
+
 @pytest.mark.parametrize("kind", ["many ahead", "of sixteen bits", "two channels"])
 def test_the_order_of_threads_does_not_matter(kind: str) -> None:
     sizes, _, _ = HELD[kind]

@@ -35,6 +35,7 @@ from cunorm.plan import (
 from cunorm.plan.channel_pipeline import ChannelPipeline
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import Tiles, direction, tile_lanes
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS
 from cunorm.plan.launches import Builder
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_bulk import RowBulk
@@ -86,7 +87,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 # A GPU so small that the emulator has little to do, and that blocks take several rows each.
-SMALL_DEVICE = Device("sm_90", multiprocessors=2, threads_per_multiprocessor=512, clusters=(1, 1, 0, 0))
+SMALL_DEVICE = Device("sm_90", 2, 512, clusters=(1, 1, 0, 0), uneven_clusters=NO_UNEVEN_CLUSTERS)
 _GRID_DEVICE = Device("sm_90", multiprocessors=6, threads_per_multiprocessor=2048)
 _EPS = 0.01  # large enough that a kernel without it is wrong
 _CPU = ("cpu", 0)

@@ -141,7 +141,6 @@ def _with_resources(item: LaunchExplanation, device: Device) -> LaunchExplanatio
     taken = compile_resources(item.kernel, item.constants, device.arch)
     shared = taken.shared_bytes + item.dynamic_shared_bytes
     blocks, threads, limit = occupancy(device, item.threads, taken.registers, shared)
-    groups = device.groups(item.cluster) * item.cluster if item.cluster > 1 else device.multiprocessors
     return dataclasses.replace(
         item,
         static_shared_bytes=taken.shared_bytes,
@@ -150,7 +149,7 @@ def _with_resources(item: LaunchExplanation, device: Device) -> LaunchExplanatio
         blocks_per_multiprocessor=blocks,
         limited_by=limit,
         occupancy=threads,
-        blocks_at_once=min(item.grid, groups * blocks),
+        blocks_at_once=min(item.grid, device.groups(item.cluster, blocks) * item.cluster),
     )
 
 

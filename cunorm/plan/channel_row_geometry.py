@@ -270,8 +270,8 @@ def _uneven_blocks(problem: BackwardProblem, device: Device, width: int) -> RowB
     and 1.29 under silu (1.73, 1.53, 1.57, 1.41), 64 of them 1.49, 1.37, 1.44 and 1.45 (1.60, 1.53, 1.82, 1.72), without
     an activation 1.39, 1.33, 1.31 and 1.33 (1.48, 1.48, 1.51, 1.33), but 256 of 96^2 1.22 (1.17). 256 rows of thirty
     channels of 32^2, 40^2, 48^2 and 64^2 take 1.38, 1.58, 1.45 and 1.49 under silu (1.59, 1.73, 1.79, 1.67), of sixty
-    of 32^2, 40^2 and 48^2 1.48, 1.51 and 1.62 (1.62, 1.79, 1.84). Under the exact gelu all these take 0.64 to 1.05 of
-    the time. Where threads lack a vector, or a block has fewer, none of it is better.
+    of 32^2, 40^2 and 48^2 1.48, 1.51 and 1.62 (1.62, 1.79, 1.84). Under the exact gelu all these take 0.64 to 1.08 of
+    the time. Where some threads lack a vector it takes 0.89 to 1.13, by the layout; blocks of fewer 0.98 to 1.07.
     """
     channels, activation = problem.channels, problem.norm.activation
     if width != 8 or not device.has_fast_memory or channels is None:

@@ -183,8 +183,8 @@ def _of_sixteen_bit(of: _Pass, activation: str | None, device: Device) -> _Pass:
     if device.capability < 90:
         return replace(of, unroll=of.unroll >> (1 if own is None or activation is None else 2))
     if own is None:
-        # For sm_120, with two lanes of channels, 24 bytes would spill with registers for five blocks.
-        many = device.capability >= 120 and activation is not None
+        # For sm_120, with eight vectors and two lanes of channels, 24 bytes would spill with registers for five blocks.
+        many = device.capability >= 120 and activation is not None and of.unroll >= 8
         return replace(of, min_blocks=min(of.min_blocks, 4)) if many else of
     if activation is None or activation == "relu":
         return replace(of, unroll=own.unroll if activation is None else own.unroll_relu)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MOST_STATIC_BYTES", "REGISTERS", "UNEVEN_CLUSTERS", "UNEVEN_SHARES", "Device"]
+__all__ = ["MOST_STATIC_BYTES", "NO_UNEVEN_CLUSTERS", "REGISTERS", "UNEVEN_CLUSTERS", "UNEVEN_SHARES", "Device"]
 
 REGISTERS = 65536  # of a multiprocessor
 UNEVEN_CLUSTERS = (6, 10, 15)  # the sizes of `Device.uneven_clusters`, and the shares
 UNEVEN_SHARES = (1, 2, 3, 4)
+NO_UNEVEN_CLUSTERS = ((0,) * len(UNEVEN_SHARES),) * len(UNEVEN_CLUSTERS)
 MOST_STATIC_BYTES = 48 * 1024  # of shared memory, that a kernel may declare
 
 
@@ -64,7 +65,7 @@ class Device:
         """
         if blocks == 1:
             return self.multiprocessors * share
-        if self.capability < 90:
+        if self.capability < 90 or share == 0:
             return 0
         if blocks in UNEVEN_CLUSTERS:
             return self.uneven_clusters[UNEVEN_CLUSTERS.index(blocks)][min(share, UNEVEN_SHARES[-1]) - 1]

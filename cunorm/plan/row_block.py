@@ -353,7 +353,7 @@ class RowBlock:
         That is as many as run at once: the rest would begin when these have ended, and take as long as they.
         """
         blocks = max(min(1, self.blocks_per_multiprocessor), self._blocks_with_room(problem, device))
-        return device.groups(self.blocks_per_row, blocks) if blocks else 0
+        return device.groups(self.blocks_per_row, blocks)
 
     def _blocks_with_room(self, problem: Problem, device: Device, staggered: bool = False) -> int:
         """How many blocks of a multiprocessor take turns, at most; 0 also where the shared memory is too small."""

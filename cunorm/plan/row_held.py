@@ -33,9 +33,6 @@ _EXCHANGES = 2
 # bfloat16 numbers 1.74 and 1.52; forward 192^3 1.16 and 1.15, under silu 1.58 and 1.23.
 _LIGHT = ((320, 26),)
 _HEAVY_FORWARD, _HEAVY_BACKWARD = ((448, 18), (320, 26)), ((448, 18), (320, 24))
-# Rows of which there is room for so many, or more, go through a pipeline: backward 128^3 bfloat16 numbers take 1.09
-# there, held 1.28.
-_ROWS_OF_A_PIPELINE = 3
 # Microseconds of a copy of a row, at least: what blocks wait for each other counts less the longer a row takes. 108^3
 # float32 numbers, 3.6, take 1.25 backward and 1.43 otherwise, 128^3, 6.1, 1.10 and 1.37; 136^3 forward, 4.9, 1.22 and
 # 1.40. Shorter ones, which are as long only where blocks have less room, were not timed.
@@ -157,7 +154,10 @@ def _plan_backward(problem: BackwardProblem, way: RowHeld, builder: Builder) -> 
 
 
 def geometry(problem: Problem, device: Device) -> RowHeld | None:
-    """How rows lie over blocks; None where the kernels are not for them, or others are better.
+    """How rows lie over blocks; None where the kernels are not for them, or two passes are better.
+
+    To be asked where no pipeline has room for rows: that is faster. Backward 128^3 bfloat16 numbers take 1.09 so, held
+    1.28.
 
     They need cp.async.bulk, and rows that are contiguous and whole vectors of 16 bytes; and there is nothing to keep of
     every column. GPUs other than Hopper have caches that hold what is read again, or not as much shared memory. On an
@@ -188,7 +188,7 @@ def _layouts(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def _geometry(problem: Problem, device: Device, threads: int, most_vectors: int) -> RowHeld | None:
-    """So many threads a block; None where they hold no row, or there is room for as many as a pipeline has."""
+    """So many threads a block; None where they hold no row."""
     channels = channels_per_row(problem)
     each = device.multiprocessors // channels
     if each == 0:
@@ -199,4 +199,4 @@ def _geometry(problem: Problem, device: Device, threads: int, most_vectors: int)
     way = replace(way, resident=way.vectors(problem), ring=way.pieces_that_fit(problem, device))
     if way.resident * len(problem.matrices_read) > most_vectors:
         return None
-    return way if way.resident < way.ring < _ROWS_OF_A_PIPELINE * way.resident else None
+    return way if way.resident < way.ring else None
