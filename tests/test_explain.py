@@ -546,6 +546,16 @@ def test_what_the_compiler_says(no_gpu: None) -> None:
     assert item.blocks_per_multiprocessor == 4 and item.blocks_at_once == 132 * 4
 
 
+def test_clusters_of_ten_that_run_at_once(no_gpu: None) -> None:
+    """Where ten blocks are a cluster, a GPU has room for fewer blocks than its multiprocessors would have alone."""
+    x = like((8, 320, 64, 64))
+    seen = cunorm.explain(x, "group_norm", num_groups=32, activation="silu", backward=True, arch="sm_90")
+    first = seen.launches[0]
+    assert first.cluster == 10
+    assert first.blocks_per_multiprocessor == 4
+    assert first.blocks_at_once == 440 < 4 * 132
+
+
 def test_import_takes_nothing_more() -> None:
     code = "import sys, cunorm; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
