@@ -9,7 +9,6 @@ from cunorm.plan import channel_grid, channel_pipeline, channel_slab, rows_of_ch
 from cunorm.plan.channel_cost import cost
 from cunorm.plan.channel_grid import Grid
 from cunorm.plan.channel_pipeline import ChannelPipeline
-from cunorm.plan.channel_row_geometry import has_even_blocks
 from cunorm.plan.channel_slab import Slab
 from cunorm.plan.channel_split import Split
 from cunorm.plan.channel_tiles import direction
@@ -155,7 +154,7 @@ def _is_better_group_as_slab(rows: RowBlock, problem: ChannelProblem, device: De
     awkward = problem.channels_per_set % _AWKWARD_CHANNELS == 0
     if rows.stage == "direct" or (forward and awkward):
         return False
-    if sixteen_bits and not forward and has_even_blocks(rows, problem.channels_per_set, problem.points):
+    if rows_of_channels.have_whole_channels(rows, problem, device):
         return False
     whole = rows.capacity == problem.values_per_set
     if sixteen_bits and forward:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cunorm.plan.device import UNEVEN_CLUSTERS, UNEVEN_SHARES, Device
+from cunorm.plan.device import Device
 from cunorm.plan.row_block import RowBlock
 from cunorm.plan.row_fit import blocks_with, fits, resident_by_memory
 from cunorm.plan.row_memory import can_be_shared, columns_per_block, has_several_channels, row_width
 from cunorm.problem import BackwardProblem, ForwardProblem, Problem
 
-__all__ = ["backward_geometry", "forward_geometry", "has_even_blocks", "with_channels"]
+__all__ = ["ahead", "backward_geometry", "forward_geometry", "sixteen_byte_width", "with_channels"]
 
 # Rows of fewer vectors of 16 bytes are spread as rows of columns are, but for those of `_short_forward` and
 # `_short_backward`.
@@ -28,12 +28,6 @@ _MOST_THREADS = 512
 _MOST_SHARED = 4096
 _MOST_FORWARD = 2560
 _MOST_BLOCKS = 8
-# Of a row, backward, that have one of its channels each, or two of which have one; and the vectors of such a block.
-_BLOCKS_OF_A_CHANNEL, _VECTORS_OF_A_CHANNEL = (8, 16), range(385, 1281)
-# Of a row, backward, whose channels powers of two do not divide: of ten, and of a multiple of thirty. Vectors of such a
-# block; its threads; vectors of a thread; and what its threads may have room for beside the block's part, as a share.
-_VECTORS_OF_ONE_OF_TEN, _VECTORS_OF_OTHERS = range(288, 1537), range(500, 1537)
-_UNEVEN_THREADS, _UNEVEN_VECTORS, _MOST_IDLE = range(96, 257, 32), range(3, 7), 0.03
 # Of few rows under an activation, 15 of each of 512 threads: 16 would spill.
 _MOST_ACTIVATED = 7680
 # Backward, vectors of a thread: more of sixteen-bit numbers spill, but for those of few rows that are read directly.
@@ -71,7 +65,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
     blocks, by two of 512 threads 1.14. Few of the longest are shared by as few blocks as can: 32 of 262,144 take
     1.28 by eight of 256 threads on an H100, by four of 512 1.59.
     """
-    width = _width(problem, device)
+    width = sixteen_byte_width(problem, device)
     vectors_per_row = problem.columns // width if width else 0
     small = _short_forward(problem, device, width, vectors_per_row)
     small = small or _small_blocks_forward(problem, device, width, vectors_per_row)
@@ -104,7 +98,7 @@ def forward_geometry(problem: ForwardProblem, device: Device) -> RowBlock | None
         # Where threads have not all as many, so many would spill: on an H100 512 rows of 31,752 take 1.32 so, by three
         # 1.22, of 33,800 under silu 1.53 and 1.37, of 45,000 under relu 1.28 and 1.19.
         crowd = 3
-    return _ahead(geometry, crowd, problem, device)
+    return ahead(geometry, crowd, problem, device)
 
 
 def _short_forward(problem: ForwardProblem, device: Device, width: int, vectors_per_row: int) -> RowBlock | None:
@@ -120,7 +114,7 @@ def _short_forward(problem: ForwardProblem, device: Device, width: int, vectors_
         return None
     threads = 64 if vectors_per_row <= 256 else 128
     geometry = replace(_spread(problem, width, 1, threads), rows_per_block=128 // threads)
-    return _ahead(geometry, 8 if geometry.vectors <= 4 else 4, problem, device)
+    return ahead(geometry, 8 if geometry.vectors <= 4 else 4, problem, device)
 
 
 def _small_blocks_forward(problem: ForwardProblem, device: Device, width: int, vectors_per_row: int) -> RowBlock | None:
@@ -142,13 +136,13 @@ def _small_blocks_forward(problem: ForwardProblem, device: Device, width: int, v
             return None
         many = problem.rows > 2 * device.multiprocessors
         crowd = 4 if geometry.vectors <= 4 else 3 if geometry.vectors == 5 else 2 if geometry.vectors < 10 + many else 1
-        return _ahead(geometry, crowd, problem, device)
+        return ahead(geometry, crowd, problem, device)
     blocks = _power_of_two(vectors_per_row, 1280)
     for shared, crowd in ((blocks, 4), (blocks // 2, 2)):
         geometry = _spread(problem, width, shared, 128)
         is_possible = geometry.vectors <= (10 if few else 15) and _can_share(problem, device, shared, width)
         if is_possible and geometry.capacity == problem.columns:
-            return _ahead(geometry, crowd, problem, device)
+            return ahead(geometry, crowd, problem, device)
     return None
 
 
@@ -170,7 +164,7 @@ def _few_activated(problem: ForwardProblem, device: Device, width: int, vectors_
     geometry = _spread(problem, width, blocks, _MOST_THREADS)
     # Two of 8 vectors each would spill, but where all threads have as many.
     crowd = 2 if geometry.vectors < 8 or geometry.capacity == problem.columns else 1
-    return _ahead(geometry, crowd, problem, device)
+    return ahead(geometry, crowd, problem, device)
 
 
 def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | None:
@@ -186,11 +180,8 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     1.64; and 64 of thirty channels, 122,880, 1.35 by eight blocks of four channels or two, 1.67 with one block on a
     multiprocessor, 1.78 with two, and by four blocks 1.57 and 2.06.
     """
-    width = _width(problem, device)
+    width = sixteen_byte_width(problem, device)
     vectors_per_row = problem.columns // width if width else 0
-    even = _blocks_of_a_channel(problem, device, width) or _uneven_blocks(problem, device, width)
-    if even is not None:
-        return even
     if vectors_per_row in _SHORT_BACKWARD:
         return _short_backward(problem, device, width, vectors_per_row)
     small = _small_blocks_backward(problem, device, width, vectors_per_row)
@@ -219,79 +210,7 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
         geometry, crowd = _spread(problem, width, 2 * least, 256), 1 if problem.norm.activation else 2
     else:
         return None
-    return _ahead(geometry, crowd, problem, device)
-
-
-def has_even_blocks(geometry: RowBlock, channels: int, points: int) -> bool:
-    """Whether a row of so many channels lies as `_blocks_of_a_channel` or `_uneven_blocks` has it."""
-    blocks = geometry.blocks_per_row
-    if blocks in UNEVEN_CLUSTERS:
-        return True
-    vectors = channels * points // (blocks * geometry.width)
-    return channels in _BLOCKS_OF_A_CHANNEL and blocks % channels == 0 and vectors in _VECTORS_OF_A_CHANNEL
-
-
-def _blocks_of_a_channel(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """Rows of 8 or 16 channels, with a block for each of them, or two: its part has one weight, and one pair of sums.
-
-    Where memory is fast, under silu as other rows and slabs in brackets: 32 rows of 16 channels of 64^2 float16 numbers
-    take 1.27 (1.49), 64 of 96^2 1.32 (1.58), 256 of 64^2 1.22 (1.32), 256 of 8 channels of 64^2 1.21 (1.34). Without an
-    activation 32 of 16 channels 1.20 (1.36), but 256 1.17 (1.12). Under the exact gelu 25 problems take 0.86 of the
-    time, at most 1.00; else by two blocks a channel 0.94 to 1.07, and by 256 threads of which many lack a vector up to
-    1.25 where rows are many.
-    """
-    channels, activation = problem.channels, problem.norm.activation
-    if width != 8 or not device.has_fast_memory or channels is None:
-        return None
-    if channels.channels_per_row not in _BLOCKS_OF_A_CHANNEL:
-        return None
-    if activation is None and 4 * problem.rows > device.multiprocessors:
-        return None
-    for blocks in _BLOCKS_OF_A_CHANNEL if activation == "gelu" else (channels.channels_per_row,):
-        if blocks % channels.channels_per_row or not _are_alike(problem, device, blocks, width, most=16):
-            continue
-        vectors = columns_per_block(problem, blocks, width) // width
-        if vectors not in _VECTORS_OF_A_CHANNEL:
-            continue
-        threads = 128 if vectors <= 512 else 256
-        geometry = _spread(problem, width, blocks, threads)
-        lacking = geometry.vectors * threads > 1.12 * vectors
-        if lacking and threads > 128 and problem.rows > device.multiprocessors and activation != "gelu":
-            return None
-        return _ahead(geometry, _MOST_THREADS // threads, problem, device)
-    return None
-
-
-def _uneven_blocks(problem: BackwardProblem, device: Device, width: int) -> RowBlock | None:
-    """Rows of 10, 30, 60 channels, as diffusion models have them, by 6, 10 or 15 blocks of as many whole channels.
-
-    Powers of two leave a block with a channel more than others, or with too much. Where memory is fast, as other rows
-    and slabs in brackets: 256 rows of ten channels of 48^2, 64^2, 80^2 and 96^2 float16 numbers take 1.35, 1.27, 1.24
-    and 1.29 under silu (1.73, 1.53, 1.57, 1.41), 64 of them 1.49, 1.37, 1.44 and 1.45 (1.60, 1.53, 1.82, 1.72), without
-    an activation 1.39, 1.33, 1.31 and 1.33 (1.48, 1.48, 1.51, 1.33), but 256 of 96^2 1.22 (1.17). 256 rows of thirty
-    channels of 32^2, 40^2, 48^2 and 64^2 take 1.38, 1.58, 1.45 and 1.49 under silu (1.59, 1.73, 1.79, 1.67), of sixty
-    of 32^2, 40^2 and 48^2 1.48, 1.51 and 1.62 (1.62, 1.79, 1.84). Under the exact gelu all these take 0.64 to 1.08 of
-    the time. Where some threads lack a vector it takes 0.89 to 1.13, by the layout; blocks of fewer 0.98 to 1.07.
-    """
-    channels, activation = problem.channels, problem.norm.activation
-    if width != 8 or not device.has_fast_memory or channels is None:
-        return None
-    of_ten = channels.channels_per_row == 10
-    if activation is None and not (of_ten and problem.rows <= device.multiprocessors):
-        return None
-    sizes = (10,) if of_ten else (15, 6) if channels.channels_per_row % 30 == 0 else ()
-    for blocks in sizes:
-        if not _are_alike(problem, device, blocks, width, most=16):
-            continue
-        vectors = columns_per_block(problem, blocks, width) // width
-        if vectors not in (_VECTORS_OF_ONE_OF_TEN if of_ten else _VECTORS_OF_OTHERS):
-            continue
-        for threads in _UNEVEN_THREADS:
-            geometry = _spread(problem, width, blocks, threads)
-            idle = geometry.vectors * threads / vectors - 1
-            if geometry.vectors in _UNEVEN_VECTORS and idle <= _MOST_IDLE:
-                return _ahead(geometry, min(UNEVEN_SHARES[-1], _MOST_THREADS // threads), problem, device)
-    return None
+    return ahead(geometry, crowd, problem, device)
 
 
 def _short_backward(problem: BackwardProblem, device: Device, width: int, vectors_per_row: int) -> RowBlock | None:
@@ -311,7 +230,7 @@ def _short_backward(problem: BackwardProblem, device: Device, width: int, vector
     geometry = replace(_spread(problem, width, 1, threads), rows_per_block=128 // threads if threads == 32 else 1)
     if problem.rows <= rows_at_once:
         return with_channels(geometry, problem, device)
-    return _ahead(geometry, _MOST_THREADS // geometry.threads, problem, device)
+    return ahead(geometry, _MOST_THREADS // geometry.threads, problem, device)
 
 
 def _small_blocks_backward(
@@ -333,16 +252,16 @@ def _small_blocks_backward(
         return None
     geometry = _spread(problem, width, blocks, 256)
     is_even = columns_per_block(problem, blocks, width) * blocks <= 1.07 * problem.columns
-    return _ahead(geometry, 2, problem, device) if is_even else None
+    return ahead(geometry, 2, problem, device) if is_even else None
 
 
-def _ahead(geometry: RowBlock, crowd: int, problem: Problem, device: Device) -> RowBlock | None:
+def ahead(geometry: RowBlock, crowd: int, problem: Problem, device: Device) -> RowBlock | None:
     """The geometry, in turns, with as many blocks on a multiprocessor; None where these have no room."""
     ahead = with_channels(replace(geometry, stage="ahead", blocks_per_multiprocessor=crowd), problem, device)
     return ahead if resident_by_memory(ahead, problem, device) >= crowd else None
 
 
-def _width(problem: Problem, device: Device) -> int:
+def sixteen_byte_width(problem: Problem, device: Device) -> int:
     """Numbers of a vector of 16 bytes, of rows that this is about; or 0."""
     width, itemsize = row_width(problem), problem.itemsize
     timed = device.capability == 90 and has_several_channels(problem) and itemsize < 8
@@ -359,13 +278,13 @@ def _spread(problem: Problem, width: int, blocks: int, threads: int) -> RowBlock
     return RowBlock(width, -(-vectors // threads), threads, blocks_per_row=blocks)
 
 
-def _can_share(problem: Problem, device: Device, blocks: int, width: int, most: int = _MOST_BLOCKS) -> bool:
+def _can_share(problem: Problem, device: Device, blocks: int, width: int) -> bool:
     """Whether so many blocks can share a row."""
-    return blocks <= most and device.groups(blocks) > 0 and can_be_shared(problem, blocks, width)
+    return blocks <= _MOST_BLOCKS and device.groups(blocks) > 0 and can_be_shared(problem, blocks, width)
 
 
-def _are_alike(problem: Problem, device: Device, blocks: int, width: int, most: int = _MOST_BLOCKS) -> bool:
+def _are_alike(problem: Problem, device: Device, blocks: int, width: int) -> bool:
     """Whether so many blocks can share a row, with as many columns each."""
-    if not _can_share(problem, device, blocks, width, most):
+    if not _can_share(problem, device, blocks, width):
         return False
     return columns_per_block(problem, blocks, width) * blocks == problem.columns

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 __all__ = ["MOST_STATIC_BYTES", "NO_UNEVEN_CLUSTERS", "REGISTERS", "UNEVEN_CLUSTERS", "UNEVEN_SHARES", "Device"]
 
 REGISTERS = 65536  # of a multiprocessor
-UNEVEN_CLUSTERS = (6, 10, 15)  # the sizes of `Device.uneven_clusters`, and the shares
-UNEVEN_SHARES = (1, 2, 3, 4)
+UNEVEN_CLUSTERS = (3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15)  # sizes of `Device.uneven_clusters`, and the shares
+UNEVEN_SHARES = (1, 2, 3, 4, 5, 6, 7, 8)
 NO_UNEVEN_CLUSTERS = ((0,) * len(UNEVEN_SHARES),) * len(UNEVEN_CLUSTERS)
 MOST_STATIC_BYTES = 48 * 1024  # of shared memory, that a kernel may declare
 
@@ -25,7 +25,12 @@ class Device:
     clusters: tuple[int, int, int, int] = (66, 30, 15, 7)
     # The same of UNEVEN_CLUSTERS, of each where UNEVEN_SHARES of its blocks fill a multiprocessor: such clusters leave
     # fewer idle the smaller their blocks are.
-    uneven_clusters: tuple[tuple[int, ...], ...] = ((17, 39, 62, 79), (7, 21, 30, 44), (7, 14, 21, 28))
+    uneven_clusters: tuple[tuple[int, ...], ...] = (
+        (39, 79, 124, 163, 163, 248, 248, 327), (22, 47, 69, 94, 94, 146, 146, 193),
+        (17, 39, 62, 79, 79, 124, 124, 163), (15, 32, 47, 69, 69, 101, 101, 139), (9, 23, 37, 51, 51, 74, 74, 102),
+        (7, 21, 30, 44, 44, 65, 65, 88), (7, 16, 28, 37, 37, 58, 58, 81), (7, 16, 28, 37, 37, 58, 58, 74),
+        (7, 14, 23, 30, 30, 51, 51, 67), (7, 14, 21, 30, 30, 44, 44, 65), (7, 14, 21, 28, 28, 44, 44, 58),
+    )  # fmt: skip
     # Bytes that a copy moves in a microsecond for each multiprocessor, those read and those written.
     memory_rate: float = 32e3
 

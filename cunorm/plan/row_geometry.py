@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from cunorm.plan import channel_row_geometry, channel_row_peeled, channel_row_single
+from cunorm.plan import channel_row_geometry, channel_row_peeled, channel_row_single, channel_row_whole
 from cunorm.plan.device import Device
 from cunorm.plan.row_activated import activated_row_backward, activated_row_forward
 from cunorm.plan.row_block import RowBlock
@@ -255,8 +255,11 @@ def backward_geometry(problem: BackwardProblem, device: Device) -> RowBlock | No
     single = channel_row_single.geometry(problem, device)
     if single is not None:
         return single
-    geometry = channel_row_geometry.backward_geometry(problem, device)
-    geometry = geometry or channel_row_peeled.backward_geometry(problem, device)
+    geometry = (
+        channel_row_whole.geometry(problem, device)
+        or channel_row_geometry.backward_geometry(problem, device)
+        or channel_row_peeled.backward_geometry(problem, device)
+    )
     if geometry is None:
         geometry = _backward_geometry(replace(problem, **_NO_WEIGHTS), device)
         if geometry is not None:

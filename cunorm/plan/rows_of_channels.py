@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cunorm.plan import row_candidates, row_pipeline_geometry, row_segments, rows
+from cunorm.plan import channel_row_whole, row_candidates, row_pipeline_geometry, row_segments, rows
 from cunorm.plan.channel_row_geometry import with_channels
 from cunorm.plan.device import Device
 from cunorm.plan.launches import Plan
@@ -26,7 +26,7 @@ from cunorm.problem import (
     Problem,
 )
 
-__all__ = ["as_rows", "candidates", "pipeline", "plan_with", "way_of"]
+__all__ = ["as_rows", "candidates", "have_whole_channels", "pipeline", "plan_with", "way_of"]
 
 # Rows and columns, of which there must be fewer: kernels/row_channels.cuh counts them in 32 bits.
 _TOO_MANY = 2**31
@@ -53,6 +53,12 @@ def pipeline(problem: ChannelProblem, device: Device) -> tuple[float, RowPipelin
         return None
     way = row_pipeline_geometry.geometry(as_row_problem, device)
     return None if way is None else (row_pipeline_geometry.cost(way, as_row_problem, device), way)
+
+
+def have_whole_channels(way: RowWay, problem: ChannelProblem, device: Device) -> bool:
+    """Whether a way is that of `channel_row_whole`, which is timed beside all others."""
+    as_row_problem = as_rows(problem)
+    return isinstance(as_row_problem, BackwardProblem) and way == channel_row_whole.geometry(as_row_problem, device)
 
 
 def candidates(problem: ChannelProblem, device: Device) -> Iterator[RowBlock]:
