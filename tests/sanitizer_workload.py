@@ -180,9 +180,13 @@ ROWS_OF_CHANNELS = [
     (8, 448, 14, 4096, "float16"),  # by clusters, in turns
     (4, 512, 16, 4096, "bfloat16"),
     (8, 960, 30, 900, "float16"),  # backward the last block has fewer channels
-    (8, 320, 10, 4096, "float16"),  # backward by ten blocks, six, and fifteen
+    (8, 320, 10, 4096, "float16"),  # backward by ten blocks, six, fifteen, three, twelve, nine, and eight
     (8, 960, 30, 1024, "bfloat16"),
     (2, 960, 30, 2304, "float16"),
+    (8, 96, 3, 1800, "bfloat16"),
+    (8, 384, 12, 2304, "float16"),
+    (8, 576, 18, 1024, "bfloat16"),
+    (8, 256, 8, 2304, "float32"),
     (8, 1280, 40, 256, "float16"),  # several blocks a multiprocessor, ahead
     (2, 640, 20, 1024, "bfloat16"),  # by clusters, all at once
 ]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
+from compile_cases import complaint
 from plan_cases import plain_channel_norm
+from test_rows_of_channels import Choice, check_backward, norm_of
 
-from cunorm.plan import Device, plan
-from cunorm.plan.device import NO_UNEVEN_CLUSTERS, UNEVEN_CLUSTERS
+from cunorm.plan import Device, Plan, plan
+from cunorm.plan.device import NO_UNEVEN_CLUSTERS, UNEVEN_CLUSTERS, UNEVEN_SHARES
+from cunorm.problem import ACTIVATIONS, ChannelProblem
+from cunorm.resources import compile_resources
 
 # Its memory is not as fast as that of an H200, which Device() is.
 H100 = dataclasses.replace(Device(), memory_rate=21.8e3)
@@ -43,16 +48,15 @@ def _layout(
         ((8, 448, 64 * 96), "silu", (14, 192, 4, 3)),
         ((8, 512, 40 * 128), "silu", (16, 128, 5, 4)),
         ((8, 512, 88**2), "silu", (16, 224, 5, 2)),
-        # All threads have 4 vectors, or else some have 5.
-        ((8, 320, 64 * 128), "silu", (10, 256, 4, 3)),
-        ((8, 320, 68 * 120), "silu", (10, 224, 5, 2)),
+        ((8, 320, 64 * 128), "silu", (10, 224, 5, 2)),
         # Six vectors: for many rows of nine channels or more, and without an activation.
         ((8, 384, 96**2), "silu", (12, 192, 6, 3)),
         ((2, 384, 96**2), "silu", (12, 256, 5, 2)),
+        ((8, 384, 96**2), "gelu", (12, 256, 5, 2)),  # which would spill
         ((8, 192, 96**2), "silu", (6, 256, 5, 2)),
         ((2, 256, 96**2), None, (8, 192, 6, 3)),
         # Eight long channels by two blocks each.
-        ((2, 256, 128**2), "gelu", (16, 256, 4, 3)),
+        ((2, 256, 128**2), "gelu", (16, 224, 5, 2)),
         # More rows without an activation; short and long parts; more channels than blocks; two.
         ((4, 320, 48**2), None, (10, 96, 3, 8)),
         ((8, 320, 48**2), None, None),
@@ -81,6 +85,7 @@ def test_blocks_have_a_channel_each(
         ((2, 320, 48**2), "gelu", (10, 192, 3, 4)),
         ((8, 320, 64**2), "silu", (10, 256, 4, 3)),
         ((2, 320, 48**2), None, None),
+        ((8, 320, 56**2), "silu", None),
         ((8, 640, 32**2), "silu", None),
     ],
 )
@@ -142,3 +147,54 @@ def test_devices_that_have_no_such_clusters() -> None:
         _, problem = plain_channel_norm((8, channels, 48**2), "float16", channels // 32, activation="silu")
         assert plan(problem, Device()).launches[0].cluster in UNEVEN_CLUSTERS
         assert plan(problem, without).launches[0].cluster not in UNEVEN_CLUSTERS
+
+
+# Samples, channels, how many of them a row has, and points of each, as a device with a place for one cluster has them.
+SMALL = Device("sm_90", 16, clusters=(1, 1, 1, 1), uneven_clusters=((1,) * len(UNEVEN_SHARES),) * len(UNEVEN_CLUSTERS))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "activation", "blocks"),
+    [
+        ((2, 6, 3, 1800), "float16", "silu", 3),
+        ((2, 5, 5, 2304), "bfloat16", "gelu", 5),
+        ((3, 7, 7, 3072), "float16", None, 7),
+        ((3, 3, 3, 1024), "float32", "gelu_tanh", 3),
+        ((2, 18, 18, 1024), "float16", "relu", 9),
+        ((1, 20, 20, 1600), "bfloat16", "silu", 5),
+    ],
+)
+def test_what_they_compute(sizes: tuple[int, int, int, int], dtype: str, activation: str | None, blocks: int) -> None:
+    samples, channels, together, points = sizes
+
+    def choose(problem: ChannelProblem) -> Plan:
+        chosen = plan(problem, SMALL)
+        assert chosen.launches[0].cluster == blocks
+        return chosen
+
+    choice: Choice = choose
+    check_backward(norm_of(samples, channels, together, points, dtype, activation), choice)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_layout_spills(dtype: str) -> None:
+    """Of those that are chosen for any number of channels, with the activations in turns, and without weights too."""
+    pytest.importorskip("cupy", reason="needs CuPy, for NVRTC")
+    points = (32**2, 40**2, 45 * 80, 48**2, 56**2, 64**2, 72**2, 64 * 96, 80**2, 88**2, 96**2, 40 * 128)
+    ways = itertools.product(points, (10, 12, 18, 20, 24, 40, 60))
+    activations = itertools.cycle(sorted(ACTIVATIONS))
+    seen = set()
+    complaints = []
+    for (size, channels), activation in zip(ways, activations):
+        _, problem = plain_channel_norm((8, 32 * channels, size), dtype, channels, activation=activation)
+        launch = plan(problem, Device()).launches[0]
+        layout = launch.block, dict(launch.constants).get("VECTORS"), activation in ("gelu", "silu")
+        if launch.cluster not in UNEVEN_CLUSTERS or layout in seen:
+            continue
+        seen.add(layout)
+        for with_weights in (True, False):
+            less = {} if with_weights else {"weight": None, "bias": None}
+            launch = plan(dataclasses.replace(problem, **less), Device()).launches[0]
+            taken = compile_resources(launch.kernel, dict(launch.constants), "sm_90")
+            complaints += [(size, channels, activation, found)] if (found := complaint(launch, taken, Device())) else []
+    assert len(seen) >= 3 and not complaints

@@ -34,14 +34,16 @@ class _Layout(NamedTuple):
         return vectors <= self.threads * self.vectors <= (1 + most_idle) * vectors
 
 
-# Of a block with one channel: the first that holds it.
-_FULL, _PACKED = _Layout(256, 4, 3), _Layout(192, 6, 3)
+# Of a block with one channel: the first that holds it. Of sixteen-bit numbers the one of floats would spill 16 to 64
+# bytes; and of bfloat16 the packed one 8, under the exact gelu.
+_OF_FLOATS, _PACKED = _Layout(256, 4, 3), _Layout(192, 6, 3)
 _OF_ONE = [
     _Layout(128, 2, 8), _Layout(96, 3, 8), _Layout(128, 3, 6), _Layout(224, 2, 4), _Layout(128, 4, 5),
     _Layout(192, 3, 4), _Layout(128, 5, 4), _Layout(224, 3, 4), _Layout(192, 4, 3), _Layout(160, 5, 3),
-    _FULL, _Layout(224, 5, 2), _PACKED, _Layout(256, 5, 2),
+    _OF_FLOATS, _Layout(224, 5, 2), _PACKED, _Layout(256, 5, 2),
 ]  # fmt: skip
-_LEAST_BLOCKS, _MOST_BLOCKS, _MOST_IDLE_OF_ONE = 3, 16, 0.16
+_LEAST_BLOCKS, _MOST_BLOCKS = 3, 16
+_MOST_IDLE_OF_ONE = {2: 0.16, 4: 0.0}  # by the bytes of a number: of float32 no others were timed
 # Clusters of which many find no place where two large blocks of each share a multiprocessor.
 _AWKWARD_BLOCKS = range(9, 16)
 # Of a block with several: the first that holds the part that one of a cluster has.
@@ -77,23 +79,19 @@ def _of_one(problem: BackwardProblem, device: Device, channels: int) -> RowBlock
     48^2 and 64^2 1.25, 1.24 and 1.23 (1.55, 1.49, 1.31). Without an activation 64 rows of 12 channels of 48^2 and 80^2
     1.29 and 1.23 (1.48, 1.47), 128 of 10 of 48^2 1.25 (1.48); but 256 rows take 0.98 to 1.09 of the time so.
 
-    All threads of 256 have 4 vectors, or better some of 224 have 5: 256 rows of 16 channels of 68 x 120 take 1.39 and
-    1.27, of 64 x 128 1.26 and 1.28. By 192 threads with 6 of each 256 rows of 12 channels of 96^2 take 1.25, by 256
-    with up to 5 1.37; but 256 of 8 channels 1.23 and 1.21, and 32 of 12 channels 1.45 and 1.37. Without an activation
-    64 of 12 take 1.28 and 1.33.
+    By 192 threads with 6 vectors each, 256 rows of 12 channels of 96^2 take 1.25, by 256 with up to 5 1.37; but 256 of
+    8 channels 1.23 and 1.21, 32 of 12 1.45 and 1.37. Without an activation 64 of 12 channels take 1.28 and 1.33.
     """
     activation, few = problem.norm.activation, problem.rows <= device.multiprocessors
     if activation is None and (not few or problem.itemsize != 2):
         return None
+    packs = activation is None or (not few and channels in _AWKWARD_BLOCKS and activation != "gelu")
+    left_out = [_PACKED] * (not packs) + [_OF_FLOATS] * (problem.itemsize == 2)
     # Eight long channels by two blocks each were timed under the exact gelu alone.
     for blocks in (channels, 16) if activation == "gelu" and channels == 8 else (channels,):
         part = _part(problem, device, blocks) if _LEAST_BLOCKS <= blocks <= _MOST_BLOCKS else 0
         for layout in _OF_ONE:
-            if layout == _FULL and layout.threads * layout.vectors != part:
-                continue
-            if layout == _PACKED and activation is not None and (few or blocks not in _AWKWARD_BLOCKS):
-                continue
-            if layout.holds(part, _MOST_IDLE_OF_ONE):
+            if layout not in left_out and layout.holds(part, _MOST_IDLE_OF_ONE[problem.itemsize]):
                 return _laid(problem, device, blocks, layout)
     return None
 
