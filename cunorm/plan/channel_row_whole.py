@@ -36,9 +36,9 @@ class _Layout(NamedTuple):
 
 # Of a block with one channel: the first that holds it. Of sixteen-bit numbers the one of floats would spill 16 to 64
 # bytes; and of bfloat16 the packed one 8, under the exact gelu.
-_OF_FLOATS, _PACKED = _Layout(256, 4, 3), _Layout(192, 6, 3)
+_OF_FEW, _OF_FLOATS, _PACKED = _Layout(128, 4, 4), _Layout(256, 4, 3), _Layout(192, 6, 3)
 _OF_ONE = [
-    _Layout(128, 2, 8), _Layout(96, 3, 8), _Layout(128, 3, 6), _Layout(224, 2, 4), _Layout(128, 4, 5),
+    _Layout(128, 2, 8), _Layout(96, 3, 8), _Layout(128, 3, 6), _Layout(224, 2, 4), _OF_FEW, _Layout(128, 4, 5),
     _Layout(192, 3, 4), _Layout(128, 5, 4), _Layout(224, 3, 4), _Layout(192, 4, 3), _Layout(160, 5, 3),
     _OF_FLOATS, _Layout(224, 5, 2), _PACKED, _Layout(256, 5, 2),
 ]  # fmt: skip
@@ -79,21 +79,34 @@ def _of_one(problem: BackwardProblem, device: Device, channels: int) -> RowBlock
     48^2 and 64^2 1.25, 1.24 and 1.23 (1.55, 1.49, 1.31). Without an activation 64 rows of 12 channels of 48^2 and 80^2
     1.29 and 1.23 (1.48, 1.47), 128 of 10 of 48^2 1.25 (1.48); but 256 rows take 0.98 to 1.09 of the time so.
 
-    By 192 threads with 6 vectors each, 256 rows of 12 channels of 96^2 take 1.25, by 256 with up to 5 1.37; but 256 of
-    8 channels 1.23 and 1.21, 32 of 12 1.45 and 1.37. Without an activation 64 of 12 channels take 1.28 and 1.33.
+    Where all of 128 threads have 4 vectors, 64 rows of 10 channels of 64^2 take 1.40 with registers for four such
+    blocks, for five 1.43, 256 rows of 8 1.24 and 1.20; where some lack one, 256 rows of 16 of 45 x 80 1.63 and 1.29. By
+    192 threads with 6 vectors each, 256 rows of 12 channels of 96^2 take 1.25, by 256 with up to 5 1.37; but 256 of 8
+    channels 1.23 and 1.21, 32 of 12 1.45 and 1.37. Without an activation 64 of 12 channels take 1.28 and 1.33.
     """
-    activation, few = problem.norm.activation, problem.rows <= device.multiprocessors
-    if activation is None and (not few or problem.itemsize != 2):
+    activation = problem.norm.activation
+    if activation is None and (problem.rows > device.multiprocessors or problem.itemsize != 2):
         return None
-    packs = activation is None or (not few and channels in _AWKWARD_BLOCKS and activation != "gelu")
-    left_out = [_PACKED] * (not packs) + [_OF_FLOATS] * (problem.itemsize == 2)
     # Eight long channels by two blocks each were timed under the exact gelu alone.
     for blocks in (channels, 16) if activation == "gelu" and channels == 8 else (channels,):
         part = _part(problem, device, blocks) if _LEAST_BLOCKS <= blocks <= _MOST_BLOCKS else 0
         for layout in _OF_ONE:
-            if layout not in left_out and layout.holds(part, _MOST_IDLE_OF_ONE[problem.itemsize]):
+            held = layout.holds(part, _MOST_IDLE_OF_ONE[problem.itemsize])
+            if held and _is_faster_of_one(layout, blocks, part, problem, device):
                 return _laid(problem, device, blocks, layout)
     return None
+
+
+def _is_faster_of_one(layout: _Layout, blocks: int, part: int, problem: BackwardProblem, device: Device) -> bool:
+    """Whether a row of a channel a block is faster by that layout than by those that hold more."""
+    few, activation = problem.rows <= device.multiprocessors, problem.norm.activation
+    if layout == _OF_FEW:
+        return few and layout.holds(part, 0)
+    if layout == _OF_FLOATS:
+        return problem.itemsize == 4
+    if layout == _PACKED:
+        return activation is None or (not few and blocks in _AWKWARD_BLOCKS and activation != "gelu")
+    return True
 
 
 def _of_several(problem: BackwardProblem, device: Device, channels: int) -> RowBlock | None:
