@@ -75,7 +75,7 @@ def _of_one(problem: BackwardProblem, device: Device, channels: int) -> RowBlock
     256 rows of 12 channels of 48^2, 64^2, 80^2 and 96^2 take 1.23, 1.21, 1.18 and 1.25 (1.60, 1.49, 1.54, 1.36), of 10
     channels 1.25, 1.23, 1.23 and 1.27 (1.73, 1.53, 1.57, 1.41), of 16 1.25, 1.22, 1.18 and 1.22 (1.69, 1.34, 1.57,
     1.35), of 6 1.28, 1.24, 1.18 and 1.23 (1.58, 1.50, 1.62, 1.46); 64 rows of 12 1.39, 1.33, 1.33 and 1.37 (1.60, 1.43,
-    1.73, 1.69). Under the exact gelu 0.70 to 1.00 of the time, under relu 0.76 to 1.00; of float32 10 channels of 32^2,
+    1.73, 1.69). Under the exact gelu 0.68 to 1.00 of the time, under relu 0.76 to 1.03; of float32 10 channels of 32^2,
     48^2 and 64^2 1.25, 1.24 and 1.23 (1.55, 1.49, 1.31). Without an activation 64 rows of 12 channels of 48^2 and 80^2
     1.29 and 1.23 (1.48, 1.47), 128 of 10 of 48^2 1.25 (1.48); but 256 rows take 0.98 to 1.09 of the time so.
 
