@@ -57,7 +57,7 @@ def _layout(
         ((8, 192, 96**2), "silu", (6, 256, 5, 2)),
         ((2, 256, 96**2), None, (8, 192, 6, 3)),
         # Eight long channels by two blocks each.
-        ((2, 256, 128**2), "gelu", (16, 224, 5, 2)),
+        ((2, 256, 128**2), "gelu", (16, 256, 4, 2)),
         # More rows without an activation; short and long parts; more channels than blocks; two.
         ((4, 320, 48**2), None, (10, 96, 3, 8)),
         ((8, 320, 48**2), None, None),

@@ -44,6 +44,9 @@ _OF_ONE = [
 ]  # fmt: skip
 _LEAST_BLOCKS, _MOST_BLOCKS = 3, 16
 _MOST_IDLE_OF_ONE = {2: 0.16, 4: 0.0}  # by the bytes of a number: of float32 no others were timed
+# Of half a channel, under the exact gelu.
+_OF_HALF = [_Layout(256, vectors, 2) for vectors in (3, 4, 5)]
+_MOST_IDLE_OF_HALF = 0.33
 # Clusters of which many find no place where two large blocks of each share a multiprocessor.
 _AWKWARD_BLOCKS = range(9, 16)
 # Of a block with several: the first that holds the part that one of a cluster has.
@@ -73,9 +76,9 @@ def _of_one(problem: BackwardProblem, device: Device, channels: int) -> RowBlock
     """A block for each channel: under an activation, and of few rows of sixteen bits without one.
 
     256 rows of 12 channels of 48^2, 64^2, 80^2 and 96^2 take 1.23, 1.21, 1.18 and 1.25 (1.60, 1.49, 1.54, 1.36), of 10
-    channels 1.25, 1.23, 1.23 and 1.27 (1.73, 1.53, 1.57, 1.41), of 16 1.25, 1.22, 1.18 and 1.22 (1.69, 1.34, 1.57,
-    1.35), of 6 1.28, 1.24, 1.18 and 1.23 (1.58, 1.50, 1.62, 1.46); 64 rows of 12 1.39, 1.33, 1.33 and 1.37 (1.60, 1.43,
-    1.73, 1.69). Under the exact gelu 0.68 to 1.00 of the time, under relu 0.76 to 1.03; of float32 10 channels of 32^2,
+    channels 1.25, 1.23, 1.23 and 1.27 (1.73, 1.53, 1.57, 1.41), of 16 1.25, 1.22, 1.18 and 1.22 (1.69, 1.32, 1.57,
+    1.35), of 6 1.28, 1.24, 1.18 and 1.23 (1.58, 1.50, 1.62, 1.46); 64 rows of 12 1.39, 1.33, 1.33 and 1.38 (1.60, 1.43,
+    1.73, 1.65). Under the exact gelu 0.68 to 1.00 of the time, under relu 0.76 to 1.03; of float32 10 channels of 32^2,
     48^2 and 64^2 1.25, 1.24 and 1.23 (1.55, 1.49, 1.31). Without an activation 64 rows of 12 channels of 48^2 and 80^2
     1.29 and 1.23 (1.48, 1.47), 128 of 10 of 48^2 1.25 (1.48); but 256 rows take 0.98 to 1.09 of the time so.
 
@@ -87,13 +90,17 @@ def _of_one(problem: BackwardProblem, device: Device, channels: int) -> RowBlock
     activation = problem.norm.activation
     if activation is None and (problem.rows > device.multiprocessors or problem.itemsize != 2):
         return None
-    # Eight long channels by two blocks each were timed under the exact gelu alone.
-    for blocks in (channels, 16) if activation == "gelu" and channels == 8 else (channels,):
-        part = _part(problem, device, blocks) if _LEAST_BLOCKS <= blocks <= _MOST_BLOCKS else 0
-        for layout in _OF_ONE:
-            held = layout.holds(part, _MOST_IDLE_OF_ONE[problem.itemsize])
-            if held and _is_faster_of_one(layout, blocks, part, problem, device):
-                return _laid(problem, device, blocks, layout)
+    part = _part(problem, device, channels) if _LEAST_BLOCKS <= channels <= _MOST_BLOCKS else 0
+    for layout in _OF_ONE:
+        held = layout.holds(part, _MOST_IDLE_OF_ONE[problem.itemsize])
+        if held and _is_faster_of_one(layout, channels, part, problem, device):
+            return _laid(problem, device, channels, layout)
+    # Longer channels, by two blocks each, were timed of eight under the exact gelu alone.
+    if channels == 8 and activation == "gelu" and problem.itemsize == 2:
+        half = _part(problem, device, 2 * channels)
+        for layout in _OF_HALF:
+            if layout.holds(half, _MOST_IDLE_OF_HALF):
+                return _laid(problem, device, 2 * channels, layout)
     return None
 
 
